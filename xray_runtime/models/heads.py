@@ -1,0 +1,105 @@
+"""A causal LM seen as policy, critic, reference or reward model.
+
+Shapes: B rows, S tokens of prompt and reply together, N scored positions, H hidden, V vocabulary. Rows are padded on the
+right; with causal attention padding there needs no mask, since no real token ever looks to its right.
+
+A model whose lower layers are frozen is run in two parts, `trunk` and `branch`: the trunk's output is the same for the
+policy at every update and for the reference, so it is computed once a rollout and kept (trlX's "hydra" model).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class HeadedLM(nn.Module):
+    """A causal LM with an optional scalar head on its last hidden state.
+
+    Args:
+        lm: a Hugging Face causal LM.
+        scalar_head: add a linear head to one number a position (value or reward).
+        trainable_layers: train only this many top layers, the final norm and the head; None: everything.
+        reference: keep a frozen copy of the trainable part as it is now, to score as the reference.
+
+    Raises:
+        ValueError: `trainable_layers` exceeds the model's layers, or a reference is asked of an unfrozen model.
+    """
+
+    def __init__(
+        self, lm: Any, *, scalar_head: bool = False, trainable_layers: int | None = None, reference: bool = False
+    ) -> None:
+        super().__init__()
+        self.lm = lm
+        lm.config.use_cache = False
+        hidden = lm.config.hidden_size
+        self.scalar = nn.Linear(hidden, 1) if scalar_head else None
+        if self.scalar is not None:
+            # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
+            nn.init.zeros_(self.scalar.weight)
+            nn.init.zeros_(self.scalar.bias)
+        self.frozen_layers = 0
+        self.reference_layers: nn.ModuleList | None = None
+        self.reference_norm: nn.Module | None = None
+        if trainable_layers is not None:
+            layers = lm.model.layers
+            if trainable_layers > len(layers):
+                raise ValueError(f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers")
+            self.frozen_layers = len(layers) - trainable_layers
+            lm.requires_grad_(False)
+            for module in (*layers[self.frozen_layers :], lm.model.norm):
+                module.requires_grad_(True)
+        if reference:
+            if not self.frozen_layers:
+                raise ValueError("a reference branch needs a frozen trunk")
+            self.reference_layers = copy.deepcopy(lm.model.layers[self.frozen_layers :]).requires_grad_(False)
+            self.reference_norm = copy.deepcopy(lm.model.norm).requires_grad_(False)
+
+    def trunk(self, input_ids: Tensor) -> Tensor:
+        """Hidden states [B, S, H] entering the first trainable layer, without gradient."""
+        with torch.no_grad():
+            states: Tensor = self._part(self.lm.model.layers[: self.frozen_layers], nn.Identity())(
+                input_ids=input_ids
+            ).last_hidden_state
+        return states
+
+    def hidden(self, input_ids: Tensor, trunk: Tensor | None = None) -> Tensor:
+        """Last hidden states [B, S, H]; from `trunk` states where they are given."""
+        if not self.frozen_layers:
+            states: Tensor = self.lm.model(input_ids=input_ids).last_hidden_state
+            return states
+        states = self.trunk(input_ids) if trunk is None else trunk
+        top = self._part(self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
+        states = top(inputs_embeds=states).last_hidden_state
+        return states
+
+    def reference_hidden(self, trunk: Tensor) -> Tensor:
+        """Last hidden states [B, S, H] of the reference branch."""
+        assert self.reference_layers is not None and self.reference_norm is not None
+        with torch.no_grad():
+            states: Tensor = self._part(self.reference_layers, self.reference_norm)(inputs_embeds=trunk).last_hidden_state
+        return states
+
+    def _part(self, layers: nn.ModuleList, norm: nn.Module) -> Any:
+        # A shallow copy of the backbone that shares every module but runs only `layers` and then `norm`: masks and
+        # rotary embeddings stay the library's own code, whatever the family.
+        part = copy.copy(self.lm.model)
+        part.__dict__ = self.lm.model.__dict__ | {"_modules": dict(self.lm.model._modules)}
+        part._modules["layers"], part._modules["norm"] = layers, norm
+        part.config = copy.copy(self.lm.config)
+        part.config.num_hidden_layers = len(layers)
+        return part
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits [N, V] of hidden states [N, H]."""
+        out: Tensor = self.lm.lm_head(hidden)
+        return out
+
+    def scalars(self, hidden: Tensor) -> Tensor:
+        """Scalar head's output [...] of hidden states [..., H]."""
+        assert self.scalar is not None
+        out: Tensor = self.scalar(hidden).squeeze(-1)
+        return out
