@@ -17,6 +17,8 @@ Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
 
 class Section(BaseModel):
     """A frozen part of the config: no unknown keys, no silent coercion."""
@@ -63,17 +65,18 @@ class FreshBase(Section):
     """Size of the trained vocabulary, special tokens included."""
     hidden_size: Annotated[int, Field(ge=16)] = 160
     num_layers: Annotated[int, Field(ge=1)] = 4
-    num_heads: Annotated[int, Field(ge=1)] = 4
-    num_kv_heads: Annotated[int, Field(ge=1)] = 4
+    num_heads: Annotated[int, Field(ge=1)] = 5
+    num_kv_heads: Annotated[int, Field(ge=1)] = 5
     intermediate_size: Annotated[int, Field(ge=16)] = 448
     max_positions: Annotated[int, Field(ge=32)] = 512
     """Longest sequence the model accepts, in tokens."""
 
     @model_validator(mode="after")
     def _heads(self) -> Self:
-        if self.hidden_size % (2 * self.num_heads):
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads not in HEAD_SIZES:
             raise ValueError(
-                f"hidden_size = {self.hidden_size} must be divisible by 2 × num_heads = {2 * self.num_heads}"
+                f"hidden_size = {self.hidden_size} over num_heads = {self.num_heads} must be a head size that vLLM "
+                f"runs on CPU: one of {', '.join(map(str, HEAD_SIZES))}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be divisible by num_kv_heads = {self.num_kv_heads}")

@@ -10,6 +10,7 @@ policy at every update and for the reference, so it is computed once a rollout a
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class HeadedLM(nn.Module):
                 raise ValueError("a reference branch needs a frozen trunk")
             self.reference_layers = copy.deepcopy(lm.model.layers[self.frozen_layers :]).requires_grad_(False)
             self.reference_norm = copy.deepcopy(lm.model.norm).requires_grad_(False)
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
+        return task(self, *args)
 
     def trunk(self, input_ids: Tensor) -> Tensor:
         """Hidden states [B, S, H] entering the first trainable layer, without gradient."""
