@@ -1,0 +1,50 @@
+"""The generator and the trainer compute the same policy with different kernels; these weights make up for it.
+
+Token-level truncated importance sampling (Espeholt et al. 2018; Yao et al. 2025, "Your efficient RL framework secretly
+brings you off-policy RL training"): w = exp(logp_train_old − logp_rollout), capped, or masked beyond the cap.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xray_runtime.algorithms.advantages import masked_mean
+from xray_runtime.algorithms.kl import clamp_log_ratio
+
+
+def importance_weights(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    mode: Literal["truncate", "mask", "none"],
+    cap: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """Weights [B, T] and what they say of the mismatch.
+
+    Stats: `mean_abs_diff` and `max_abs_diff` of log-probabilities, `effective_sample_share` = (Σw)² / (n Σw²),
+    `capped_share` of tokens whose weight exceeded `cap`.
+    """
+    valid = mask.to(train_logprobs.dtype)
+    diff = (train_logprobs - rollout_logprobs) * valid
+    raw = clamp_log_ratio(diff).exp()
+    over = (raw > cap) & mask.bool()
+    if mode == "truncate":
+        weights = raw.clamp(max=cap)
+    elif mode == "mask":
+        weights = torch.where(over, 0.0, raw)
+    else:
+        weights = torch.ones_like(raw)
+    weights = weights * valid
+    count = valid.sum().clamp(min=1)
+    raw = raw * valid
+    stats = {
+        "mean_abs_diff": float(masked_mean(diff.abs(), valid)),
+        "max_abs_diff": float(diff.abs().max()) if diff.numel() else 0.0,
+        "effective_sample_share": float(raw.sum().square() / (count * raw.square().sum().clamp(min=1e-12))),
+        "capped_share": float(over.sum() / count),
+    }
+    return weights, stats

@@ -1,0 +1,41 @@
+"""Statistics that evaluation and logging report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from xray_runtime.algorithms.advantages import masked_mean
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 − Var(returns − values) / Var(returns) over valid tokens; 0 when returns do not vary."""
+
+    def variance(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+    total = variance(returns)
+    return float(1.0 - variance(returns - values) / total) if total > 0 else 0.0
+
+
+def bootstrap_interval(x: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:
+    """(mean, low, high) of `x` [n]: percentile bootstrap, 95% (Efron 1979), over resampled items."""
+    x = x.double()
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(len(x), (num_samples, len(x)), generator=generator)
+    means = x[index].mean(-1)
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(x.mean()), low, high
+
+
+def wins(a: Tensor, b: Tensor) -> Tensor:
+    """1 where `a` beats `b`, 0 where it loses, ½ at a tie."""
+    return (a > b).double() + 0.5 * (a == b).double()
+
+
+def distinct_n(replies: Sequence[Sequence[int]], n: int) -> float:
+    """Share of distinct n-grams among all n-grams of all replies (Li et al. 2016); 0 when there are none."""
+    grams = [tuple(reply[i : i + n]) for reply in replies for i in range(len(reply) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
