@@ -24,14 +24,14 @@ class HeadedLM(nn.Module):
         lm: a Hugging Face causal LM.
         scalar_head: add a linear head to one number a position (value or reward).
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
-        reference: keep a frozen copy of the trainable part as it is now, to score as the reference.
+        reference: a causal LM with the same trunk whose top layers are kept, frozen, as the reference branch.
 
     Raises:
-        ValueError: `trainable_layers` exceeds the model's layers, or a reference is asked of an unfrozen model.
+        ValueError: `trainable_layers` exceeds the model's layers, or the reference does not share the trunk.
     """
 
     def __init__(
-        self, lm: Any, *, scalar_head: bool = False, trainable_layers: int | None = None, reference: bool = False
+        self, lm: Any, *, scalar_head: bool = False, trainable_layers: int | None = None, reference: Any = None
     ) -> None:
         super().__init__()
         self.lm = lm
@@ -53,11 +53,20 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.model.norm):
                 module.requires_grad_(True)
-        if reference:
-            if not self.frozen_layers:
-                raise ValueError("a reference branch needs a frozen trunk")
-            self.reference_layers = copy.deepcopy(lm.model.layers[self.frozen_layers :]).requires_grad_(False)
-            self.reference_norm = copy.deepcopy(lm.model.norm).requires_grad_(False)
+        if reference is not None:
+            if not self.frozen_layers or not self._same_trunk(reference):
+                raise ValueError("the reference does not share the policy's frozen trunk")
+            self.reference_layers = reference.model.layers[self.frozen_layers :].requires_grad_(False)
+            self.reference_norm = reference.model.norm.requires_grad_(False)
+
+    def _same_trunk(self, other: Any) -> bool:
+        pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
+        pairs += zip(
+            self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True
+        )
+        return all(
+            torch.equal(p, q) for a, b in pairs for p, q in zip(a.parameters(), b.parameters(), strict=True)
+        )
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""

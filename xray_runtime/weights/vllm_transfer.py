@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from xray_runtime.weights.plasma import Bucket, unpack
@@ -52,6 +53,11 @@ class PlasmaWeightTransferEngine(WeightTransferEngine[PlasmaInitInfo, PlasmaUpda
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # An output layer tied to the embedding receives nothing of its own, so the reload leaves it the copy that CPU
+        # kernels packed from the *old* embedding. Pack it again.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         pass

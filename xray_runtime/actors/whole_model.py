@@ -1,0 +1,136 @@
+"""WholeModel: a Ray actor that stands for one whole model, however it is spread over Workhorses.
+
+A call is dealt to the Workhorses and their answers are put together again; whoever calls sees one model. Calls to
+different WholeModels run at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from xray_runtime.actors.rows import Rows, merge, num_rows, split
+from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse, resolve_device
+from xray_runtime.config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from xray_runtime.engines.vllm_generator import Sampling
+    from xray_runtime.weights.plasma import WeightUpdate
+
+LOG_TAIL_LINES = 15
+
+
+class WorkhorseError(RuntimeError):
+    """A Workhorse's process died; the message carries the end of its log."""
+
+
+class WholeModel:
+    """The proxy of one model. Start it through `open_models`."""
+
+    def __init__(self, role: str, kind: type[Workhorse], num_workhorses: int, runtime: RuntimeConfig, log_dir: Path):
+        gpus = runtime.gpus_per_workhorse if resolve_device(runtime.device) == "cuda" else 0
+        options = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
+        self._role, self._log_dir = role, log_dir
+        self._workhorses = [
+            ray.remote(kind).options(**options).remote(Rank(role, rank, num_workhorses, log_dir, runtime))
+            for rank in range(num_workhorses)
+        ]
+
+    def build(self, spec: ModelSpec | GeneratorSpec) -> None:
+        """Load the model on every Workhorse and join them to one process group."""
+        host, port = self._get([self._workhorses[0].rendezvous.remote()])[0]
+        self._call("build", spec, host, port)
+
+    def score(self, rows: Rows, width: int = 0) -> Rows:
+        """`Learner.score` of all rows, in order."""
+        return merge(self._deal("score", rows, width))
+
+    def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+        """One optimizer step over all rows; sums over the Workhorses."""
+        parts = self._deal("train", rows, totals, lr)
+        return {name: sum(part.get(name, 0.0) for part in parts) for name in {n for part in parts for n in part}}
+
+    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+        """`Generator.generate` over all replicas."""
+        return merge(self._deal("generate", rows, sampling, version))
+
+    def export_weights(self, version: int) -> WeightUpdate:
+        """The policy's trainable weights as version `version`, in the object store."""
+        update: WeightUpdate = self._call("export_weights", version)[0]
+        return update
+
+    def load_weights(self, update: WeightUpdate) -> int:
+        """Bring every replica to `update`; returns the version they all hold."""
+        versions = set(self._call("load_weights", update))
+        if versions != {update.version}:
+            raise RuntimeError(f"{self._role}: replicas hold versions {sorted(versions)} after update {update.version}")
+        return update.version
+
+    def save(self, directory: Path, head_file: str | None = None) -> None:
+        """Write the model in Hugging Face form."""
+        self._call("save", directory, head_file)
+
+    def stop(self) -> None:
+        """End the Workhorses."""
+        for workhorse in self._workhorses:
+            ray.kill(workhorse)
+
+    def _deal(self, method: str, rows: Rows, *args: Any) -> list[Any]:
+        if num_rows(rows) < len(self._workhorses):
+            raise ValueError(f"{self._role}: {num_rows(rows)} rows cannot be dealt to {len(self._workhorses)} Workhorses")
+        parts = split(rows, len(self._workhorses))
+        return self._get([getattr(w, method).remote(p, *args) for w, p in zip(self._workhorses, parts, strict=True)])
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return self._get([getattr(w, method).remote(*args) for w in self._workhorses])
+
+    def _get(self, refs: list[Any]) -> list[Any]:
+        pending = list(refs)
+        try:
+            # The first failure ends the call: its peers may be waiting for it in a collective.
+            while pending:
+                done, pending = ray.wait(pending)
+                ray.get(done)
+            answers: list[Any] = ray.get(refs)
+            return answers
+        except ray.exceptions.RayActorError as error:
+            raise WorkhorseError(f"a Workhorse of {self._role!r} died\n{self._log_tail()}") from error
+
+    def _log_tail(self) -> str:
+        tails = []
+        for path in sorted(self._log_dir.glob(f"{self._role}-*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            tails.append("\n".join([f"last lines of {path}:", *lines]))
+        return "\n".join(tails)
+
+
+@contextlib.contextmanager
+def open_models(
+    runtime: RuntimeConfig, log_dir: Path, specs: dict[str, ModelSpec | GeneratorSpec]
+) -> Iterator[dict[str, Any]]:
+    """Start one WholeModel a role, all at the same time; end them all, whatever happens.
+
+    Yields role → actor handle: `ray.get(models["policy"].score.remote(rows))`.
+    """
+    models: dict[str, Any] = {}
+    try:
+        for role, spec in specs.items():
+            kind = Generator if isinstance(spec, GeneratorSpec) else Learner
+            training = spec.training if isinstance(spec, ModelSpec) else None
+            num_workhorses = training.engine.num_workhorses if training else 1
+            models[role] = (
+                ray.remote(WholeModel)
+                .options(num_cpus=0, max_restarts=0)
+                .remote(role, kind, num_workhorses, runtime, log_dir)
+            )
+        ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
+        yield models
+    finally:
+        for model in models.values():
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(model.stop.remote())
+            ray.kill(model)

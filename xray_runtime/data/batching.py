@@ -1,0 +1,55 @@
+"""Rows into batches: a resumable order over epochs, and micro-batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xray_runtime.seeding import derive_seed
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group row indices so that rows × longest ≤ `max_tokens`, rows of like length together (little padding).
+
+    A row longer than `max_tokens` gets a micro-batch of its own. Deterministic; every index exactly once.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    batches: list[list[int]] = []
+    for i in order:
+        # Rows come longest first, so a batch's first row decides its padded width.
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+@dataclass
+class Cursor:
+    """An endless walk over `num_rows` rows, in a new seeded order each epoch. The fields are the whole state."""
+
+    num_rows: int
+    seed: int
+    epoch: int = 0
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError("there are no rows to draw from")
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def take(self, n: int) -> list[int]:
+        """The next `n` row indices, running on into the next epoch where this one ends."""
+        taken: list[int] = []
+        while len(taken) < n:
+            if self._order is None or self._order[0] != self.epoch:
+                generator = np.random.default_rng(derive_seed(self.seed, "epoch", self.epoch))
+                self._order = (self.epoch, generator.permutation(self.num_rows))
+            part = self._order[1][self.position : self.position + n - len(taken)]
+            taken += part.tolist()
+            self.position += len(part)
+            if self.position == self.num_rows:
+                self.epoch, self.position = self.epoch + 1, 0
+        return taken
