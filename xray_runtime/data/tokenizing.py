@@ -1,0 +1,62 @@
+"""Text to tokens and back: a tokenizer trained on the corpus, and one way to encode prompts and replies with any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xray_runtime.data.pairs import Messages
+
+PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer (Sennrich et al. 2016) with a chat template; the same for the same texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return ids
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
+    """Token ids of each prompt under the chat template, up to where the assistant's reply begins."""
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    return _encode(tokenizer, texts)
+
+
+def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
+    """Token ids of each reply, closed by the end-of-sequence token."""
+    return [ids + [tokenizer.eos_token_id] for ids in _encode(tokenizer, list(replies))]
+
+
+def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each reply, without special tokens or outer whitespace."""
+    texts: list[str] = tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+    return [text.strip() for text in texts]

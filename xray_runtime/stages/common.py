@@ -1,0 +1,96 @@
+"""What several stage bodies share: their part of the config, encoded data, timing, learning rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xray_runtime.actors.rows import Rows, pad
+from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.config import TrainingConfig
+from xray_runtime.data.pairs import Example, Messages
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.stages.spec import StageSpec
+
+
+def trainable_layers(spec: StageSpec) -> int | None:
+    value: int | None = spec.sections["trainable_layers"]
+    return value
+
+
+def max_prompt_tokens(spec: StageSpec) -> int:
+    return int(spec.sections["lengths"]["max_prompt_tokens"])
+
+
+def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = None) -> float:
+    """The learning rate of `config`'s schedule at `step` of `total`."""
+    return learning_rate(
+        step,
+        total,
+        peak=config.lr if peak is None else peak,
+        schedule=config.schedule,
+        warmup_fraction=config.warmup_fraction,
+        final_lr_ratio=config.final_lr_ratio,
+    )
+
+
+def encode_pairs(
+    tokenizer: Any, examples: Sequence[Example], max_prompt: int, max_response: int
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, reply ids) of the examples that fit the limits."""
+    prompts = encode_prompts(tokenizer, [e.prompt for e in examples])
+    replies = encode_replies(tokenizer, [e.response for e in examples])
+    return [
+        (p, r) for p, r in zip(prompts, replies, strict=True) if len(p) <= max_prompt and 2 <= len(r) <= max_response
+    ]
+
+
+def unique_prompts(tokenizer: Any, examples: Sequence[Example], max_prompt: int) -> list[tuple[Messages, list[int]]]:
+    """(messages, token ids) of each different prompt that fits, in order of first appearance."""
+    encoded = encode_prompts(tokenizer, [e.prompt for e in examples])
+    found: dict[tuple[int, ...], Messages] = {}
+    for example, ids in zip(examples, encoded, strict=True):
+        if len(ids) <= max_prompt:
+            found.setdefault(tuple(ids), example.prompt)
+    return [(messages, list(ids)) for ids, messages in found.items()]
+
+
+def text_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int) -> Rows:
+    """Rows of prompt and reply together: `input_ids` [B, S], `prompt_lengths` [B], `lengths` [B]."""
+    input_ids, lengths = pad(([*p, *r] for p, r in pairs), pad_token_id)
+    prompt_lengths = np.array([len(p) for p, _ in pairs], dtype=np.int64)
+    return {"input_ids": input_ids, "prompt_lengths": prompt_lengths, "lengths": lengths}
+
+
+def closed(reply: Sequence[int], eos_token_id: int) -> list[int]:
+    """A reply that ends with the end token: the reward model has seen no other."""
+    ids = list(reply)
+    return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
+
+
+    return load_tokenizer(directory)
+
+
+class PhaseClock:
+    """Seconds by phase of one iteration, so that anyone sees where time goes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"seconds/{name}": s for name, s in self.seconds.items()} | {
+            "seconds/total": sum(self.seconds.values())
+        }

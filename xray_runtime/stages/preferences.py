@@ -1,0 +1,103 @@
+"""Stage `preferences`: pairs of replies to one prompt, one of them preferred."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import ray
+from pydantic import TypeAdapter
+
+from xray_runtime.actors.rows import pad
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import GeneratorSpec
+from xray_runtime.config import DatasetPreferences, GoldPreferences, RatingPreferences
+from xray_runtime.data.gold import load_gold
+from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
+from xray_runtime.data.preferences import (
+    from_dataset,
+    from_ratings,
+    label_pairs,
+    length_baseline_accuracy,
+    split_by_prompt,
+)
+from xray_runtime.data.sources import chitchat_conversations
+from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.engines.vllm_generator import Sampling
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.stages.spec import Recorder, StageSpec
+
+GENERATION_BATCH = 512
+
+
+def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+    """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
+    config = TypeAdapter(GoldPreferences | RatingPreferences | DatasetPreferences).validate_python(
+        spec.sections["preferences"]
+    )
+    if isinstance(config, GoldPreferences):
+        pairs, stats = _from_gold(spec, config, recorder)
+    elif isinstance(config, RatingPreferences):
+        examples = read_examples(spec.parent("dataset") / "train.jsonl")
+        ratings = {c.id: c.ratings[config.rating] for c in chitchat_conversations() if config.rating in c.ratings}
+        pairs, stats = from_ratings(examples, ratings, config, derive_seed(spec.seed, "preferences", "pairs"))
+    else:
+        pairs, stats = from_dataset(config)
+    train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
+    if not train or not heldout:
+        raise ValueError(
+            f"preferences: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: raise "
+            "preferences.num_pairs or preferences.heldout_fraction"
+        )
+    stats["length_baseline_accuracy"] = length_baseline_accuracy(train, heldout)
+    write_jsonl(out / "train.jsonl", train)
+    write_jsonl(out / "heldout.jsonl", heldout)
+    (out / "stats.json").write_text(json.dumps(dict(sorted(stats.items())), indent=2) + "\n")
+    recorder.metrics({f"preferences/{name}": float(value) for name, value in stats.items()}, step=0)
+    recorder.table(
+        "preferences",
+        ["prompt", "chosen", "rejected"],
+        [[prompt_text(p.prompt), p.chosen, p.rejected] for p in heldout[:20]],
+    )
+    recorder.progress(len(pairs), len(pairs), "pairs", "labelled")
+    return 0
+
+
+def _from_gold(
+    spec: StageSpec, config: GoldPreferences, recorder: Recorder
+) -> tuple[list[PreferenceExample], dict[str, float]]:
+    sft = spec.parent("sft")
+    tokenizer = load_tokenizer(sft)
+    gold = load_gold(spec.sections["gold"])
+    prompts = unique_prompts(tokenizer, read_examples(spec.parent("dataset") / "train.jsonl"), max_prompt_tokens(spec))
+    order = np.random.default_rng(derive_seed(spec.seed, "preferences", "prompts")).permutation(len(prompts))
+    prompts = [prompts[i] for i in order[: config.num_pairs]]
+    if len(prompts) < config.num_pairs:
+        raise ValueError(f"preferences.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are")
+    # Row 2i and row 2i + 1 are the two replies to prompt i.
+    twice = [ids for _, ids in prompts for _ in range(2)]
+    sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    generator = GeneratorSpec(sft, max_prompt_tokens(spec) + config.max_new_tokens)
+    replies: list[str] = []
+    with open_models(spec.runtime, recorder.log_dir, {"generator": generator}) as models:
+        for start in range(0, len(twice), GENERATION_BATCH):
+            batch = twice[start : start + GENERATION_BATCH]
+            ids, lengths = pad(batch, tokenizer.pad_token_id)
+            seeds = [derive_seed(spec.seed, "preferences", "sample", start + i) for i in range(len(batch))]
+            rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
+            answer = ray.get(models["generator"].generate.remote(rows, sampling, 0))
+            sampled = [r[m] for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
+            replies += decode_replies(tokenizer, sampled)
+            recorder.progress(len(replies) // 2, len(prompts), "pairs", "sampling replies")
+    asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
+    scores = gold(asked, replies)
+    return label_pairs(
+        [messages for messages, _ in prompts],
+        list(zip(replies[::2], replies[1::2], strict=True)),
+        list(zip(scores[::2], scores[1::2], strict=True)),
+        config.sharpness,
+        derive_seed(spec.seed, "preferences", "labels"),
+    )

@@ -1,0 +1,104 @@
+"""Stage `reward`: a pairwise Bradley–Terry reward model on the SFT model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from xray_runtime.actors.rows import Rows, take
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import ModelSpec
+from xray_runtime.config import RewardConfig
+from xray_runtime.data.batching import Cursor
+from xray_runtime.data.pairs import PreferenceExample, read_preferences
+from xray_runtime.data.preferences import length_baseline_accuracy
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.objectives import RewardObjective
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import lr_at, text_rows, trainable_layers
+from xray_runtime.stages.spec import Recorder, StageSpec
+
+HEAD_FILE = "reward_head.safetensors"
+
+
+def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+    """Writes the model, its head, and reward.json: mean and deviation of its scores, held-out accuracy, baseline."""
+    config = RewardConfig.model_validate(spec.sections["reward"])
+    sft, dataset = spec.parent("sft"), spec.parent("dataset")
+    tokenizer = load_tokenizer(sft)
+    train, heldout = (read_preferences(dataset / name) for name in ("train.jsonl", "heldout.jsonl"))
+    rows, heldout_rows = _pair_rows(tokenizer, train), _pair_rows(tokenizer, heldout)
+    steps = max(1, config.epochs * len(train) // config.batch_size)
+    cursor = Cursor(len(train), derive_seed(spec.seed, "reward", "order"))
+    model = ModelSpec(
+        sft, RewardObjective(), training=config, new_head=True, trainable_layers=trainable_layers(spec)
+    )
+    baseline = length_baseline_accuracy(train, heldout)
+
+    with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:
+        reward = models["reward"]
+        for step in range(steps):
+            batch = take(rows, cursor.take(config.batch_size))
+            lr = lr_at(config, step, steps)
+            stats = ray.get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
+            metrics = {
+                "reward_model/loss": stats["loss"] / config.batch_size,
+                "reward_model/accuracy": stats["correct"] / config.batch_size,
+                "reward_model/grad_norm": stats["grad_norm"],
+                "reward_model/lr": lr,
+                "reward_model/length_baseline_accuracy": baseline,
+            }
+            if step + 1 == steps or step % max(steps // 8, 1) == 0:
+                chosen, rejected = _scores(reward, heldout_rows)
+                metrics["reward_model/heldout_accuracy"] = _accuracy(chosen, rejected)
+            recorder.metrics(metrics, step)
+            recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
+        scores = np.concatenate([chosen, rejected])
+        summary = {
+            "mean": float(scores.mean()),
+            "std": float(scores.std()) or 1.0,
+            "accuracy": metrics["reward_model/heldout_accuracy"],
+            "length_baseline_accuracy": baseline,
+            "heldout_pairs": len(heldout),
+        }
+        ray.get(reward.save.remote(out, HEAD_FILE))
+    (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    return steps
+
+
+def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
+    """Rows with the chosen side as `input_ids`, `lengths` and the rejected one as `rejected_ids`, `rejected_lengths`."""
+    prompts = encode_prompts(tokenizer, [p.prompt for p in pairs])
+    pad_token_id: int = tokenizer.pad_token_id  # type: ignore[attr-defined]
+    chosen, rejected = (
+        text_rows(list(zip(prompts, encode_replies(tokenizer, replies), strict=True)), pad_token_id)
+        for replies in ([p.chosen for p in pairs], [p.rejected for p in pairs])
+    )
+    width = max(chosen["input_ids"].shape[1], rejected["input_ids"].shape[1])
+
+    def widened(ids: np.ndarray) -> np.ndarray:
+        return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=pad_token_id)
+
+    return {
+        "input_ids": widened(chosen["input_ids"]),
+        "lengths": chosen["lengths"],
+        "rejected_ids": widened(rejected["input_ids"]),
+        "rejected_lengths": rejected["lengths"],
+    }
+
+
+def _scores(reward: object, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    sides = [
+        {"input_ids": rows["input_ids"], "lengths": rows["lengths"]},
+        {"input_ids": rows["rejected_ids"], "lengths": rows["rejected_lengths"]},
+    ]
+    chosen, rejected = ray.get([reward.score.remote(side) for side in sides])  # type: ignore[attr-defined]
+    return chosen["scores"], rejected["scores"]
+
+
+def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:
+    return float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean())

@@ -1,0 +1,67 @@
+"""Stage `sft`: supervised fine-tuning of the base model on people's replies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import ray
+
+from xray_runtime.actors.rows import take
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import ModelSpec
+from xray_runtime.config import SFTConfig
+from xray_runtime.data.batching import Cursor
+from xray_runtime.data.pairs import read_examples
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows, trainable_layers
+from xray_runtime.stages.spec import Recorder, StageSpec
+
+HELDOUT_ROWS = 512
+"""Held-out pairs behind the reported held-out loss."""
+
+
+def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+    """Writes the tuned model in Hugging Face form."""
+    config = SFTConfig.model_validate(spec.sections["sft"])
+    base, dataset = spec.parent("base"), spec.parent("dataset")
+    tokenizer = load_tokenizer(base)
+    limits = (max_prompt_tokens(spec), config.max_response_tokens)
+    examples = read_examples(dataset / "train.jsonl")
+    pairs = encode_pairs(tokenizer, examples, *limits)
+    heldout = encode_pairs(tokenizer, read_examples(dataset / "heldout.jsonl"), *limits)[:HELDOUT_ROWS]
+    if not pairs or not heldout:
+        raise ValueError(
+            f"sft: no pairs fit data.max_prompt_tokens = {limits[0]} and sft.max_response_tokens = {limits[1]}"
+        )
+    recorder.metrics({"sft/pairs": len(pairs), "sft/dropped_too_many_tokens": len(examples) - len(pairs)}, step=0)
+    rows = text_rows(pairs, tokenizer.pad_token_id)
+    heldout_rows = text_rows(heldout, tokenizer.pad_token_id)
+    heldout_tokens = sum(len(reply) for _, reply in heldout)
+    cursor = Cursor(len(pairs), derive_seed(spec.seed, "sft", "order"))
+    model = ModelSpec(base, SFTObjective(), training=config, trainable_layers=trainable_layers(spec))
+
+    with open_models(spec.runtime, recorder.log_dir, {"policy": model}) as models:
+        policy = models["policy"]
+        for step in range(config.steps):
+            start = time.perf_counter()
+            batch = take(rows, cursor.take(config.batch_size))
+            tokens = int((batch["lengths"] - batch["prompt_lengths"]).sum())
+            stats = ray.get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
+            seconds = time.perf_counter() - start
+            loss = stats["nll"] / tokens
+            metrics = {
+                "sft/loss": loss,
+                "sft/grad_norm": stats["grad_norm"],
+                "sft/lr": lr_at(config, step, config.steps),
+                "speed/train_tokens_per_s": int(batch["lengths"].sum()) / seconds,
+            }
+            if step + 1 == config.steps or step % max(config.steps // 10, 1) == 0:
+                nll = ray.get(policy.score.remote(heldout_rows))["nll"]
+                metrics["sft/heldout_loss"] = float(nll.sum()) / heldout_tokens
+            recorder.metrics(metrics, step)
+            recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
+        ray.get(policy.save.remote(out))
+    return config.steps
