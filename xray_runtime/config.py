@@ -125,6 +125,11 @@ class TrainingConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
+def _one_row_each(config: TrainingConfig, field: str, rows: int) -> None:
+    if rows < config.engine.num_workhorses:
+        raise ValueError(f"{field} = {rows} must be at least engine.num_workhorses = {config.engine.num_workhorses}")
+
+
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning on the replies (prompt tokens carry no loss)."""
 
@@ -136,6 +141,11 @@ class SFTConfig(TrainingConfig):
     max_response_tokens: Annotated[int, Field(ge=2)] = 32
     """Replies with more tokens than this are dropped, and counted."""
     weight_decay: NonNegative = 0.01
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        _one_row_each(self, "batch_size", self.batch_size)
+        return self
 
 
 class GoldPreferences(Section):
@@ -185,6 +195,11 @@ class RewardConfig(TrainingConfig):
     batch_size: Count = 64
     """Pairs in one optimizer step, over all Workhorses."""
     weight_decay: NonNegative = 0.01
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        _one_row_each(self, "batch_size", self.batch_size)
+        return self
 
 
 class KLConfig(Section):
@@ -259,11 +274,12 @@ class PPOStageConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        if self.minibatch_size > self.prompts_per_iteration:
+        if self.prompts_per_iteration % self.minibatch_size:
             raise ValueError(
-                f"minibatch_size = {self.minibatch_size} must be at most "
-                f"prompts_per_iteration = {self.prompts_per_iteration}"
+                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
+                f"{self.prompts_per_iteration}"
             )
+        _one_row_each(self, "minibatch_size", self.minibatch_size)
         return self
 
 

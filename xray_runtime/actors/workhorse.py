@@ -256,6 +256,7 @@ class Learner(Workhorse):
             directory.mkdir(parents=True, exist_ok=True)
             save_weights(self.module.lm, weights, self.spec.directory, directory)
             if head_file is not None and head:
+                (directory / head_file).parent.mkdir(exist_ok=True)
                 save_file(head, directory / head_file)
 
     def _gather(self, parameters: list[Any]) -> Any:

@@ -57,7 +57,7 @@ def chitchat_conversations() -> list[Conversation]:
                 else:
                     turns.append(text)
                     sender = message["sender"]
-        given = conversation["ratings"] or {}
+        given = conversation.get("ratings") or {}
         ratings = {name: int(value) for name, value in given.items() if str(value).isdigit()}
         conversations.append(Conversation(key, turns, ratings))
     return conversations

@@ -22,7 +22,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import lr_at, text_rows, trainable_layers
 from xray_runtime.stages.spec import Recorder, StageSpec
 
-HEAD_FILE = "reward_head.safetensors"
+HEAD_FILE = "reward_head/head.safetensors"
 
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:

@@ -1,0 +1,26 @@
+"""A reference to a published checkpoint: all that travels between stages; weights never do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class CheckpointRef(BaseModel):
+    """Where a checkpoint is and what it must be."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str
+    """Absolute directory."""
+    sha256: str
+    """Digest of its manifest.json, which lists every file with its own digest."""
+    stage: str
+    kind: str
+    step: int
+    mlflow_model_id: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.uri)
