@@ -1,0 +1,240 @@
+"""MLflow behind one adapter: runs, metrics, tables, checkpoints as LoggedModels, datasets, the registry.
+
+A lifecycle is a parent run with one child run a stage. A checkpoint is a LoggedModel whose *params* hold its identity
+(params cannot be changed afterwards; tags can); it is an output of the run that made it and an input of every run that
+used it, so MLflow's own pages show what came from what.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.checkpoints.manifest import MANIFEST, Manifest
+from xray_runtime.checkpoints.ref import CheckpointRef
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FLUSH_SECONDS = 1.0
+MAX_PARAM_CHARS = 6000
+MAX_BATCH = 900
+"""Metrics in one request (MLflow allows 1,000)."""
+
+PARENT_TAG = "mlflow.parentRunId"
+KEY_TAG = "xray.key"
+
+
+class Tracker:
+    """One experiment of one MLflow store.
+
+    Args:
+        uri: tracking URI; `sqlite:///…` or a server's address.
+        experiment: its name; made where it does not exist.
+        artifact_root: directory of a new experiment's artifacts; None leaves that to the server.
+    """
+
+    def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        import mlflow
+        from mlflow.exceptions import MlflowException
+
+        self._mlflow = mlflow
+        self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        found = self.client.get_experiment_by_name(experiment)
+        if found is None:
+            location = artifact_root.absolute().as_uri() if artifact_root is not None else None
+            try:
+                self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
+            except MlflowException:
+                # Somebody else made it in the meantime.
+                found = self.client.get_experiment_by_name(experiment)
+        if found is not None:
+            self.experiment_id = found.experiment_id
+        self.experiment = experiment
+
+    def start_lifecycle(self, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]) -> str:
+        """A parent run with the resolved config as params and as an artifact; returns its id."""
+        run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
+        self._params(run.info.run_id, flatten(config))
+        self.client.log_text(run.info.run_id, config_yaml, "config.yaml")
+        run_id: str = run.info.run_id
+        return run_id
+
+    def finish(self, run_id: str, status: str) -> None:
+        """`status`: FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(run_id, status)
+
+    def log_files(self, run_id: str, *paths: Path) -> None:
+        for path in paths:
+            self.client.log_artifact(run_id, str(path))
+
+    def stage_run(self, parent_run_id: str, stage: str, key: str, sections: Mapping[str, Any]) -> StageRun:
+        """The child run of `stage`: the same one for every attempt at the same key."""
+        query = f"tags.`{PARENT_TAG}` = '{parent_run_id}' and tags.`{KEY_TAG}` = '{key}'"
+        found = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
+        if found:
+            run = found[0]
+            self.client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage}
+            run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
+            self._params(run.info.run_id, flatten(sections) | {"key": key})
+        return StageRun(self, run.info.run_id)
+
+    def link_cached(self, parent_run_id: str, stage: str, key: str, ref: CheckpointRef, manifest: Manifest,
+                    parents: list[CheckpointRef]) -> None:
+        """A child run for a stage whose checkpoint was there already: it shows the same model with the same parents."""
+        run = self.stage_run(parent_run_id, stage, key, manifest.sections)
+        self.client.set_tag(run.run_id, "xray.cached", "true")
+        run.link(ref, manifest, parents)
+        run.finish("FINISHED")
+
+    def has_model(self, model_id: str) -> bool:
+        """Whether this store knows the LoggedModel."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.get_logged_model(model_id)
+        except MlflowException:
+            return False
+        return True
+
+    def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
+        """Register `ref` as a version of `name` and set `alias` to it; returns the version.
+
+        The same checkpoint is registered once: again only moves the alias.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self.client.search_model_versions(f"name = '{name}'")
+        version = next((v.version for v in versions if v.tags.get("xray.sha256") == ref.sha256), None)
+        if version is None:
+            made = self.client.create_model_version(
+                name,
+                source=f"models:/{ref.mlflow_model_id}",
+                run_id=run_id,
+                model_id=ref.mlflow_model_id,
+                tags={"xray.sha256": ref.sha256, "xray.uri": ref.uri},
+            )
+            version = made.version
+        self.client.set_registered_model_alias(name, alias, version)
+        return str(version)
+
+    def _params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(k, v[:MAX_PARAM_CHARS]) for k, v in params.items()]
+        for start in range(0, len(entries), 100):
+            self.client.log_batch(run_id, params=entries[start : start + 100])
+
+
+class StageRun:
+    """The MLflow run of one stage. Metrics are sent in batches about once a second, never one by one."""
+
+    def __init__(self, tracker: Tracker, run_id: str) -> None:
+        self._tracker, self.run_id = tracker, run_id
+        self._pending: list[Any] = []
+        self._flushed = time.monotonic()
+        self._lock = threading.Lock()
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        with self._lock:
+            self._pending += [Metric(name, float(value), now, step) for name, value in values.items()]
+            due = len(self._pending) >= MAX_BATCH or time.monotonic() - self._flushed > FLUSH_SECONDS
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+            self._flushed = time.monotonic()
+        for start in range(0, len(pending), MAX_BATCH):
+            self._tracker.client.log_batch(self.run_id, metrics=pending[start : start + MAX_BATCH])
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        data = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+        self._tracker.client.log_table(self.run_id, data, f"{name}.json")
+
+    def figure(self, name: str, figure: Figure) -> None:
+        self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")
+
+    def log_checkpoint(
+        self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]
+    ) -> CheckpointRef:
+        """Make `ref` a LoggedModel and link it to its parents; returns `ref` with its `mlflow_model_id`."""
+        client = self._tracker.client
+        params = {
+            "sha256": ref.sha256,
+            "uri": ref.uri,
+            "key": manifest.key,
+            "config_digest": manifest.config_digest,
+            "code_digest": manifest.code_digest,
+            "seed": str(manifest.seed),
+            "dataset_sha256": manifest.dataset or "",
+        } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
+        model = client.create_logged_model(
+            self._tracker.experiment_id,
+            name=f"{self._tracker.experiment}-{ref.stage}",
+            source_run_id=self.run_id,
+            params=params,
+            model_type=ref.kind,
+        )
+        client.finalize_logged_model(model.model_id, "READY")
+        ref = ref.model_copy(update={"mlflow_model_id": model.model_id})
+        client.log_artifact(self.run_id, str(ref.path / MANIFEST))
+        self.link(ref, manifest, parents)
+        return ref
+
+    def link(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
+        """Parents (and the dataset among them) as inputs of this run, `ref` as its output."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, LoggedModelOutput
+
+        client = self._tracker.client
+        inputs = {p.mlflow_model_id: None for p in parents if p.mlflow_model_id}
+        datasets = [
+            DatasetInput(
+                # A digest holds at most 36 characters; the tag holds the whole one.
+                Dataset(p.stage, p.sha256[:36], "local", json.dumps({"uri": p.uri})),
+                [InputTag("xray.sha256", p.sha256), InputTag("mlflow.data.context", ref.stage)],
+            )
+            for p in parents
+            if p.sha256 == manifest.dataset
+        ]
+        client.log_inputs(self.run_id, models=[LoggedModelInput(model_id) for model_id in inputs], datasets=datasets)
+        if ref.mlflow_model_id:
+            client.log_outputs(self.run_id, [LoggedModelOutput(ref.mlflow_model_id, ref.step)])
+
+    def finish(self, status: str) -> None:
+        self.flush()
+        self._tracker.client.set_terminated(self.run_id, status)
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested config → dotted names and strings, list items by index."""
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, list):
+            item = {str(i): x for i, x in enumerate(item)}
+        if isinstance(item, Mapping) and item:
+            flat |= flatten(item, f"{name}.")
+        else:
+            flat[name] = str(item)
+    return flat
