@@ -1,10 +1,25 @@
-"""Processes and their output: where noise goes, and how nothing outlives the run that started it."""
+"""Processes and their output: where noise goes, and how nothing outlives the run that started it.
+
+`guard()` starts a small watcher beside this process. Everything the run starts inherits a unique mark in its
+environment; when the run ends, also by SIGKILL, the watcher ends every process that carries the mark. It never looks
+at names.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
+
+import psutil
+
+MARK = "XRAY_RUN_MARK"
+GRACE_SECONDS = 3.0
 
 
 def redirect_output(path: Path) -> None:
@@ -16,3 +31,69 @@ def redirect_output(path: Path) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
+
+
+def guard() -> str:
+    """Mark this process's descendants-to-be and watch over them; returns the mark.
+
+    Call it before anything else is started.
+    """
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    reader, writer = os.pipe()
+    # Python's pipes are not inherited: the writing end closes exactly when this process ends, however it ends.
+    subprocess.Popen(
+        [sys.executable, "-m", "xray_runtime.processes", mark, str(reader)],
+        pass_fds=[reader],
+        env={k: v for k, v in os.environ.items() if k != MARK},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(reader)
+    _writers.append(writer)
+    return mark
+
+
+_writers: list[int] = []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process but this one that carries `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """End every process that carries `mark`: asked first, killed after GRACE_SECONDS."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    # A process may start another between two looks; look until none is left.
+    for _ in range(50):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        left = marked(mark)
+        if not left:
+            return
+        time.sleep(0.1)
+
+
+def _watch(mark: str, reader: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.read(reader, 1)
+    end_marked(mark)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1], int(sys.argv[2]))

@@ -90,14 +90,6 @@ class Tracker:
             self._params(run.info.run_id, flatten(sections) | {"key": key})
         return StageRun(self, run.info.run_id)
 
-    def link_cached(self, parent_run_id: str, stage: str, key: str, ref: CheckpointRef, manifest: Manifest,
-                    parents: list[CheckpointRef]) -> None:
-        """A child run for a stage whose checkpoint was there already: it shows the same model with the same parents."""
-        run = self.stage_run(parent_run_id, stage, key, manifest.sections)
-        self.client.set_tag(run.run_id, "xray.cached", "true")
-        run.link(ref, manifest, parents)
-        run.finish("FINISHED")
-
     def has_model(self, model_id: str) -> bool:
         """Whether this store knows the LoggedModel."""
         from mlflow.exceptions import MlflowException
@@ -220,6 +212,11 @@ class StageRun:
         client.log_inputs(self.run_id, models=[LoggedModelInput(model_id) for model_id in inputs], datasets=datasets)
         if ref.mlflow_model_id:
             client.log_outputs(self.run_id, [LoggedModelOutput(ref.mlflow_model_id, ref.step)])
+
+    def link_cached(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
+        """Nothing was computed in this run: it shows the model that was there, with the same parents."""
+        self._tracker.client.set_tag(self.run_id, "xray.cached", "true")
+        self.link(ref, manifest, parents)
 
     def finish(self, status: str) -> None:
         self.flush()

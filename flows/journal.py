@@ -1,0 +1,89 @@
+"""lifecycle.json, the record of a run that programs read, and the report that people read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tasks.stage import StageResult
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import resolved_yaml
+from xray_runtime.lineage.recorder import records_directory
+
+
+class Journal:
+    """Written after every stage, atomically, so that a reader always finds a whole one."""
+
+    def __init__(self, output: Path, config: LifecycleConfig, run_id: str) -> None:
+        self.path, self.report = output / "lifecycle.json", output / "report.html"
+        self._output, self._config, self._start = output, config, time.perf_counter()
+        self.content: dict[str, Any] = {
+            "run_id": run_id,
+            "project": config.project,
+            "seed": config.seed,
+            "status": "running",
+            "seconds": 0.0,
+            "stages": [],
+            "evaluation": None,
+            "registered": None,
+        }
+        self._write()
+
+    def stage_done(self, result: StageResult, cached: bool, seconds: float) -> None:
+        self.content["stages"].append(
+            {
+                "name": result.name,
+                "kind": result.kind,
+                "key": result.key,
+                "checkpoint": {"uri": result.checkpoint.uri, "sha256": result.checkpoint.sha256},
+                "parents": sorted(set(result.parents.values())),
+                "dataset": result.dataset,
+                "mlflow_run_id": result.mlflow_run_id,
+                "mlflow_model_id": result.checkpoint.mlflow_model_id,
+                "seconds": seconds,
+                "attempts": 0 if cached else result.attempts,
+                "cached": cached,
+            }
+        )
+        self._write()
+
+    def completed(self, evaluation: Path, registered: dict[str, str]) -> None:
+        """`evaluation`: the directory of the evaluation's checkpoint."""
+        from xray_runtime.report.html import StageRecord, write_report
+
+        self.content["evaluation"] = json.loads((evaluation / "evaluation.json").read_text())
+        self.content["registered"] = registered
+        self.content["status"] = "completed"
+        self._write()
+        records = [
+            StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / "metrics.jsonl")
+            for s in self.content["stages"]
+        ]
+        samples = json.loads((evaluation / "samples.json").read_text())
+        write_report(self.report, self.content, records, samples, resolved_yaml(self._config))
+
+    def failed(self) -> None:
+        self.content["status"] = "failed"
+        self._write()
+
+    def markdown(self) -> str:
+        """A summary for Prefect's page."""
+        lines = ["| stage | seconds | cached | sha256 |", "|---|---|---|---|"]
+        lines += [
+            f"| {s['name']} | {s['seconds']:.1f} | {'yes' if s['cached'] else ''} | `{s['checkpoint']['sha256'][:12]}` |"
+            for s in self.content["stages"]
+        ]
+        evaluation = json.dumps(self.content["evaluation"], indent=2)
+        return "\n".join([*lines, "", "```json", evaluation, "```", "", f"Report: `{self.report}`"])
+
+    def _write(self) -> None:
+        self.content["seconds"] = time.perf_counter() - self._start
+        temporary = self.path.with_suffix(".json.writing")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(self.content, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)

@@ -1,0 +1,152 @@
+"""The lifecycle flow: prepare → base → SFT → preferences → reward model → PPO stages → evaluation → registration.
+
+Each stage is one Prefect task on Ray under an explicit key (see `checkpoints.identity`). Running again computes only
+what is new; a checkpoint that is missing or damaged is noticed and computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State
+from prefect_ray import RayTaskRunner
+from prefect_ray.context import remote_options
+
+from flows.journal import Journal
+from tasks.stage import RunContext, StageResult, stage
+from xray_runtime.checkpoints.identity import stage_key
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.store import load_manifest, verify
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import resolved_yaml
+from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
+
+log = logging.getLogger(__name__)
+
+ALIAS = "candidate"
+
+
+@flow(
+    name="lifecycle",
+    flow_run_name="{config.project} seed {config.seed}",
+    task_runner=RayTaskRunner(address=os.environ.get("RAY_ADDRESS")),
+    persist_result=False,
+)
+def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
+    """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says."""
+    root = Path(output).absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    tracker, context = _start(config, root)
+    journal = Journal(root, config, context.parent_run_id)
+    done: dict[str, StageResult] = {}
+    try:
+        for plan in plan_stages(config):
+            parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
+            start = time.perf_counter()
+            result, cached = _run_stage(config, plan, parents, context)
+            if cached:
+                result = _link_cached(tracker, context, result, list(parents.values()))
+            done[plan.name] = result
+            journal.stage_done(result, cached, time.perf_counter() - start)
+        policy = done[plan_stages(config)[-1].parents["policy"]]
+        name = f"{config.project}-policy"
+        version = tracker.register(name, policy.checkpoint, policy.mlflow_run_id, ALIAS)
+        journal.completed(done["evaluate"].checkpoint.path, {"name": name, "version": version, "alias": ALIAS})
+        tracker.log_files(context.parent_run_id, journal.path, journal.report)
+        tracker.finish(context.parent_run_id, "FINISHED")
+    except BaseException:
+        journal.failed()
+        tracker.finish(context.parent_run_id, "FAILED")
+        raise
+    create_markdown_artifact(journal.markdown(), key="lifecycle", description=f"{config.project}: {root}")
+    return journal.content
+
+
+def _start(config: LifecycleConfig, root: Path) -> tuple[Tracker, RunContext]:
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    artifacts = None if uri else root / "mlartifacts"
+    uri = uri or f"sqlite:///{root / 'mlflow.db'}"
+    tracker = Tracker(uri, config.project, artifacts)
+    run_id = tracker.start_lifecycle(
+        f"{config.project} seed {config.seed}",
+        config.model_dump(mode="json"),
+        resolved_yaml(config),
+        {"xray.output": str(root)},
+    )
+    return tracker, RunContext(
+        output=str(root), tracking_uri=uri, experiment=config.project, parent_run_id=run_id
+    )
+
+
+def _run_stage(
+    config: LifecycleConfig, plan: StagePlan, parents: dict[str, CheckpointRef], context: RunContext
+) -> tuple[StageResult, bool]:
+    """(result, whether it was there already) of one stage, verified byte for byte."""
+    key = stage_key(
+        stage=plan.name,
+        kind=plan.kind,
+        sections=plan.sections,
+        parents={role: ref.sha256 for role, ref in parents.items()},
+    )
+    spec = StageSpec(
+        name=plan.name,
+        kind=plan.kind,
+        key=key,
+        seed=config.seed,
+        sections=plan.sections,
+        parents=parents,
+        runtime=config.runtime,
+    )
+    configured = stage.with_options(
+        name=plan.name,
+        retries=config.runtime.retries,
+        retry_delay_seconds=config.runtime.retry_delay_s,
+        result_storage=Path(context.output) / "results",
+    )
+    state = _submit(configured, spec, context, config.runtime.retries)
+    result = StageResult.model_validate(state.result())
+    cached = state.name == "Cached"
+    findings = verify(result.checkpoint.path, result.checkpoint.sha256)
+    if findings and cached:
+        log.warning("%s: cached checkpoint is not sound (%s); computing it again", plan.name, "; ".join(findings))
+        state = _submit(configured.with_options(refresh_cache=True), spec, context, config.runtime.retries)
+        result, cached = StageResult.model_validate(state.result()), False
+        findings = verify(result.checkpoint.path, result.checkpoint.sha256)
+    if findings:
+        raise RuntimeError(f"{plan.name}: the checkpoint just published is not sound: {'; '.join(findings)}")
+    return result, cached
+
+
+def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:
+    """Submit to Ray and wait. A lost worker is a new submission: Prefect's own retries are lost with the worker."""
+    for attempt in range(1 + retries):
+        with remote_options(num_cpus=0, max_retries=0):
+            future = configured.submit(spec, context)
+        future.wait()
+        if not future.state.is_crashed() or attempt == retries:
+            break
+        log.warning("%s: its Ray worker was lost; trying again", spec.name)
+    state: State = future.state
+    return state
+
+
+def _link_cached(
+    tracker: Tracker, context: RunContext, result: StageResult, parents: list[CheckpointRef]
+) -> StageResult:
+    """Show a cached stage in this run's lineage; the model is logged anew where this store does not know it."""
+    checkpoint = result.checkpoint
+    manifest = load_manifest(checkpoint.path)
+    run = tracker.stage_run(context.parent_run_id, result.name, result.key, manifest.sections)
+    if checkpoint.mlflow_model_id and tracker.has_model(checkpoint.mlflow_model_id):
+        run.link_cached(checkpoint, manifest, parents)
+    else:
+        checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
+    run.finish("FINISHED")
+    return result.model_copy(update={"checkpoint": checkpoint, "mlflow_run_id": run.run_id})
