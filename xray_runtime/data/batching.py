@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Cursor:
     def __post_init__(self) -> None:
         if self.num_rows < 1:
             raise ValueError("there are no rows to draw from")
+        if self.epoch < 0 or not 0 <= self.position < self.num_rows:
+            raise ValueError(f"there is no position {self.position} of epoch {self.epoch} in {self.num_rows} rows")
         self._order: tuple[int, np.ndarray] | None = None
 
     def take(self, n: int) -> list[int]:
@@ -53,3 +56,18 @@ class Cursor:
             if self.position == self.num_rows:
                 self.epoch, self.position = self.epoch + 1, 0
         return taken
+
+    def state(self) -> dict[str, int]:
+        """The whole state, for JSON: `from_state` of it continues as if nothing had happened."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, int], num_rows: int) -> Self:
+        """The cursor that `state()` described, over `num_rows` rows.
+
+        Raises:
+            ValueError: the state belongs to another number of rows, so its position would mean other rows.
+        """
+        if state["num_rows"] != num_rows:
+            raise ValueError(f"the saved cursor walks {state['num_rows']} rows, the data now has {num_rows}")
+        return cls(**state)

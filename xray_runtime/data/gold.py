@@ -22,20 +22,32 @@ def load_gold(name: str) -> GoldScore:
     """`vader`, or your own function by its import path `module:function`.
 
     Raises:
-        ValueError: it cannot be imported, or, when called, does not return one finite number a reply.
+        ValueError: it cannot be imported or called; later, a call that does not return one finite number a reply.
     """
     if name == "vader":
         return vader
     module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"gold: {name!r} is not allowed; it must be 'vader' or 'module:function'")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"gold: {name!r} cannot be imported ({error})") from error
+    except Exception as error:  # a module of the user's may fail in any way while it loads
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"gold: {name!r} cannot be imported ({reason})") from error
+    if not callable(function):
+        raise ValueError(f"gold: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
 
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
-        scores = [float(score) for score in function(list(prompts), list(replies))]
+        given = function(list(prompts), list(replies))
+        try:
+            scores = [float(score) for score in given]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"gold: {name!r} must return a list of numbers ({error})") from error
         if len(scores) != len(replies) or not all(map(math.isfinite, scores)):
-            raise ValueError(f"gold: {name!r} must return one finite number a reply ({len(replies)} replies)")
+            raise ValueError(
+                f"gold: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
+                f"{len(scores)} numbers, {sum(map(math.isfinite, scores))} of them finite"
+            )
         return scores
 
     return checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,10 @@ import numpy as np
 
 from xray_runtime.config import DatasetPreferences, RatingPreferences
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, prompt_text
-from xray_runtime.data.sources import clean, preference, read_records
+from xray_runtime.data.sources import preference, read_records
+from xray_runtime.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 
 def is_held_out(seed: int, purpose: str, name: str, fraction: float) -> bool:
@@ -40,8 +44,14 @@ def label_pairs(
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
     """Label each pair of replies by a Bradley–Terry draw: P(first preferred) = σ(sharpness · (gold₁ − gold₂)).
 
-    Pairs of equal or empty replies say nothing and are dropped. Returns the pairs and counts; `label_noise` is the
-    share of pairs with different gold scores whose label contradicts them.
+    Args:
+        prompts: N prompts.
+        replies: (first, second) reply to each.
+        gold: gold scores of each, in the same order.
+
+    Returns:
+        The pairs, and counts. Pairs of equal or empty replies say nothing and are dropped and counted; `label_noise`
+        is the share of kept pairs with different gold scores whose label contradicts them.
     """
     draws = np.random.default_rng(seed).random(len(prompts))
     pairs, same, differing, contradicting = [], 0, 0, 0
@@ -49,7 +59,8 @@ def label_pairs(
         if a == b or not a or not b:
             same += 1
             continue
-        first = bool(draws[i] < 1.0 / (1.0 + math.exp(-sharpness * (gold_a - gold_b))))
+        # σ(x) = (1 + tanh(x/2)) / 2, which no score of one's own can overflow.
+        first = bool(draws[i] < 0.5 * (1.0 + math.tanh(0.5 * sharpness * (gold_a - gold_b))))
         if gold_a != gold_b:
             differing += 1
             contradicting += first != (gold_a > gold_b)
@@ -70,18 +81,30 @@ def from_ratings(
     """Pairs of real replies, ordered by how people rated the conversations they stand in.
 
     People rated whole conversations, not replies, so a label only says that the reply stood in a better-rated
-    conversation. The two replies answered different prompts; each pair carries the prompt of its *first-drawn* reply,
-    chosen or rejected with equal chance, so that fitting the prompt gives nothing away. Replies of a pair differ in
-    words by at most `max_length_ratio`: conversation ratings mostly follow length.
+    conversation, and no two people answered the same prompt. A pair therefore carries the prompt of one of its two
+    replies, by the toss of a coin: which of them fits the prompt tells nothing about which is preferred. Replies of
+    a pair differ in words by at most `max_length_ratio`, since conversation ratings mostly follow length.
+
+    Args:
+        examples: replies to draw from; those of unrated conversations are passed over.
+        ratings: conversation → rating.
+        seed: of the draws; no pair of replies is drawn twice.
+
+    Raises:
+        ValueError: fewer than two of the replies are rated.
     """
     rated = [e for e in examples if e.conversation in ratings]
     if len(rated) < 2:
-        raise ValueError("preferences: too few rated replies for pairs; allow more conversations or longer replies")
+        raise ValueError(
+            f"preferences: {len(rated)} rated replies make no pairs; allow more conversations "
+            "(data.max_conversations) or longer replies (data.max_chars)"
+        )
     generator = np.random.default_rng(seed)
     words = np.array([len(e.response.split()) for e in rated])
     by_length = np.argsort(words, kind="stable")
     sorted_words = words[by_length]
     pairs: list[PreferenceExample] = []
+    drawn: set[tuple[int, int]] = set()
     tried = 0
     while len(pairs) < config.num_pairs and tried < 50 * config.num_pairs:
         tried += 1
@@ -89,30 +112,67 @@ def from_ratings(
         low = np.searchsorted(sorted_words, words[i] / config.max_length_ratio, side="left")
         high = np.searchsorted(sorted_words, words[i] * config.max_length_ratio, side="right")
         j = int(by_length[generator.integers(low, high)])
+        asked = rated[i if generator.random() < 0.5 else j].prompt
         gap = ratings[rated[i].conversation] - ratings[rated[j].conversation]
-        if abs(gap) < config.min_gap or rated[i].response == rated[j].response:
+        key = (min(i, j), max(i, j))
+        if abs(gap) < config.min_gap or rated[i].response == rated[j].response or key in drawn:
             continue
-        better, worse = (i, j) if gap > 0 else (j, i)
-        pairs.append(
-            PreferenceExample(f"ratings-{len(pairs)}", rated[i].prompt, rated[better].response, rated[worse].response)
-        )
+        drawn.add(key)
+        better, worse = (rated[i], rated[j]) if gap > 0 else (rated[j], rated[i])
+        pairs.append(PreferenceExample(f"{better.id}-{worse.id}", asked, better.response, worse.response))
+    if len(pairs) < config.num_pairs:
+        log.warning("%d pairs of rated replies found where %d were wanted", len(pairs), config.num_pairs)
     return pairs, {"pairs": len(pairs), "rated_replies": len(rated), "draws": tried}
 
 
+def split_ratings(
+    examples: Sequence[Example], ratings: dict[str, float], config: RatingPreferences, seed: int
+) -> tuple[list[PreferenceExample], list[PreferenceExample], dict[str, float]]:
+    """(train, held-out, counts) of pairs `from_ratings`, no conversation and no prompt on both sides.
+
+    A split by prompt alone would leave the same conversations, with the same labels, on both sides: a reward model
+    that remembers what a conversation was about would look as if it knew what people rate highly.
+    """
+    sides: dict[bool, list[Example]] = {False: [], True: []}
+    for example in examples:
+        side = is_held_out(seed, "ratings", example.conversation, config.heldout_fraction)
+        sides[side].append(example)
+    num_heldout = max(round(config.num_pairs * config.heldout_fraction), 1)
+    drawn = {}
+    stats: dict[str, float] = {}
+    for side, name, count in ((False, "train", config.num_pairs - num_heldout), (True, "heldout", num_heldout)):
+        sized = config.model_copy(update={"num_pairs": count})
+        drawn[side], counts = from_ratings(sides[side], ratings, sized, derive_seed(seed, "ratings", name))
+        stats |= {f"{name}_{key}": value for key, value in counts.items()}
+    asked = {prompt_text(pair.prompt) for pair in drawn[False]}
+    heldout = [pair for pair in drawn[True] if prompt_text(pair.prompt) not in asked]
+    stats["dropped_heldout_prompt_seen_in_training"] = len(drawn[True]) - len(heldout)
+    stats["heldout_pairs"] = len(heldout)
+    return drawn[False], heldout, stats
+
+
 def from_dataset(config: DatasetPreferences) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """Your own pairs, cleaned; equal or empty replies are dropped and counted."""
+    """Your own pairs, cleaned, and counts of what was dropped and why.
+
+    Raises:
+        ValueError: the data cannot be read, or a row is of the wrong form.
+    """
     pairs: list[PreferenceExample] = []
-    dropped = 0
-    for number, (where, record) in enumerate(read_records("preferences.path", config.path, config.split)):
+    counts = {"dropped_same_or_empty": 0, "dropped_unmatched_transcripts": 0}
+    _, records = read_records("preferences.path", config.path, config.split)
+    for number, (where, record) in enumerate(records):
         if config.max_pairs is not None and len(pairs) >= config.max_pairs:
             break
-        prompt, chosen, rejected = preference(where, record)
-        chosen, rejected = clean(chosen), clean(rejected)
-        if chosen == rejected or not chosen or not rejected:
-            dropped += 1
+        found = preference(where, record)
+        if found is None:
+            counts["dropped_unmatched_transcripts"] += 1
+            continue
+        prompt, chosen, rejected = found
+        if chosen == rejected or not chosen or not rejected or not prompt[-1]["content"]:
+            counts["dropped_same_or_empty"] += 1
             continue
         pairs.append(PreferenceExample(f"dataset-{number}", prompt, chosen, rejected))
-    return pairs, {"pairs": len(pairs), "dropped_same_or_empty": dropped}
+    return pairs, {"pairs": len(pairs), **counts}
 
 
 def length_baseline_accuracy(train: Sequence[PreferenceExample], heldout: Sequence[PreferenceExample]) -> float:

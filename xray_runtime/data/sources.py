@@ -2,14 +2,17 @@
 
 Columns understood (TRL's and HH-RLHF's conventions): `messages`; `prompt` + `completion`; `prompt` + `chosen` +
 `rejected`, each a string or a list of messages; `chosen` + `rejected` transcripts with "Human:" and "Assistant:" turns.
+A column `conversation_id`, where there is one, says which rows belong to one conversation; without it, rows with the
+same messages (or the same prompt) are one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -32,8 +35,8 @@ class Conversation:
 
 
 def clean(text: str) -> str:
-    """Whitespace runs become one space; none at the ends."""
-    return " ".join(text.split())
+    """Whitespace runs become one space, none at the ends; what UTF-8 cannot hold (lone surrogates) becomes "?"."""
+    return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
 
 
 @lru_cache(maxsize=1)
@@ -63,56 +66,88 @@ def chitchat_conversations() -> list[Conversation]:
     return conversations
 
 
-def read_records(field_name: str, source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, record) of a .jsonl or .parquet file or a `datasets` name or directory.
+def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterator[tuple[str, dict[str, Any]]]]:
+    """(number of records, the records) of a .jsonl or .parquet file, or of a `datasets` name or directory.
+
+    A record comes as (where, columns). `where` names the file and row for messages to people; columns that are null in
+    a row are left out.
 
     Raises:
-        ValueError: the source does not exist or cannot be read; one line that names `field_name`.
+        ValueError: the source does not exist or cannot be read; one line that names `field_name`. A damaged line of a
+            .jsonl file raises when it is reached.
     """
     path = Path(source)
     if path.suffix == ".jsonl":
-        yield from _read_jsonl(field_name, path)
-        return
+        lines = _jsonl_lines(field_name, path)
+        return len(lines), _jsonl_records(field_name, path, lines)
     import datasets
 
     try:
         if path.suffix == ".parquet":
             if not path.is_file():
                 raise FileNotFoundError(f"no such file: {source}")
-            data = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        elif path.is_dir() and (path / "dataset_info.json").exists():
+            data = datasets.Dataset.from_parquet(str(path))
+        elif (path / "state.json").is_file():
             data = datasets.load_from_disk(source)
+        elif (path / "dataset_dict.json").is_file():
+            data = _split_of(datasets.load_from_disk(source), split)
         else:
             data = datasets.load_dataset(source, split=split)
-    except Exception as error:
-        reason = clean(str(error))[:200]
-        raise ValueError(f"{field_name}: {source!r} cannot be read ({reason})") from error
-    for number, record in enumerate(data):
-        yield f"{source} row {number}", dict(record)
+    except Exception as error:  # every reader under `datasets` has exceptions of its own
+        raise ValueError(f"{field_name}: {source!r} cannot be read ({clean(str(error))[:200]})") from error
+    return len(data), (
+        (f"{source} row {number}", {name: value for name, value in row.items() if value is not None})
+        for number, row in enumerate(data, start=1)
+    )
 
 
-def _read_jsonl(field_name: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _split_of(data: Any, split: str) -> Any:
+    if split not in data:
+        raise ValueError(f"no split {split!r}; there are {', '.join(map(repr, data))}")
+    return data[split]
+
+
+def _jsonl_lines(field_name: str, path: Path) -> list[tuple[int, str]]:
+    """(line number, line) of every line that is not blank."""
     if not path.is_file():
         raise ValueError(f"{field_name}: {str(path)!r} is not a file")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{field_name}: {where}: not JSON ({error.msg})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{field_name}: {where}: {type(record).__name__} found, an object is expected")
-            yield where, record
+    try:
+        # Not splitlines(): U+2028 and its like may stand inside a JSON string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{field_name}: {str(path)!r} cannot be read as UTF-8 text ({error})") from error
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _jsonl_records(field_name: str, path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in lines:
+        where = f"{path} line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{field_name}: {where}: not JSON ({error.msg})") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{field_name}: {where}: {type(record).__name__} found, an object is expected")
+        yield where, {name: value for name, value in record.items() if value is not None}
+
+
+def conversation_id(record: dict[str, Any]) -> str:
+    """Which conversation a record belongs to: its `conversation_id`, or a digest of its messages or prompt.
+
+    Not its row number: adding rows must not move others between training and held-out data.
+    """
+    if "conversation_id" in record:
+        return str(record["conversation_id"])
+    said = next((record[column] for column in ("messages", "prompt", "chosen") if column in record), None)
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def prompt_and_replies(where: str, record: dict[str, Any], context: int) -> Iterator[tuple[Messages, str]]:
     """(prompt, reply) pairs of one record; of a preference record the chosen reply.
 
     Of `messages`, each assistant message that answers a user is a reply; its prompt is the system message, where there
-    is one, and the up to `context` messages before it.
+    is one, and the up to `context` messages before it, from a user's on. A prompt that stands in a column of its own,
+    or in an HH-RLHF transcript, is kept whole.
 
     Raises:
         ValueError: no known columns, or a column of the wrong form.
@@ -125,10 +160,15 @@ def prompt_and_replies(where: str, record: dict[str, Any], context: int) -> Iter
                 before = messages[len(system) : i][-context:]
                 yield system + before[before[0]["role"] == "assistant" :], message["content"]
     elif "prompt" in record and "completion" in record:
-        yield _prompt(where, record["prompt"]), _reply(where, "completion", record["completion"])
-    elif "chosen" in record and "rejected" in record:
-        prompt, chosen, _ = preference(where, record)
-        yield prompt, chosen
+        prompt = _prompt(where, record["prompt"])
+        yield prompt, _reply(where, "completion", record["completion"], prompt)
+    elif "prompt" in record and "chosen" in record:
+        prompt = _prompt(where, record["prompt"])
+        yield prompt, _reply(where, "chosen", record["chosen"], prompt)
+    elif "chosen" in record:
+        messages = _transcript(where, "chosen", record["chosen"])
+        if _ends_with_answer(messages):
+            yield messages[:-1], messages[-1]["content"]
     else:
         raise ValueError(
             f"{where}: columns {sorted(record)} are not understood; expected messages, prompt + completion, "
@@ -136,31 +176,39 @@ def prompt_and_replies(where: str, record: dict[str, Any], context: int) -> Iter
         )
 
 
-def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str]:
-    """(prompt, chosen, rejected) of one preference record. Raises ValueError as `prompt_and_replies` does."""
+def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] | None:
+    """(prompt, chosen, rejected) of one preference record.
+
+    None: the two transcripts do not answer the same prompt, or one does not end with an answer. Collected dialogues
+    hold such rows now and then; they are for the caller to count.
+
+    Raises:
+        ValueError: a column is missing or of the wrong form.
+    """
     for column in ("chosen", "rejected"):
         if column not in record:
-            raise ValueError(f"{where}: column {column!r} is missing (columns: {sorted(record)})")
+            raise ValueError(
+                f"{where}: column {column!r} is missing (columns: {sorted(record)}); expected prompt + chosen + "
+                "rejected, or chosen + rejected"
+            )
     if "prompt" in record:
-        return (
-            _prompt(where, record["prompt"]),
-            _reply(where, "chosen", record["chosen"]),
-            _reply(where, "rejected", record["rejected"]),
-        )
-    chosen = _transcript(where, "chosen", record["chosen"])
-    rejected = _transcript(where, "rejected", record["rejected"])
-    if chosen[:-1] != rejected[:-1]:
-        raise ValueError(f"{where}: chosen and rejected differ before their last turn")
-    return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
+        prompt = _prompt(where, record["prompt"])
+        chosen, rejected = (_reply(where, column, record[column], prompt) for column in ("chosen", "rejected"))
+        return prompt, chosen, rejected
+    better, worse = (_transcript(where, column, record[column]) for column in ("chosen", "rejected"))
+    if better[:-1] != worse[:-1] or not _ends_with_answer(better) or not _ends_with_answer(worse):
+        return None
+    return better[:-1], better[-1]["content"], worse[-1]["content"]
 
 
 def _messages(where: str, column: str, value: Any) -> Messages:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: {column} must be a list of messages, not {type(value).__name__}")
+        found = "an empty list" if value == [] else type(value).__name__
+        raise ValueError(f"{where}: {column} must be a list of messages, not {found}")
     messages = []
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: {column} must hold objects with role and content")
+            raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
         if message.get("role") not in ROLES:
             raise ValueError(f"{where}: {column} has role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
         messages.append({"role": message["role"], "content": clean(message["content"])})
@@ -176,32 +224,36 @@ def _prompt(where: str, value: Any) -> Messages:
     return messages
 
 
-def _reply(where: str, column: str, value: Any) -> str:
+def _reply(where: str, column: str, value: Any, prompt: Messages) -> str:
     if isinstance(value, str):
         return clean(value)
     messages = _messages(where, column, value)
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"{where}: {column} must end with an assistant message, not {messages[-1]['role']!r}")
+    # Some published sets repeat the prompt before each reply.
+    if messages[-1]["role"] != "assistant" or messages[:-1] not in ([], prompt):
+        raise ValueError(
+            f"{where}: {column} must be a string, one assistant message, or the prompt's messages and one assistant "
+            f"message; its roles are {', '.join(m['role'] for m in messages)}"
+        )
     return messages[-1]["content"]
 
 
 def _transcript(where: str, column: str, value: Any) -> Messages:
     if isinstance(value, list):
-        messages = _messages(where, column, value)
-    elif isinstance(value, str):
-        parts = TURN.split("\n\n" + value.lstrip("\n"))[1:]
-        roles = {"Human": "user", "Assistant": "assistant"}
-        messages = [
-            {"role": roles[who], "content": clean(text)} for who, text in zip(parts[::2], parts[1::2], strict=True)
-        ]
-    else:
+        return _messages(where, column, value)
+    if not isinstance(value, str):
         raise ValueError(f"{where}: {column} must be a string or a list of messages, not {type(value).__name__}")
-    if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] != "user":
-        raise ValueError(f"{where}: {column} must end with a Human turn and an Assistant turn")
-    return messages
+    before, *parts = TURN.split("\n\n" + value.lstrip("\n"))
+    if before.strip() or not parts:
+        raise ValueError(f"{where}: {column} must be turns that begin with '\\n\\nHuman: ' or '\\n\\nAssistant: '")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": clean(text)} for who, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def chat_pairs(conversation: Conversation, context: int) -> Iterable[tuple[Messages, str]]:
+def _ends_with_answer(messages: Messages) -> bool:
+    return [message["role"] for message in messages[-2:]] == ["user", "assistant"]
+
+
+def chat_pairs(conversation: Conversation, context: int) -> Iterator[tuple[Messages, str]]:
     """Every turn but the first as a reply to the up to `context` turns before it."""
     for i in range(1, len(conversation.turns)):
         before = conversation.turns[max(0, i - context) : i]

@@ -40,23 +40,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
+    """Token ids of each prompt under the chat template, up to where the assistant's reply begins."""
+    if not prompts:
+        return []
+    texts = tokenizer.apply_chat_template(list(prompts), tokenize=False, add_generation_prompt=True)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
-    """Token ids of each prompt under the chat template, up to where the assistant's reply begins."""
-    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-    return _encode(tokenizer, texts)
-
-
 def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each reply, closed by the end-of-sequence token."""
-    return [ids + [tokenizer.eos_token_id] for ids in _encode(tokenizer, list(replies))]
+    """Token ids of each reply, closed by the end-of-sequence token.
+
+    A special token spelled out in a reply is text like any other, so the end token stands at the end alone.
+    """
+    if not replies:
+        return []
+    encoded = tokenizer(list(replies), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)
+    return [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]
 
 
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each reply, without special tokens or outer whitespace."""
-    texts: list[str] = tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+    texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
     return [text.strip() for text in texts]
