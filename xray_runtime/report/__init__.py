@@ -1,0 +1,1 @@
+"""Pictures and the one-file report of a lifecycle, drawn from its records."""

@@ -1,0 +1,120 @@
+"""Training curves of each stage, from the metrics it recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, GRID = "#5b6472", "#8b94a366"
+COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
+PHASES = ("sync", "generate", "score", "update")
+
+PANELS: dict[str, list[tuple[str, list[str]]]] = {
+    "sft": [
+        ("loss (nats a token)", ["sft/loss", "sft/heldout_loss"]),
+        ("gradient norm", ["sft/grad_norm"]),
+        ("tokens a second", ["speed/train_tokens_per_s"]),
+    ],
+    "reward": [
+        ("loss", ["reward_model/loss"]),
+        (
+            "pairs in the right order",
+            ["reward_model/accuracy", "reward_model/heldout_accuracy", "reward_model/length_baseline_accuracy"],
+        ),
+        ("gradient norm", ["reward_model/grad_norm"]),
+    ],
+    "ppo": [
+        ("reward", ["reward/mean"]),
+        ("gold score", ["reward/gold"]),
+        ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
+        ("entropy (nats a token)", ["policy/entropy"]),
+        ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),
+        ("explained variance", ["value/explained_variance"]),
+        ("generator/trainer mismatch (nats)", ["rollout/mismatch", "rollout/mismatch_max"]),
+        ("reply length (tokens)", ["rollout/length"]),
+        ("seconds by phase", [f"seconds/{phase}" for phase in PHASES]),
+    ],
+}
+"""Stage kind → panels of (title, metrics)."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """A stage and the file of its metrics: lines of {"step": int, "metrics": {name: number}}."""
+
+    name: str
+    kind: str
+    metrics_path: Path
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Metric → its (step, value) points; nothing where the file is missing, damaged lines left out."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    if not path.is_file():
+        return series
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+            points = record["metrics"].items()
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            continue
+        for name, value in points:
+            series.setdefault(name, []).append((record["step"], value))
+    return series
+
+
+def training_figure(kind: str, series: dict[str, list[tuple[int, float]]]) -> Figure | None:
+    """Curves of one stage; None where it recorded none of its kind's metrics."""
+    from matplotlib.figure import Figure
+
+    panels = [(title, [n for n in names if n in series]) for title, names in PANELS.get(kind, [])]
+    panels = [(title, names) for title, names in panels if names]
+    if not panels:
+        return None
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.9 * columns, 2.5 * rows), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    for number, (title, names) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        _style(axes, title)
+        if title.startswith("seconds"):
+            _stack(axes, names, series)
+        else:
+            for color, name in zip(COLORS, names, strict=False):
+                steps, values = zip(*series[name], strict=True)
+                marker = "o" if len(steps) < 15 else ""
+                axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=_label(name))
+        if len(names) > 1:
+            axes.legend(fontsize=7, frameon=False, labelcolor=INK)
+    return figure
+
+
+def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float]]]) -> None:
+    bottom: dict[int, float] = {}
+    for color, name in zip(COLORS, names, strict=False):
+        steps = [step for step, _ in series[name]]
+        values = [value for _, value in series[name]]
+        axes.bar(steps, values, bottom=[bottom.get(s, 0.0) for s in steps], width=0.8, color=color, label=_label(name))
+        for step, value in series[name]:
+            bottom[step] = bottom.get(step, 0.0) + value
+
+
+def _label(name: str) -> str:
+    return name.split("/", 1)[1].replace("_", " ")
+
+
+def _style(axes: Any, title: str) -> None:
+    axes.patch.set_alpha(0.0)
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.tick_params(colors=INK, labelsize=7)
+    axes.grid(color=GRID, linewidth=0.5)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)

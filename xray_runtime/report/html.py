@@ -1,0 +1,104 @@
+"""The report of a lifecycle: one self-contained HTML file, readable in light and dark, with nothing fetched."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["StageRecord", "write_report"]
+
+NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+
+
+def write_report(
+    path: Path,
+    lifecycle: dict[str, Any],
+    records: list[StageRecord],
+    samples: list[dict[str, Any]],
+    config_yaml: str,
+) -> None:
+    """Write the report of a completed lifecycle.
+
+    Args:
+        lifecycle: the content of lifecycle.json.
+        records: where each stage's metrics lie; a stage without any is left out.
+        samples: prompt, before, after, and their scores.
+        config_yaml: the resolved config.
+    """
+    figures = []
+    for record in records:
+        figure = training_figure(record.kind, read_metrics(record.metrics_path))
+        if figure is not None:
+            figures.append((record.name, _svg(figure)))
+    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
+    html = environment.get_template("report.html").render(
+        run=lifecycle,
+        evaluation=lifecycle["evaluation"],
+        graph=lineage_graph(lifecycle["stages"]),
+        figures=figures,
+        samples=samples,
+        config=config_yaml,
+    )
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(html, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _svg(figure: Figure) -> Markup:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True)
+    # What precedes the element belongs to a file of its own.
+    text = buffer.getvalue()
+    return Markup(text[text.index("<svg") :])
+
+
+def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Places of boxes and arrows: each stage right of its parents.
+
+    Returns {"width", "height", "nodes": [{"x", "y", "name", "sha", "cached"}], "edges": [SVG path]}.
+    """
+    by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
+    parents = [[by_sha[p] for p in stage["parents"] if p in by_sha] for stage in stages]
+    depth: list[int] = []
+    rows: dict[int, int] = {}
+    nodes = []
+    for i, stage in enumerate(stages):
+        depth.append(1 + max((depth[p] for p in parents[i] if p < i), default=-1))
+        row = rows.get(depth[i], 0)
+        rows[depth[i]] = row + 1
+        nodes.append(
+            {
+                "x": 4 + depth[i] * (NODE_WIDTH + GAP_X),
+                "y": 4 + row * (NODE_HEIGHT + GAP_Y) + 12 * (depth[i] % 2),
+                "name": stage["name"],
+                "sha": stage["checkpoint"]["sha256"][:12],
+                "cached": stage["cached"],
+            }
+        )
+    edges = []
+    for i, of in enumerate(parents):
+        for p in of:
+            x1, y1 = nodes[p]["x"] + NODE_WIDTH, nodes[p]["y"] + NODE_HEIGHT / 2
+            x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
+            bend = max((x2 - x1) / 2, 12)
+            # An arrow over several columns bows below the boxes between.
+            sag = 40 * max(depth[i] - depth[p] - 1, 0)
+            edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
+    return {
+        "width": max(n["x"] for n in nodes) + NODE_WIDTH + 8 if nodes else 0,
+        "height": max(n["y"] for n in nodes) + NODE_HEIGHT + 60 if nodes else 0,
+        "nodes": nodes,
+        "edges": edges,
+        "node_width": NODE_WIDTH,
+        "node_height": NODE_HEIGHT,
+    }
