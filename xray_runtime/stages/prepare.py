@@ -70,7 +70,8 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         dropped = {name: count for name, count in sorted(counts.items()) if name.startswith("dropped") and count}
         raise ValueError(
             f"data: {len(train)} training and {len(unseen)} held-out pairs are left of {turns.total()}; both must be "
-            f"at least 1: read more conversations, or change min_chars, max_chars or heldout_fraction (dropped: {dropped})"
+            f"at least 1: read more conversations, or change min_chars, max_chars or heldout_fraction (dropped: "
+            f"{dropped})"
         )
     (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
     recorder.progress(total, total, "conversations", f"{len(train) + len(unseen):,} pairs kept")

@@ -1,0 +1,236 @@
+"""Sources: what each column convention means, what chitchat holds, and how bad data are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xray_runtime.data.sources import (
+    Conversation,
+    chat_pairs,
+    chitchat_conversations,
+    clean,
+    conversation_id,
+    preference,
+    prompt_and_replies,
+    read_records,
+)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+HH = "\n\nHuman: What is it?\n\nAssistant: A cat.\n\nHuman: Sure?\n\nAssistant: "
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("  a \n\t b ", "a b"), ("", ""), (" \n ", ""), ("caf\u00e9 \U0001f642", "caf\u00e9 \U0001f642"), ("x\ud800y", "x?y")],
+)
+def test_clean(text: str, expected: str) -> None:
+    assert clean(text) == expected
+
+
+def test_chitchat_merges_messages_of_one_person_and_keeps_ratings() -> None:
+    conversations = chitchat_conversations()
+    assert len(conversations) == 7168
+    first = next(c for c in conversations if c.id == "a07edb12-6b91-4138-b11e-02421888d699")
+    assert first.turns[:2] == ["Hello How are you doing today?", "whats up MD im doing good how are you doing?"]
+    assert sum(bool(c.ratings) for c in conversations) == 5988
+    assert {value for c in conversations for value in c.ratings.values()} <= set(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (1, [([user("a")], "b"), ([user("b")], "c"), ([user("c")], "d")]),
+        # Two messages before "c" are a (assistant's) and b (user's): a prompt begins with a user's.
+        (2, [([user("a")], "b"), ([user("b")], "c"), ([user("c")], "d")]),
+        (3, [([user("a")], "b"), ([user("b")], "c"), ([user("a"), assistant("b"), user("c")], "d")]),
+    ],
+)
+def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str]]) -> None:
+    assert list(chat_pairs(Conversation("x", ["a", "b", "c", "d"]), context)) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "context", "expected"),
+    [
+        ({"prompt": " hi\n there", "completion": "yo  you"}, 1, [([user("hi there")], "yo you")]),
+        (
+            {"prompt": [SYSTEM, user("hi")], "completion": [assistant("yo")]},
+            1,
+            [([SYSTEM, user("hi")], "yo")],
+        ),
+        (
+            {"messages": [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]},
+            1,
+            [([SYSTEM, user("a")], "b"), ([SYSTEM, user("c")], "d")],
+        ),
+        (
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
+            2,
+            [([user("a")], "b"), ([user("c")], "d")],
+        ),
+        (
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
+            3,
+            [([user("a")], "b"), ([user("a"), assistant("b"), user("c")], "d")],
+        ),
+        ({"messages": [user("a")]}, 1, []),
+        ({"messages": [assistant("a"), user("b")]}, 1, []),
+        ({"prompt": "hi", "chosen": "good", "rejected": "bad"}, 1, [([user("hi")], "good")]),
+        (
+            {"chosen": HH + "Yes.", "rejected": HH + "No."},
+            1,
+            [([user("What is it?"), assistant("A cat."), user("Sure?")], "Yes.")],
+        ),
+        ({"chosen": "\n\nHuman: Bye", "rejected": "\n\nHuman: Bye"}, 1, []),
+    ],
+)
+def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list[Any]) -> None:
+    assert list(prompt_and_replies("row 1", record, context)) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "hi", "chosen": " good", "rejected": "bad "}, ([user("hi")], "good", "bad")),
+        (
+            {"prompt": [user("hi")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
+            ([user("hi")], "good", "bad"),
+        ),
+        # UltraFeedback's form: each reply repeats the prompt.
+        (
+            {"prompt": "hi", "chosen": [user("hi"), assistant("good")], "rejected": [user("hi"), assistant("bad")]},
+            ([user("hi")], "good", "bad"),
+        ),
+        (
+            {"chosen": [user("hi"), assistant("good")], "rejected": [user("hi"), assistant("bad")]},
+            ([user("hi")], "good", "bad"),
+        ),
+        (
+            {"chosen": HH + "Yes.\n\nLine two.", "rejected": HH + "No."},
+            ([user("What is it?"), assistant("A cat."), user("Sure?")], "Yes. Line two.", "No."),
+        ),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}, None),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: b"}, None),
+    ],
+)
+def test_preference(record: dict[str, Any], expected: Any) -> None:
+    assert preference("row 1", record) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "x"}, r"file line 3: columns \['text'\] are not understood; expected messages, prompt \+ completion"),
+        ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
+        ({"messages": []}, "file line 3: messages must be a list of messages, not an empty list"),
+        ({"messages": ["x"]}, "file line 3: messages must hold objects with role and content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "file line 3: messages must hold objects with role and content"),
+        (
+            {"messages": [{"role": "human", "content": "x"}]},
+            "file line 3: messages has role 'human'; allowed: system, user, assistant",
+        ),
+        ({"prompt": [assistant("x")], "completion": "y"}, "file line 3: prompt must end with a user message"),
+        ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not int"),
+        ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, one assistant message"),
+        (
+            {"prompt": "x", "completion": [user("other"), assistant("y")]},
+            "file line 3: completion must be a string, one assistant message, .* its roles are user, assistant",
+        ),
+        ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
+        ({"chosen": "lost\n\nHuman: a\n\nAssistant: b"}, "file line 3: chosen must be turns that begin with"),
+        ({"chosen": 1}, "file line 3: chosen must be a string or a list of messages, not int"),
+    ],
+)
+def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        list(prompt_and_replies("file line 3", record, 1))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_preference_needs_both_replies() -> None:
+    with pytest.raises(ValueError, match="row 7: column 'rejected' is missing"):
+        preference("row 7", {"prompt": "x", "chosen": "y"})
+
+
+def test_jsonl_reads_every_row_and_numbers_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('\ufeff{"a": 1, "b": null}\r\n\n{"a": "x\u2028y"}\n'.encode())
+    total, records = read_records("data.source", str(path), "train")
+    assert total == 2
+    assert list(records) == [(f"{path} line 1", {"a": 1}), (f"{path} line 3", {"a": "x\u2028y"})]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1}\n{oops\n', "line 2: not JSON"),
+        (b"[1]\n", "line 1: list found, an object is expected"),
+        (b"\xff\xfe\n", "cannot be read as UTF-8"),
+    ],
+)
+def test_damaged_jsonl(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        list(read_records("data.source", str(path), "train")[1])
+    assert str(path) in str(caught.value)
+    assert str(caught.value).startswith("data.source: ")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+def test_a_missing_file_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    source = str(tmp_path / name)
+    with pytest.raises(ValueError, match=r"^data\.source: '.*missing") as caught:
+        read_records("data.source", source, "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_and_saved_datasets_read_alike(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"prompt": "hi", "completion": "yo"}, {"prompt": "who", "completion": None}]
+    data = datasets.Dataset.from_list(rows)
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "many")
+    for name in ("rows.parquet", "one", "many"):
+        total, records = read_records("data.source", str(tmp_path / name), "train")
+        assert total == 2
+        assert [record for _, record in records] == [{"prompt": "hi", "completion": "yo"}, {"prompt": "who"}]
+    with pytest.raises(ValueError, match="no split 'test'; there are 'train'"):
+        read_records("data.source", str(tmp_path / "many"), "test")
+
+
+def test_messages_survive_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"messages": [user("a"), assistant("b")]}]).to_parquet(tmp_path / "m.parquet")
+    _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
+    where, record = next(records)
+    assert list(prompt_and_replies(where, record, 1)) == [([user("a")], "b")]
+    assert where == f"{tmp_path / 'm.parquet'} row 1"
+
+
+def test_conversation_ids_follow_content_not_place() -> None:
+    first = conversation_id({"prompt": "x", "completion": "y"})
+    assert first == conversation_id({"completion": "other", "prompt": "x"})
+    assert first != conversation_id({"prompt": "z", "completion": "y"})
+    assert conversation_id({"conversation_id": 7, "messages": []}) == "7"
