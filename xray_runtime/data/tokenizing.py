@@ -62,5 +62,7 @@ def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
 
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each reply, without special tokens or outer whitespace."""
+    if not ids:
+        return []  # transformers would answer one empty text
     texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
     return [text.strip() for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ def test_micro_batches_hold_every_row_once_within_the_limit(lengths: list[int], 
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= max_tokens
     # Sorted by length: no row of a batch is shorter than any row of a later one.
-    for before, after in zip(batches, batches[1:], strict=False):
+    for before, after in pairwise(batches):
         assert min(lengths[i] for i in before) >= max(lengths[i] for i in after)
 
 

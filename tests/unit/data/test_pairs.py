@@ -30,7 +30,9 @@ def test_preferences_round_trip(tmp_path: Path) -> None:
 
 def test_the_line_is_the_contract(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [Example("c-0", "c", [{"role": "user", "content": "\u00e9"}], "r")])
-    expected = '{"id": "c-0", "conversation": "c", "prompt": [{"role": "user", "content": "\u00e9"}], "response": "r"}\n'
+    expected = (
+        '{"id": "c-0", "conversation": "c", "prompt": [{"role": "user", "content": "\u00e9"}], "response": "r"}\n'
+    )
     assert (tmp_path / "a.jsonl").read_bytes() == expected.encode()
 
 

@@ -39,7 +39,13 @@ def jsonl(path: Path, *rows: Any) -> str:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("  a \n\t b ", "a b"), ("", ""), (" \n ", ""), ("caf\u00e9 \U0001f642", "caf\u00e9 \U0001f642"), ("x\ud800y", "x?y")],
+    [
+        ("  a \n\t b ", "a b"),
+        ("", ""),
+        (" \n ", ""),
+        ("caf\u00e9 \U0001f642", "caf\u00e9 \U0001f642"),
+        ("x\ud800y", "x?y"),
+    ],
 )
 def test_clean(text: str, expected: str) -> None:
     assert clean(text) == expected
@@ -142,7 +148,10 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
         ({"messages": []}, "file line 3: messages must be a list of messages, not an empty list"),
         ({"messages": ["x"]}, "file line 3: messages must hold objects with role and content"),
-        ({"messages": [{"role": "user", "content": 3}]}, "file line 3: messages must hold objects with role and content"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "file line 3: messages must hold objects with role and content",
+        ),
         (
             {"messages": [{"role": "human", "content": "x"}]},
             "file line 3: messages has role 'human'; allowed: system, user, assistant",

