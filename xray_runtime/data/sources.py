@@ -21,6 +21,9 @@ from typing import Any
 from xray_runtime.data.pairs import Messages
 
 ROLES = ("system", "user", "assistant")
+OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".yaml")
+"""Endings by which people's files are told from names on a hub."""
+
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
@@ -80,6 +83,13 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
     if path.suffix == ".jsonl":
         lines = _jsonl_lines(field_name, path)
         return len(lines), _jsonl_records(field_name, path, lines)
+    like_a_path = path.is_absolute() or source.startswith(".") or path.suffix in OTHER_FILES
+    if like_a_path and path.suffix != ".parquet" and not path.is_dir():
+        # Asking the hub for what is plainly a path would only take its retries' time.
+        raise ValueError(
+            f"{field_name}: {source!r} is no .jsonl or .parquet file that exists, no directory, and no name of a "
+            "`datasets` set"
+        )
     import datasets
 
     try:

@@ -204,7 +204,7 @@ def test_damaged_jsonl(tmp_path: Path, content: bytes, message: str) -> None:
     assert str(caught.value).startswith("data.source: ")
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet", "missing.json", "missing"])
 def test_a_missing_file_is_one_clear_line(tmp_path: Path, name: str) -> None:
     source = str(tmp_path / name)
     with pytest.raises(ValueError, match=r"^data\.source: '.*missing") as caught:
