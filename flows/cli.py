@@ -16,6 +16,7 @@ from flows.services import quiet_environment, services
 from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import end_marked, guard
+from xray_runtime.stages.spec import plan_stages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -82,22 +83,16 @@ def run(
 def _run(config: Any, directory: Path, console: Console) -> dict[str, Any]:
     from flows.display import LiveStages, print_summary
 
-    with LiveStages(console) as display:
-        display.note("starting Prefect and Ray")
-        with services(directory):
-            from flows.lifecycle import lifecycle
+    display = LiveStages(console)
+    display.note("starting Prefect and Ray")
+    with services(directory):
+        from flows.lifecycle import lifecycle
 
-            display.watch([plan.name for plan in _plans(config)])
+        # The display asks Ray, so it must end before Ray does.
+        with display.watching([plan.name for plan in plan_stages(config)]):
             content = lifecycle(config, str(directory))
-            display.stop()
     print_summary(console, content, directory)
     return content
-
-
-def _plans(config: Any) -> list[Any]:
-    from xray_runtime.stages.spec import plan_stages
-
-    return plan_stages(config)
 
 
 def _interrupt(*_: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -38,41 +38,32 @@ class LiveStages:
         self._tasks: dict[str, Any] = {}
         self._printed: dict[str, tuple[float, bool]] = {}
         self._started: dict[str, float] = {}
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def note(self, text: str) -> None:
         self._console.print(f"[dim]{text}[/dim]", highlight=False)
 
-    def watch(self, stages: list[str]) -> None:
-        """Follow `stages` until `stop`."""
+    @contextlib.contextmanager
+    def watching(self, stages: list[str]) -> Iterator[None]:
+        """Follow `stages` while the context lasts."""
         from xray_runtime.progress import open_board
 
         board = open_board()
-        self._thread = threading.Thread(target=self._follow, args=(board, stages), daemon=True)
-        self._thread.start()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(board, stages, ended), daemon=True)
+        self._progress.start()
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._progress.stop()
 
-    def stop(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-            self._thread = None
-        self._progress.stop()
-
-    def _follow(self, board: Any, stages: list[str]) -> None:
+    def _follow(self, board: Any, stages: list[str], ended: threading.Event) -> None:
         import ray
 
         while True:
-            last = self._ended.wait(POLL_SECONDS)
+            last = ended.wait(POLL_SECONDS)
             with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
                 latest = ray.get(board.read.remote(), timeout=5)
                 for stage in stages:

@@ -47,7 +47,8 @@ class Tracker:
         import mlflow
         from mlflow.exceptions import MlflowException
 
-        self._mlflow = mlflow
+        # Registering a model resolves its source through the process-wide store, whatever the client was made with.
+        mlflow.set_tracking_uri(uri)
         self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = self.client.get_experiment_by_name(experiment)
         if found is None:
