@@ -35,9 +35,12 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field; repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Directory of everything the run makes. Default: runs/<config name>.")
+        Path | None,
+        typer.Option("--output", help="Directory of everything the run makes. Default: runs/<config name>."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
+    ] = False,
 ) -> None:
     """Run the lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
 
@@ -68,7 +71,9 @@ def run(
     except Exception as error:
         logging.getLogger(__name__).exception("the lifecycle failed")
         cause = root_cause(error)
-        errors.print(f"[red]failed:[/red] {type(cause).__name__}: {_plain(str(cause))}", soft_wrap=True, highlight=False)
+        errors.print(
+            f"[red]failed:[/red] {type(cause).__name__}: {_plain(str(cause))}", soft_wrap=True, highlight=False
+        )
         errors.print(f"logs: {directory / 'logs'}", soft_wrap=True, highlight=False)
         code = BAD_INPUT if isinstance(cause, ConfigError) else FAILED
     else:

@@ -73,7 +73,7 @@ class Journal:
         """A summary for Prefect's page."""
         lines = ["| stage | seconds | cached | sha256 |", "|---|---|---|---|"]
         lines += [
-            f"| {s['name']} | {s['seconds']:.1f} | {'yes' if s['cached'] else ''} | `{s['checkpoint']['sha256'][:12]}` |"
+            f"| {s['name']} | {s['seconds']:.1f} | {'cached' * s['cached']} | `{s['checkpoint']['sha256'][:12]}` |"
             for s in self.content["stages"]
         ]
         evaluation = json.dumps(self.content["evaluation"], indent=2)

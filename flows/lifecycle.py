@@ -80,9 +80,7 @@ def _start(config: LifecycleConfig, root: Path) -> tuple[Tracker, RunContext]:
         resolved_yaml(config),
         {"xray.output": str(root)},
     )
-    return tracker, RunContext(
-        output=str(root), tracking_uri=uri, experiment=config.project, parent_run_id=run_id
-    )
+    return tracker, RunContext(output=str(root), tracking_uri=uri, experiment=config.project, parent_run_id=run_id)
 
 
 def _run_stage(

@@ -94,6 +94,9 @@ class PretrainedBase(Section):
     reference, and its activations are computed once per rollout."""
 
 
+BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
+
+
 class EngineConfig(Section):
     """How one model is trained: DeepSpeed ZeRO over data-parallel Workhorses."""
 
@@ -187,6 +190,9 @@ class DatasetPreferences(Section):
     heldout_fraction: Fraction = 0.1
 
 
+PreferencesConfig = Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")]
+
+
 class RewardConfig(TrainingConfig):
     """A pairwise Bradley–Terry reward model on the SFT model."""
 
@@ -214,7 +220,8 @@ class KLConfig(Section):
     horizon: Positive = 2000.0
     """Replies over which the adaptive controller may change the weight e-fold or so."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Per-token estimator in the penalty: k1 = logp − ref, k2 = ½(logp − ref)², k3 = e^(ref−logp) − 1 + (logp − ref)."""
+    """Per-token estimator in the penalty: k1 = logp − ref, k2 = ½(logp − ref)²,
+    k3 = e^(ref−logp) − 1 + (logp − ref)."""
 
 
 class PPOStageConfig(TrainingConfig):
@@ -301,12 +308,12 @@ class EvaluateConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """Where and how the work runs. Nothing here changes a result on the same kind of machine."""
+    """Where and how the work runs. `device` and `threads` are in every stage key; nothing else changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is present."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """CPU threads of one Workhorse. (It is part of every stage key: thread counts change float rounding.)"""
+    """CPU threads of one Workhorse. Their number changes float rounding."""
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
@@ -331,11 +338,11 @@ class LifecycleConfig(Section):
     """Gold score of replies, never seen by the reward model or PPO: `vader`, `module:function` (your own
     `f(prompts, replies) -> scores`), or None."""
     data: DataConfig = DataConfig()
-    base: Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")] = FreshBase()
+    base: BaseConfig = FreshBase()
     sft: SFTConfig = SFTConfig()
-    preferences: Annotated[
-        GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")
-    ] = GoldPreferences()
+    preferences: Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")] = (
+        GoldPreferences()
+    )
     reward: RewardConfig = RewardConfig()
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -46,7 +46,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|Tr
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -106,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark is not None else where
@@ -160,8 +162,10 @@ def _describe(error: ErrorDetails, data: Any) -> str:
         allowed = sorted(_fields(owner))
         close = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{path}: unknown field{hint} Allowed here: {', '.join(allowed)}" if close else (
-            f"{path}: unknown field; allowed here: {', '.join(allowed)}"
+        return (
+            f"{path}: unknown field{hint} Allowed here: {', '.join(allowed)}"
+            if close
+            else (f"{path}: unknown field; allowed here: {', '.join(allowed)}")
         )
     if kind == "missing":
         return f"{path}: is required"

@@ -27,9 +27,7 @@ class ProgressBoard:
 
 def open_board() -> Any:
     """The board of this cluster, made where there is none."""
-    return (
-        ray.remote(ProgressBoard).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
-    )
+    return ray.remote(ProgressBoard).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
 
 
 def reporter() -> Any:

@@ -81,7 +81,9 @@ class WholeModel:
 
     def _deal(self, method: str, rows: Rows, *args: Any) -> list[Any]:
         if num_rows(rows) < len(self._workhorses):
-            raise ValueError(f"{self._role}: {num_rows(rows)} rows cannot be dealt to {len(self._workhorses)} Workhorses")
+            raise ValueError(
+                f"{self._role}: {num_rows(rows)} rows cannot be dealt to {len(self._workhorses)} Workhorses"
+            )
         parts = split(rows, len(self._workhorses))
         return self._get([getattr(w, method).remote(p, *args) for w, p in zip(self._workhorses, parts, strict=True)])
 

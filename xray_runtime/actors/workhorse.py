@@ -92,7 +92,7 @@ class Workhorse:
 
 
 def resolve_device(wanted: str) -> str:
-    """"cpu" or "cuda"; "auto" takes CUDA where this process has it."""
+    """ "cpu" or "cuda"; "auto" takes CUDA where this process has it."""
     import torch
 
     if wanted == "auto":
@@ -105,7 +105,6 @@ class Learner(Workhorse):
 
     def build(self, spec: ModelSpec, host: str, port: int) -> None:
         """Load the model and, where it is trained, join its process group and start its engine."""
-        import torch
         from safetensors.torch import load_file
 
         from xray_runtime.models.causal_lm import load_model
@@ -162,11 +161,13 @@ class Learner(Workhorse):
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`."""
         import torch
 
-        assert self.engine is not None and self.spec.training is not None
+        assert self.engine is not None
+        assert self.spec.training is not None
+        max_tokens = self.spec.training.engine.micro_batch_tokens
         sums: dict[str, torch.Tensor] = {}
 
         def losses() -> Iterator[torch.Tensor]:
-            for index, batch in self._micro_batches(rows, self.spec.training.engine.micro_batch_tokens):  # type: ignore[union-attr]
+            for index, batch in self._micro_batches(rows, max_tokens):
                 loss, stats = self._run(self.spec.objective.loss, batch, totals)
                 if not len(index):
                     yield loss * 0.0
@@ -179,7 +180,7 @@ class Learner(Workhorse):
         # Every rank knows the same norm; only rank 0 reports it, since reports are summed.
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm if self.place.rank == 0 else 0.0}
 
-    def _run(self, task: Callable[..., Any], batch: dict[str, torch.Tensor], *args: Any) -> Any:
+    def _run(self, task: Callable[..., Any], batch: Any, *args: Any) -> Any:
         if self.engine is not None:
             return self.engine.forward(task, batch, *args)
         return self.module(task, batch, *args)

@@ -47,5 +47,5 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)
     return logprobs, entropy

@@ -168,9 +168,7 @@ class StageRun:
     def figure(self, name: str, figure: Figure) -> None:
         self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")
 
-    def log_checkpoint(
-        self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]
-    ) -> CheckpointRef:
+    def log_checkpoint(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> CheckpointRef:
         """Make `ref` a LoggedModel and link it to its parents; returns `ref` with its `mlflow_model_id`."""
         client = self._tracker.client
         params = {

@@ -45,7 +45,7 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
         return transformers.LlamaForCausalLM(llama)
 
 
-def load_pretrained(model: str) -> tuple[nn.Module, Any]:
+def load_pretrained(model: str) -> tuple[Any, Any]:
     """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
 
     Raises:
@@ -127,7 +127,13 @@ def save_weights(lm: Any, weights: dict[str, torch.Tensor], like: Path, director
 def copy_small_files(source: Path, directory: Path) -> None:
     """Copy config and tokenizer files (everything of Hugging Face form but the weights)."""
     for file in sorted(source.iterdir()):
-        known = file.name in ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
+        known = file.name in (
+            "config.json",
+            "generation_config.json",
+            "chat_template.jinja",
+            "merges.txt",
+            "vocab.json",
+        )
         if known or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
             (directory / file.name).write_bytes(file.read_bytes())
 

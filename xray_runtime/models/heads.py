@@ -1,7 +1,7 @@
 """A causal LM seen as policy, critic, reference or reward model.
 
-Shapes: B rows, S tokens of prompt and reply together, N scored positions, H hidden, V vocabulary. Rows are padded on the
-right; with causal attention padding there needs no mask, since no real token ever looks to its right.
+Shapes: B rows, S tokens of prompt and reply together, N scored positions, H hidden, V vocabulary. Rows are padded on
+the right; with causal attention padding there needs no mask, since no real token ever looks to its right.
 
 A model whose lower layers are frozen is run in two parts, `trunk` and `branch`: the trunk's output is the same for the
 policy at every update and for the reference, so it is computed once a rollout and kept (trlX's "hydra" model).
@@ -48,7 +48,9 @@ class HeadedLM(nn.Module):
         if trainable_layers is not None:
             layers = lm.model.layers
             if trainable_layers > len(layers):
-                raise ValueError(f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers")
+                raise ValueError(
+                    f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers"
+                )
             self.frozen_layers = len(layers) - trainable_layers
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.model.norm):
@@ -61,12 +63,8 @@ class HeadedLM(nn.Module):
 
     def _same_trunk(self, other: Any) -> bool:
         pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
-        pairs += zip(
-            self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True
-        )
-        return all(
-            torch.equal(p, q) for a, b in pairs for p, q in zip(a.parameters(), b.parameters(), strict=True)
-        )
+        pairs += zip(self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True)
+        return all(torch.equal(p, q) for a, b in pairs for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
@@ -92,9 +90,12 @@ class HeadedLM(nn.Module):
 
     def reference_hidden(self, trunk: Tensor) -> Tensor:
         """Last hidden states [B, S, H] of the reference branch."""
-        assert self.reference_layers is not None and self.reference_norm is not None
+        assert self.reference_layers is not None
+        assert self.reference_norm is not None
         with torch.no_grad():
-            states: Tensor = self._part(self.reference_layers, self.reference_norm)(inputs_embeds=trunk).last_hidden_state
+            states: Tensor = self._part(self.reference_layers, self.reference_norm)(
+                inputs_embeds=trunk
+            ).last_hidden_state
         return states
 
     def _part(self, layers: nn.ModuleList, norm: nn.Module) -> Any:

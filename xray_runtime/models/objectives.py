@@ -40,11 +40,9 @@ def response_positions(rows: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return row, t, rows["prompt_lengths"][row] - 1 + t, mask
 
 
-def response_logprobs(
-    module: HeadedLM, hidden: Tensor, rows: Tensors, temperature: float
-) -> tuple[Tensor, Tensor]:
+def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [N], entropy [N]) of the response tokens: logits are computed at their positions alone."""
-    row, t, column, _ = response_positions(rows)
+    row, _, column, _ = response_positions(rows)
     targets = rows["input_ids"][row, column + 1]
     return logprobs_and_entropy(module.logits(hidden[row, column]), targets, temperature)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from xray_runtime.config import FreshBase, PretrainedBase
+from xray_runtime.config import BaseConfig, FreshBase, PretrainedBase
 from xray_runtime.data.pairs import prompt_text, read_examples
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import fresh_llama, load_pretrained, save_model
@@ -16,7 +16,8 @@ from xray_runtime.stages.spec import Recorder, StageSpec
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
-    config: FreshBase | PretrainedBase = TypeAdapter(FreshBase | PretrainedBase).validate_python(spec.sections["base"])
+    adapter: TypeAdapter[FreshBase | PretrainedBase] = TypeAdapter(BaseConfig)
+    config = adapter.validate_python(spec.sections["base"])
     recorder.progress(0, 1, "models", "loading")
     if isinstance(config, FreshBase):
         examples = read_examples(spec.parent("dataset") / "train.jsonl")
@@ -25,7 +26,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         lm = fresh_llama(config, tokenizer, derive_seed(spec.seed, "base", "weights"))
     else:
         lm, tokenizer = load_pretrained(config.model)
-        layers = lm.config.num_hidden_layers  # type: ignore[union-attr]
+        layers = int(lm.config.num_hidden_layers)
         if config.trainable_layers is not None and config.trainable_layers > layers:
             raise ValueError(
                 f"base.trainable_layers: {config.trainable_layers} is not allowed: {config.model!r} has {layers} layers"

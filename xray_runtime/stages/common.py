@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,9 +70,6 @@ def closed(reply: Sequence[int], eos_token_id: int) -> list[int]:
     """A reply that ends with the end token: the reward model has seen no other."""
     ids = list(reply)
     return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
-
-
-    return load_tokenizer(directory)
 
 
 class PhaseClock:

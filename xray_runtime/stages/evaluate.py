@@ -43,7 +43,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     )
     order = np.random.default_rng(derive_seed(spec.seed, "evaluate", "prompts")).permutation(len(prompts))
     prompts = [prompts[i] for i in order[: config.num_prompts]]
-    models = {
+    models: dict[str, ModelSpec | GeneratorSpec] = {
         "generator": GeneratorSpec(sft, max_prompt_tokens(spec) + config.max_new_tokens),
         "before": ModelSpec(sft, ReferenceObjective(config.temperature)),
         "after": ModelSpec(policy, ReferenceObjective(config.temperature)),
@@ -68,8 +68,8 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     golds = {side: torch.tensor(gold(asked, texts[side])) for side in SIDES} if gold is not None else None
 
     evaluation = _evaluation(config, spec.seed, replies, rewards, golds, kl)
-    samples = [
-        {"prompt": asked[i]}
+    samples: list[dict[str, Any]] = [
+        dict[str, Any]({"prompt": asked[i]})
         | {side: texts[side][i] for side in SIDES}
         | {f"reward_{side}": float(rewards[side][i]) for side in SIDES}
         | {f"gold_{side}": None if golds is None else float(golds[side][i]) for side in SIDES}
@@ -77,9 +77,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     ]
     (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2, sort_keys=True) + "\n")
     (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
-    recorder.metrics(
-        {f"evaluate/{k}": float(v) for k, v in evaluation.items() if isinstance(v, int | float)}, step=0
-    )
+    recorder.metrics({f"evaluate/{k}": float(v) for k, v in evaluation.items() if isinstance(v, int | float)}, step=0)
     recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
     recorder.progress(3, 3, "steps", f"win rate {evaluation['win_rate']:.2f}")
     return 0
@@ -104,14 +102,11 @@ def _kl(
     replies: list[list[int]],
 ) -> float:
     """KL(policy ‖ SFT) of a whole reply in nats: k1 over the policy's own samples."""
-    rows = text_rows(
-        [(ids, reply) for (_, ids), reply in zip(prompts, replies, strict=True)], tokenizer.pad_token_id
-    )
+    rows = text_rows([(ids, reply) for (_, ids), reply in zip(prompts, replies, strict=True)], tokenizer.pad_token_id)
     after, before = ray.get([handles[side].score.remote(rows, config.max_new_tokens) for side in ("after", "before")])
     mask = np.arange(config.max_new_tokens) < (rows["lengths"] - rows["prompt_lengths"])[:, None]
-    summary = kl_summary(
-        *(torch.from_numpy(scores["ref_logprobs"]) for scores in (after, before)), torch.from_numpy(mask)
-    )
+    logprobs, ref_logprobs = (torch.from_numpy(scores["ref_logprobs"]) for scores in (after, before))
+    summary = kl_summary(logprobs, ref_logprobs, torch.from_numpy(mask))
     return float(summary["k1"])
 
 

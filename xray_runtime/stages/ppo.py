@@ -44,7 +44,9 @@ from xray_runtime.stages.experience import Experience, build_experience
 from xray_runtime.stages.reward import HEAD_FILE as REWARD_HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 
-HEAD_FILE = "value_head/head.safetensors"  # in a directory of its own: vLLM loads every safetensors file beside config.json
+HEAD_FILE = (
+    "value_head/head.safetensors"  # in a directory of its own: vLLM loads every safetensors file beside config.json
+)
 
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
@@ -246,7 +248,5 @@ def _texts(tokenizer: Any, rollout: Rows) -> list[str]:
 
 def _note(metrics: dict[str, float]) -> str:
     gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
-    phases = " ".join(
-        f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update")
-    )
+    phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
     return f"reward {metrics['reward/mean']:+.3f} {gold}KL {metrics['kl/reference_k1']:.2f} | {phases}"

@@ -12,15 +12,15 @@ from pydantic import TypeAdapter
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec
-from xray_runtime.config import DatasetPreferences, GoldPreferences, RatingPreferences
+from xray_runtime.config import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
 from xray_runtime.data.preferences import (
     from_dataset,
-    from_ratings,
     label_pairs,
     length_baseline_accuracy,
     split_by_prompt,
+    split_ratings,
 )
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
@@ -35,18 +35,20 @@ GENERATION_BATCH = 512
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
-    config = TypeAdapter(GoldPreferences | RatingPreferences | DatasetPreferences).validate_python(
-        spec.sections["preferences"]
-    )
+    adapter: TypeAdapter[GoldPreferences | RatingPreferences | DatasetPreferences] = TypeAdapter(PreferencesConfig)
+    config = adapter.validate_python(spec.sections["preferences"])
     if isinstance(config, GoldPreferences):
         pairs, stats = _from_gold(spec, config, recorder)
+        train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
     elif isinstance(config, RatingPreferences):
         examples = read_examples(spec.parent("dataset") / "train.jsonl")
-        ratings = {c.id: c.ratings[config.rating] for c in chitchat_conversations() if config.rating in c.ratings}
-        pairs, stats = from_ratings(examples, ratings, config, derive_seed(spec.seed, "preferences", "pairs"))
+        ratings = {
+            c.id: float(c.ratings[config.rating]) for c in chitchat_conversations() if config.rating in c.ratings
+        }
+        train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(spec.seed, "preferences", "pairs"))
     else:
-        pairs, stats = from_dataset(config)
-    train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
+        pairs, stats = _from_dataset(spec, config)
+        train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
     if not train or not heldout:
         raise ValueError(
             f"preferences: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: raise "
@@ -62,8 +64,16 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         ["prompt", "chosen", "rejected"],
         [[prompt_text(p.prompt), p.chosen, p.rejected] for p in heldout[:20]],
     )
-    recorder.progress(len(pairs), len(pairs), "pairs", "labelled")
+    recorder.progress(len(train) + len(heldout), len(train) + len(heldout), "pairs", "labelled")
     return 0
+
+
+def _from_dataset(spec: StageSpec, config: DatasetPreferences) -> tuple[list[PreferenceExample], dict[str, float]]:
+    """Your own pairs, without those whose prompt the evaluation will ask."""
+    pairs, stats = from_dataset(config)
+    asked = {prompt_text(e.prompt) for e in read_examples(spec.parent("dataset") / "heldout.jsonl")}
+    kept = [pair for pair in pairs if prompt_text(pair.prompt) not in asked]
+    return kept, stats | {"pairs": len(kept), "dropped_prompt_held_out": len(pairs) - len(kept)}
 
 
 def _from_gold(

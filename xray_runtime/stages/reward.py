@@ -34,9 +34,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     rows, heldout_rows = _pair_rows(tokenizer, train), _pair_rows(tokenizer, heldout)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(spec.seed, "reward", "order"))
-    model = ModelSpec(
-        sft, RewardObjective(), training=config, new_head=True, trainable_layers=trainable_layers(spec)
-    )
+    model = ModelSpec(sft, RewardObjective(), training=config, new_head=True, trainable_layers=trainable_layers(spec))
     baseline = length_baseline_accuracy(train, heldout)
 
     with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:
@@ -71,7 +69,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
 
 
 def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
-    """Rows with the chosen side as `input_ids`, `lengths` and the rejected one as `rejected_ids`, `rejected_lengths`."""
+    """Rows with the chosen side in `input_ids`, `lengths` and the other in `rejected_ids`, `rejected_lengths`."""
     prompts = encode_prompts(tokenizer, [p.prompt for p in pairs])
     pad_token_id: int = tokenizer.pad_token_id  # type: ignore[attr-defined]
     chosen, rejected = (

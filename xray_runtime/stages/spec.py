@@ -106,7 +106,9 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
             if isinstance(config.preferences, GoldPreferences)
             else {"dataset": "prepare"},
         ),
-        StagePlan("reward", "reward", sections(reward=config.reward, **model), {"sft": "sft", "dataset": "preferences"}),
+        StagePlan(
+            "reward", "reward", sections(reward=config.reward, **model), {"sft": "sft", "dataset": "preferences"}
+        ),
     ]
     policy = "sft"
     for number, stage in enumerate(config.ppo.stages, start=1):

@@ -93,7 +93,7 @@ def _put(tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
     for (name, tensor), start in zip(tensors, places, strict=True):
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         packed[start : start + raw.size] = raw
-        checksum = xxhash.xxh3_128_hexdigest(raw)
+        checksum = xxhash.xxh3_128_hexdigest(raw.data)
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append(TensorEntry(name, dtype, tuple(tensor.shape), start, raw.size, checksum))
     return Bucket(ray.put(packed), tuple(entries))
@@ -114,11 +114,9 @@ def unpack(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         mapped = torch.from_numpy(packed)
     for entry in bucket.entries:
         raw = packed[entry.offset : entry.offset + entry.num_bytes]
-        arrived = xxhash.xxh3_128_hexdigest(raw)
+        arrived = xxhash.xxh3_128_hexdigest(raw.data)
         if arrived != entry.checksum:
-            raise WeightTransferError(
-                f"weight {entry.name}: checksum {arrived} on arrival, {entry.checksum} when sent ({entry.num_bytes} bytes)"
-            )
+            raise WeightTransferError(f"weight {entry.name}: checksum {arrived} on arrival, {entry.checksum} when sent")
         dtype = getattr(torch, entry.dtype)
         if raw.size != int(np.prod(entry.shape)) * dtype.itemsize:
             raise WeightTransferError(f"weight {entry.name}: {raw.size} bytes do not fit shape {entry.shape}")
