@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -35,7 +36,7 @@ GENERATION_BATCH = 512
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
-    adapter: TypeAdapter[GoldPreferences | RatingPreferences | DatasetPreferences] = TypeAdapter(PreferencesConfig)
+    adapter: TypeAdapter[Any] = TypeAdapter(PreferencesConfig)
     config = adapter.validate_python(spec.sections["preferences"])
     if isinstance(config, GoldPreferences):
         pairs, stats = _from_gold(spec, config, recorder)

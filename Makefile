@@ -1,0 +1,53 @@
+# Everything a fresh machine needs: Python 3.11, make and a C++ compiler.
+#   make demo     a whole RLHF lifecycle (installs first)
+#   make test     everything that is tested
+# EXTRA=cuda installs the CUDA builds instead of the CPU ones.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+EXTRA ?= cpu
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed-$(EXTRA)
+
+.PHONY: help install demo test lint unit component e2e clean
+
+help:  ## show this
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## install into .venv (once; again after pyproject.toml or constraints.txt changed)
+
+# uv does not read pip's find-links; where that variable is set it is passed on.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v == (3, 11) else f"Python 3.11 is needed, not {v[0]}.{v[1]}; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv==0.13.8'
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-}}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+		$(if $(filter cpu,$(EXTRA)),--constraint constraints.txt) --editable '.[$(EXTRA),dev]'
+	$(if $(filter cpu,$(EXTRA)),PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
+		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as op; op().load(verbose=False)' > .venv/op-build.log 2>&1 \
+		|| { cat .venv/op-build.log; exit 1; })
+	@touch $@
+
+demo: install  ## run the quickstart lifecycle into runs/quickstart
+	$(BIN)/xray run configs/quickstart.yaml
+
+test: install lint unit component e2e  ## style and types, unit, component and end-to-end tests
+
+lint: install  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: install  ## pure tests, seconds
+	$(BIN)/pytest tests/unit
+
+component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
+	$(BIN)/pytest tests/component
+
+e2e: install  ## the real command
+	$(BIN)/pytest tests/e2e
+
+clean:  ## remove the environment and every run
+	rm -rf .venv runs
