@@ -258,8 +258,8 @@ class PPOStageConfig(TrainingConfig):
     """End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per token) exceeds
     this; None: never."""
     truncated: Literal["bootstrap", "penalize"] = "bootstrap"
-    """What a reply cut off at max_new_tokens gets: `bootstrap` continues it with the critic's value of its last
-    state, since a cut is no terminal state; `penalize` treats it as ended and subtracts `truncation_penalty`."""
+    """What a reply cut off at max_new_tokens gets. `bootstrap`: no score, since a cut is no terminal state, but the
+    critic's value of where it was cut. `penalize`: its score as if it had ended, minus `truncation_penalty`."""
     truncation_penalty: NonNegative = 1.0
     reward_scaling: Literal["reward_model", "running", "none"] = "reward_model"
     """`reward_model`: by the mean and deviation stored with the reward model; `running`: by this stage's own running

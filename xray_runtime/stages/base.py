@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from xray_runtime.config import BaseConfig, FreshBase, PretrainedBase
+from xray_runtime.config import BaseConfig, FreshBase
 from xray_runtime.data.pairs import prompt_text, read_examples
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import fresh_llama, load_pretrained, save_model
@@ -17,7 +17,7 @@ from xray_runtime.stages.spec import Recorder, StageSpec
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
-    adapter: TypeAdapter[Any] = TypeAdapter(BaseConfig)
+    adapter: TypeAdapter[Any] = TypeAdapter(BaseConfig)  # type: ignore[arg-type]  # a union is no class
     config = adapter.validate_python(spec.sections["base"])
     recorder.progress(0, 1, "models", "loading")
     if isinstance(config, FreshBase):

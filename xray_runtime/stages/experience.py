@@ -57,7 +57,9 @@ def build_experience(
     rewards = _scaled(raw, config, reward_summary, moments)
     bootstrap = torch.zeros_like(final_values)
     if config.truncated == "bootstrap":
+        # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
         bootstrap = torch.where(ended, 0.0, final_values)
+        rewards = rewards * ended
     else:
         rewards = rewards - config.truncation_penalty * (~ended)
     penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)

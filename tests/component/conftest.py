@@ -1,0 +1,37 @@
+"""One local Ray and one tiny model for all component tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.config import FreshBase
+from xray_runtime.processes import end_marked, guard
+
+TINY = FreshBase(
+    vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64
+)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    mark = guard()
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
+    yield
+    ray.shutdown()
+    end_marked(mark)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from xray_runtime.data.tokenizing import train_tokenizer
+    from xray_runtime.models.causal_lm import fresh_llama, save_model
+
+    directory = tmp_path_factory.mktemp("tiny")
+    tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, TINY.vocab_size)
+    save_model(fresh_llama(TINY, tokenizer, seed=1), tokenizer, directory)
+    return directory

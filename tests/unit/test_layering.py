@@ -1,0 +1,56 @@
+"""Who may import whom: flows → tasks → xray_runtime, never back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Top-level names of every absolute import in a file, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+FORBIDDEN = {
+    "xray_runtime": {"prefect", "prefect_ray", "flows", "tasks"},
+    "tasks": {"flows"},
+    "xray_runtime/algorithms": {"ray", "deepspeed", "vllm", "transformers", "mlflow", "numpy", "pathlib", "os"},
+    "xray_runtime/checkpoints": {"torch", "ray", "mlflow", "vllm", "deepspeed", "transformers"},
+}
+
+OWNERS = {
+    "mlflow": {"xray_runtime/lineage", "flows/services.py"},
+    "vllm": {"xray_runtime/engines/vllm_generator.py", "xray_runtime/weights/vllm_transfer.py"},
+    "deepspeed": {"xray_runtime/engines/zero.py"},
+}
+"""Heavy library → the only places that import it."""
+
+
+@pytest.mark.parametrize(("folder", "names"), FORBIDDEN.items())
+def test_nothing_is_imported_against_the_layers(folder: str, names: set[str]) -> None:
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    found = [(f.name, name) for f in files for name in imported(f) if name.split(".")[0] in names]
+    assert found == []
+
+
+@pytest.mark.parametrize(("library", "owners"), OWNERS.items())
+def test_heavy_libraries_have_one_owner(library: str, owners: set[str]) -> None:
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("flows", "tasks", "xray_runtime")
+        for path in (ROOT / folder).rglob("*.py")
+        if any(name.split(".")[0] == library for name in imported(path))
+    }
+    assert importers
+    assert all(any(place.startswith(owner) for owner in owners) for place in importers), importers

@@ -1,0 +1,128 @@
+"""The checkpoint store: whole or not at all, and every damage named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.checkpoints.manifest import MANIFEST
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.store import Store, load_manifest, verify
+
+KEY = "ab" * 32
+
+
+def publish(root: Path, content: bytes = b"weights") -> CheckpointRef:
+    store = Store(root)
+    with store.building("sft", KEY) as built:
+        (built / "model.bin").write_bytes(content)
+        (built / "head").mkdir()
+        (built / "head" / "h.bin").write_bytes(b"head")
+        return store.publish(
+            built,
+            stage="sft",
+            kind="sft",
+            key=KEY,
+            step=3,
+            seed=0,
+            parents={"base": "cd" * 32},
+            dataset=None,
+            sections={"lr": 1e-3},
+        )
+
+
+def test_equal_builds_have_equal_digests_wherever_they_are(tmp_path: Path) -> None:
+    first, second = publish(tmp_path / "a"), publish(tmp_path / "b")
+    assert first.sha256 == second.sha256
+    assert verify(first.path, first.sha256) == []
+    assert [e.path for e in load_manifest(first.path).files] == ["head/h.bin", "model.bin"]
+    assert str(tmp_path) not in (first.path / MANIFEST).read_text()
+
+
+def test_other_bytes_have_another_digest(tmp_path: Path) -> None:
+    assert publish(tmp_path / "a").sha256 != publish(tmp_path / "b", b"weighty").sha256
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lambda d: flip(d / "model.bin"), "model.bin was changed"),
+        (lambda d: (d / "model.bin").unlink(), "model.bin is missing"),
+        (lambda d: (d / "extra.bin").write_bytes(b"x"), "extra.bin was added"),
+        (lambda d: (d / "model.bin").write_bytes(b"more than before"), "model.bin has 16 bytes, not 7"),
+        (lambda d: (d / MANIFEST).write_text("{"), "damaged or not a manifest"),
+        (lambda d: (d / MANIFEST).unlink(), "No such file"),
+        (
+            lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text().replace('"step": 3', '"step": 4')),
+            "not the one",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage, finding: str) -> None:
+    ref = publish(tmp_path)
+    damage(ref.path)
+    assert any(finding in f for f in verify(ref.path, ref.sha256))
+
+
+def test_a_link_is_not_a_file(tmp_path: Path) -> None:
+    ref = publish(tmp_path)
+    (tmp_path / "elsewhere").write_bytes(b"weights")
+    (ref.path / "model.bin").unlink()
+    (ref.path / "model.bin").symlink_to(tmp_path / "elsewhere")
+    assert verify(ref.path) == ["model.bin is a link"]
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "a/../../b", "", "a//b"])
+def test_paths_that_leave_the_checkpoint_are_refused(tmp_path: Path, path: str) -> None:
+    ref = publish(tmp_path)
+    manifest = load_manifest(ref.path)
+    entry = manifest.files[0].model_copy(update={"path": path})
+    (ref.path / MANIFEST).write_bytes(manifest.model_copy(update={"files": [entry]}).to_bytes())
+    assert any("unsafe path" in finding for finding in verify(ref.path))
+
+
+def test_a_sound_checkpoint_stays_and_a_damaged_one_is_kept_aside(tmp_path: Path) -> None:
+    ref = publish(tmp_path)
+    before = (ref.path / "model.bin").stat().st_ino
+    assert publish(tmp_path, b"other") == ref
+    assert (ref.path / "model.bin").stat().st_ino == before
+    flip(ref.path / "model.bin")
+    again = publish(tmp_path)
+    assert again == ref
+    assert verify(again.path, again.sha256) == []
+    assert ref.path.with_name(ref.path.name + ".damaged-1").is_dir()
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="boom"), Store(tmp_path).building("sft", KEY) as built:
+        (built / "half").write_bytes(b"x")
+        raise RuntimeError("boom")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_build_publishes_nothing_and_is_swept(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from xray_runtime.checkpoints.store import Store\n"
+        f"with Store(Path(sys.argv[1])).building('sft', '{KEY}') as built:\n"
+        "    (built / 'half').write_bytes(b'x'); print('ready', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not Store(tmp_path).directory("sft", KEY).exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    publish(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [f"sft-{KEY[:12]}"]
