@@ -95,7 +95,7 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
 
 
 def test_a_shared_trunk_scores_and_trains_like_the_whole(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
-    """Trained with the trunk cached, the policy moves as it does with the trunk computed anew, the reference not at all."""
+    """With the trunk cached the policy moves as with the trunk computed anew; the reference does not move."""
     config = PPOStageConfig(lr=1e-2)
     rows = text(num_rows=8)
     rows["id"] = np.arange(8)

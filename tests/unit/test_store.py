@@ -105,9 +105,13 @@ def test_a_sound_checkpoint_stays_and_a_damaged_one_is_kept_aside(tmp_path: Path
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="boom"), Store(tmp_path).building("sft", KEY) as built:
-        (built / "half").write_bytes(b"x")
-        raise RuntimeError("boom")
+    def build() -> None:
+        with Store(tmp_path).building("sft", KEY) as built:
+            (built / "half").write_bytes(b"x")
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        build()
     assert list(tmp_path.iterdir()) == []
 
 

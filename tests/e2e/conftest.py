@@ -1,0 +1,43 @@
+"""Running the real command and looking for what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+XRAY = Path(sys.executable).with_name("xray")
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lifecycle(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+def environment() -> dict[str, str]:
+    """As a person's shell: nothing of an outer run, no servers to connect to."""
+    hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+
+
+def xray(*arguments: str, timeout: float = 900) -> Outcome:
+    done = subprocess.run(
+        [XRAY, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def run_tiny(output: Path, *overrides: str) -> Outcome:
+    arguments = ["run", "configs/tiny.yaml", "--output", str(output), "--json"]
+    return xray(*arguments, *(part for o in overrides for part in ("--set", o)))

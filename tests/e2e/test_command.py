@@ -1,0 +1,88 @@
+"""The command's manners: bad input, failures, interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, XRAY, environment, xray
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
+        (["configs/tiny.yaml", "--set", "ppo.stages.1.lr=-0.1"], "ppo.stages.1.lr: -0.1 is not allowed: must be"),
+        (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field; did you mean steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    outcome = xray("run", *arguments, "--output", str(tmp_path / "run"), timeout=60)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_stage_says_why_and_exits_with_1(tmp_path: Path) -> None:
+    broken = ["--set", "data.min_chars=59"]
+    outcome = xray("run", "configs/tiny.yaml", *broken, "--output", str(tmp_path), timeout=300)
+    assert outcome.code == 1
+    assert "data:" in outcome.err
+    assert "left after filtering" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert '"status": "failed"' in (tmp_path / "lifecycle.json").read_text()
+
+
+def _started(output: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A run that has got as far as its first Workhorse; and the mark its processes carry."""
+    process = subprocess.Popen(
+        [XRAY, "run", "configs/tiny.yaml", "--output", str(output)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 240
+    while not list(output.glob("logs/sft/policy-0.log")):
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "no Workhorse was started"
+        time.sleep(0.2)
+    marks = {child.environ().get("XRAY_RUN_MARK") for child in psutil.Process(process.pid).children(recursive=True)} - {
+        None
+    }
+    assert len(marks) == 1
+    return process, marks.pop()
+
+
+def _left(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("XRAY_RUN_MARK") == mark:
+                found.append(" ".join(process.cmdline())[:80])
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
+    process, mark = _started(tmp_path)
+    assert len(_left(mark)) > 5
+    os.kill(process.pid, number)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 20
+    while _left(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert _left(mark) == []
+    if number != signal.SIGKILL:
+        assert process.returncode == 130

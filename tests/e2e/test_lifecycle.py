@@ -1,0 +1,144 @@
+"""The whole lifecycle through the real command: Prefect, Ray, DeepSpeed, vLLM and MLflow on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Outcome, run_tiny
+from xray_runtime.checkpoints.store import verify
+
+pytestmark = pytest.mark.e2e
+
+NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def first(output: Path) -> Outcome:
+    outcome = run_tiny(output)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def shas(content: dict[str, Any]) -> dict[str, str]:
+    return {stage["name"]: stage["checkpoint"]["sha256"] for stage in content["stages"]}
+
+
+def cached(content: dict[str, Any]) -> list[str]:
+    return [stage["name"] for stage in content["stages"] if stage["cached"]]
+
+
+def test_the_record_is_whole(first: Outcome, output: Path) -> None:
+    content = first.lifecycle
+    assert content == json.loads((output / "lifecycle.json").read_text())
+    assert content["status"] == "completed"
+    assert [stage["name"] for stage in content["stages"]] == NAMES
+    assert cached(content) == []
+    known = set(shas(content).values())
+    for stage in content["stages"]:
+        assert verify(Path(stage["checkpoint"]["uri"]), stage["checkpoint"]["sha256"]) == []
+        assert set(stage["parents"]) <= known
+        assert stage["attempts"] == 1
+    ppo = content["stages"][6]
+    assert {shas(content)[name] for name in ("ppo-1", "sft", "reward", "prepare")} == set(ppo["parents"])
+    assert content["registered"] == {"name": "xray-tiny-policy", "version": "1", "alias": "candidate"}
+    evaluation = content["evaluation"]
+    assert evaluation["samples"] == 16
+    assert 0 <= evaluation["win_rate"] <= 1
+    assert evaluation["win_rate_ci95"][0] <= evaluation["win_rate"] <= evaluation["win_rate_ci95"][1]
+
+
+def test_the_policy_loads_without_xray_and_differs_from_its_parent(first: Outcome) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    places = {stage["name"]: stage["checkpoint"]["uri"] for stage in first.lifecycle["stages"]}
+    policy, sft = (AutoModelForCausalLM.from_pretrained(places[name]) for name in ("ppo-2", "sft"))
+    moved = [not torch.equal(p, q) for p, q in zip(policy.parameters(), sft.parameters(), strict=True)]
+    assert all(moved)
+    prompt = AutoTokenizer.from_pretrained(places["ppo-2"]).apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert policy.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_mlflow_shows_what_came_from_what(first: Outcome, output: Path) -> None:
+    import mlflow
+
+    content = first.lifecycle
+    uri = f"sqlite:///{output / 'mlflow.db'}"
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    version = client.get_model_version_by_alias("xray-tiny-policy", "candidate")
+    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    sha = shas(content)
+    assert model.params["sha256"] == sha["ppo-2"]
+    # From the registered version to every ancestor, through runs alone.
+    found: dict[str, str] = {}
+    pending = [model.model_id]
+    while pending:
+        ancestor = client.get_logged_model(pending.pop())
+        stage = next(name for name, value in sha.items() if value == ancestor.params["sha256"])
+        if stage not in found:
+            found[stage] = ancestor.model_id
+            run = client.get_run(ancestor.source_run_id)
+            pending += [i.model_id for i in run.inputs.model_inputs]
+    assert set(found) == set(NAMES) - {"evaluate"}
+    run = client.get_run(client.get_logged_model(found["ppo-2"]).source_run_id)
+    assert run.data.tags["mlflow.parentRunId"] == content["run_id"]
+    tags = {tag.key: tag.value for tag in run.inputs.dataset_inputs[0].tags}
+    assert tags["xray.sha256"] == sha["prepare"]
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [m.step for m in history] == [0, 1]
+    artifacts = {a.path for a in client.list_artifacts(content["run_id"])}
+    assert {"config.yaml", "lifecycle.json", "report.html"} <= artifacts
+
+
+def test_the_report_is_one_file(first: Outcome, output: Path) -> None:
+    html = (output / "report.html").read_text()
+    assert all(name in html for name in NAMES)
+    assert html.count("<svg") >= 5
+    assert 'src="http' not in html
+    assert "<link" not in html
+
+
+def test_again_computes_nothing(first: Outcome, output: Path) -> None:
+    start = time.monotonic()
+    again = run_tiny(output)
+    seconds = time.monotonic() - start
+    assert again.code == 0, again.err
+    assert cached(again.lifecycle) == NAMES
+    assert shas(again.lifecycle) == shas(first.lifecycle)
+    assert again.lifecycle["registered"]["version"] == "1"
+    print(f"cached rerun: {seconds:.1f} s")
+
+
+def test_a_change_computes_only_what_depends_on_it(first: Outcome, output: Path) -> None:
+    """…and a damaged checkpoint is noticed and computed again, to the same bytes."""
+    places = {stage["name"]: Path(stage["checkpoint"]["uri"]) for stage in first.lifecycle["stages"]}
+    weights = places["reward"] / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    changed = run_tiny(output, "ppo.stages.1.lr=1e-4")
+    assert changed.code == 0, changed.err
+    content = changed.lifecycle
+    assert cached(content) == ["prepare", "base", "sft", "preferences", "ppo-1"]
+    before, after = shas(first.lifecycle), shas(content)
+    assert [name for name in NAMES if before[name] != after[name]] == ["ppo-2", "evaluate"]
+    assert places["reward"].with_name(places["reward"].name + ".damaged-1").is_dir()
+    assert content["registered"]["version"] == "2"
+
+
+def test_from_scratch_gives_the_same_bytes(first: Outcome, tmp_path: Path) -> None:
+    scratch = run_tiny(tmp_path)
+    assert scratch.code == 0, scratch.err
+    assert shas(scratch.lifecycle) == shas(first.lifecycle)
