@@ -75,6 +75,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     from xray_runtime.lineage.recorder import StageRecorder
     from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.processes import redirect_output
+    from xray_runtime.report.figures import read_metrics, training_figure
     from xray_runtime.stages.spec import run_stage
 
     start = time.perf_counter()
@@ -90,6 +91,9 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     try:
         with store.building(spec.name, spec.key) as built:
             step = run_stage(spec, built, recorder)
+            figure = training_figure(spec.kind, read_metrics(recorder.metrics_path))
+            if figure is not None:
+                recorder.figure("training", figure)
             checkpoint = store.publish(
                 built,
                 stage=spec.name,

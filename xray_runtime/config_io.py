@@ -159,14 +159,10 @@ def _describe(error: ErrorDetails, data: Any) -> str:
     path, value, kind = ".".join(map(str, loc)) or "the config", error["input"], error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        allowed = sorted(_fields(owner))
-        close = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return (
-            f"{path}: unknown field{hint} Allowed here: {', '.join(allowed)}"
-            if close
-            else (f"{path}: unknown field; allowed here: {', '.join(allowed)}")
-        )
+        known = sorted(_fields(owner))
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{path}: unknown field{hint}; allowed here: {', '.join(known)}"
     if kind == "missing":
         return f"{path}: is required"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
@@ -176,9 +172,28 @@ def _describe(error: ErrorDetails, data: Any) -> str:
         return f"{path}.{tag}: {got} is not allowed: must be one of {allowed}"
     if kind == "value_error":
         return f"{path}: {context['error']}" if loc else str(context["error"])
-    message = error["msg"].removeprefix("Input should be ").removeprefix("Value should have ")
-    message = message.removeprefix("a valid ").replace("'", "")
-    return f"{path}: {_show(value)} is not allowed: must be {message}"
+    return f"{path}: {_show(value)} is not allowed: must {_requirement(error)}"
+
+
+def _requirement(error: ErrorDetails) -> str:
+    """What the value must be or have, continuing "must …"."""
+    kind, context = error["type"], error.get("ctx", {})
+    plain = {
+        "model_type": "be a mapping of fields",
+        "list_type": "be a list",
+        "tuple_type": "be a list",
+        "string_type": "be a text",
+        "int_type": "be a whole number",
+        "float_type": "be a number",
+        "bool_type": "be true or false",
+        "finite_number": "be a finite number",
+        "string_too_short": "not be empty",
+        "string_pattern_mismatch": f"match {context.get('pattern')}",
+        "too_short": f"have at least {context.get('min_length')} item(s)",
+        "too_long": f"have at most {context.get('max_length')} item(s)",
+    }
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return plain.get(kind, f"be {message}")
 
 
 def _user_path(loc: tuple[int | str, ...], data: Any) -> tuple[list[int | str], Any]:

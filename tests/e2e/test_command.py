@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
     [
         (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
         (["configs/tiny.yaml", "--set", "ppo.stages.1.lr=-0.1"], "ppo.stages.1.lr: -0.1 is not allowed: must be"),
-        (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field; did you mean steps"),
+        (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:

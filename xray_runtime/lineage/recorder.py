@@ -32,7 +32,8 @@ class StageRecorder:
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._metrics = (self._directory / "metrics.jsonl").open("w", encoding="utf-8")
+        self.metrics_path = self._directory / "metrics.jsonl"
+        self._metrics = self.metrics_path.open("w", encoding="utf-8")
         self._reported = 0.0
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
