@@ -1,0 +1,130 @@
+"""Log-probabilities and entropies: closed forms, autograd's own answer, and one [N, V] tensor kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xray_runtime.algorithms.logprobs import logprobs_and_entropy
+
+
+def test_by_hand() -> None:
+    # Row 0: p = (1, 2, 5) / 8, so logp of 2 is ln(5/8) = -0.47000 and
+    # H = (1/8) ln 8 + (2/8) ln 4 + (5/8) ln(8/5) = 0.25993 + 0.34657 + 0.29375 = 0.90026.
+    # Row 1: uniform over 3: ln(1/3) = -1.09861, H = ln 3.
+    logits = torch.tensor([[0.0, math.log(2), math.log(5)], [7.0, 7.0, 7.0]])
+    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([2, 0]))
+    torch.testing.assert_close(logprobs, torch.tensor([-0.4700036, -1.0986123]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(entropy, torch.tensor([0.9002561, 1.0986123]), rtol=0, atol=1e-6)
+
+
+def test_temperature_divides_the_logits() -> None:
+    # Logits (0, 2 ln 3) at temperature 2 are (0, ln 3): p = (1/4, 3/4).
+    logits = torch.tensor([[0.0, 2 * math.log(3)]])
+    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([0]), temperature=2.0)
+    assert logprobs.item() == pytest.approx(math.log(0.25), abs=1e-6)
+    assert entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3), abs=1e-6)
+
+
+def test_gradient_by_hand() -> None:
+    # p = (1/4, 3/4), target 1: d logp / dz = (-1/4, 1/4).
+    # dH / dz_i = -p_i (ln p_i + H), H = 0.5623351: -(1/4)(-1.3862944 + 0.5623351) = 0.2059898, and the negative.
+    for weights, expected in (((1.0, 0.0), 0.25), ((0.0, 1.0), -0.2059898)):
+        logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
+        logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([1]))
+        (weights[0] * logprobs + weights[1] * entropy).sum().backward()
+        assert logits.grad is not None
+        torch.testing.assert_close(logits.grad, torch.tensor([[-expected, expected]]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradcheck(temperature: float) -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, targets, temperature), (logits,))
+    # Each output alone, too: the other one's gradient is then zero or absent.
+    for output in (0, 1):
+        assert torch.autograd.gradcheck(lambda z, o=output: logprobs_and_entropy(z, targets, temperature)[o], (logits,))
+
+
+@given(seed=st.integers(0, 10_000), scale=st.sampled_from([0.1, 3.0, 100.0]), temperature=st.sampled_from([1.0, 0.5]))
+def test_agrees_with_autograd(seed: int, scale: float, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base = scale * torch.randn(4, 9, dtype=torch.float64, generator=generator)
+    targets = torch.randint(9, (4,), generator=generator)
+    weights = torch.randn(2, 4, dtype=torch.float64, generator=generator)
+    ours, theirs = base.clone().requires_grad_(), base.clone().requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(ours, targets, temperature)
+    categorical = torch.distributions.Categorical(logits=theirs / temperature)
+    torch.testing.assert_close(logprobs, categorical.log_prob(targets))
+    torch.testing.assert_close(entropy, categorical.entropy())
+    (weights[0] * logprobs + weights[1] * entropy).sum().backward()
+    (weights[0] * categorical.log_prob(targets) + weights[1] * categorical.entropy()).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def kept_for_backward(dtype: torch.dtype, temperature: float) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    logits = torch.randn(6, 11).to(dtype).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs_and_entropy(logits, torch.zeros(6, dtype=torch.int64), temperature)
+    return shapes
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_vocabulary_sized_tensor_is_kept(dtype: torch.dtype, temperature: float) -> None:
+    assert kept_for_backward(dtype, temperature).count((6, 11)) == 1
+
+
+def test_the_plain_way_keeps_more() -> None:
+    # What the custom function is for; it also shows that the count above can exceed one.
+    shapes = []
+    logits = torch.randn(6, 11, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        logp = torch.log_softmax(logits, -1)
+        logp.gather(-1, torch.zeros(6, 1, dtype=torch.int64))
+        -(logp.exp() * logp).sum(-1)
+    assert shapes.count((6, 11)) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
+    half = (5 * torch.randn(8, 300, generator=torch.Generator().manual_seed(1))).to(dtype)
+    targets = torch.arange(8)
+    logprobs, entropy = logprobs_and_entropy(half, targets, 0.9)
+    exact = torch.distributions.Categorical(logits=half.double() / 0.9)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact.log_prob(targets), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), exact.entropy(), rtol=1e-5, atol=1e-5)
+    leaf = half.clone().requires_grad_()
+    logprobs_and_entropy(leaf, targets)[0].sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == dtype
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = torch.tensor([[1000.0, -1000.0, 0.0], [-1000.0, -1000.0, -1000.0]], requires_grad=True)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([1, 0]))
+    # Row 0: log p_1 = -1000 - 1000 = -2000 and all mass is on token 0; row 1 is uniform.
+    torch.testing.assert_close(logprobs, torch.tensor([-2000.0, -math.log(3)]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, math.log(3)]))
+    (logprobs + entropy).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[-1.0, 1.0, 0.0], [2 / 3, -1 / 3, -1 / 3]]))
+
+
+def test_no_tokens() -> None:
+    logits = torch.zeros(0, 5, requires_grad=True)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.zeros(0, dtype=torch.int64))
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logits.grad is not None

@@ -1,0 +1,68 @@
+"""What evaluation reports: literals, known distributions, empty input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, explained_variance, wins
+
+
+def test_explained_variance_by_hand() -> None:
+    # Returns 1, 2, 3, 6: mean 3, variance 14 / 4. Errors R - V = 0, 0, 1, 1: variance 1 / 4. 1 - 1 / 14 = 0.9285714.
+    returns = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    values = torch.tensor([[1.0, 2.0], [2.0, 5.0]])
+    assert explained_variance(values, returns, torch.ones(2, 2)) == pytest.approx(0.9285714, abs=1e-6)
+
+
+def test_explained_variance_closed_forms() -> None:
+    returns, mask = torch.tensor([[1.0, 2.0, 4.0, 999.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(returns + 3.0, returns, mask) == pytest.approx(1.0, abs=1e-6)  # a bias is not variance
+    assert explained_variance(torch.full((1, 4), 2.0), returns, mask) == pytest.approx(0.0, abs=1e-6)
+    # V = -R doubles the error: 1 - Var(2R) / Var(R) = -3.
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0, abs=1e-5)
+
+
+def test_explained_variance_without_variance_is_zero() -> None:
+    values = torch.tensor([[1.0, 2.0]])
+    assert explained_variance(values, torch.full((1, 2), 0.5), torch.ones(1, 2)) == 0.0
+    assert explained_variance(values, values, torch.zeros(1, 2)) == 0.0
+    assert explained_variance(values, values, torch.tensor([[1, 0]])) == 0.0
+
+
+def test_bootstrap_interval_of_a_coin() -> None:
+    # 100 of 400: the mean's deviation is sqrt(0.25 * 0.75 / 400) = 0.0216506; 1.96 of it is 0.0424.
+    x = torch.cat([torch.ones(100), torch.zeros(300)])
+    mean, low, high = bootstrap_interval(x, 4000, seed=0)
+    assert mean == 0.25
+    assert low == pytest.approx(0.25 - 0.0424, abs=0.005)
+    assert high == pytest.approx(0.25 + 0.0424, abs=0.005)
+
+
+def test_bootstrap_interval_follows_its_seed() -> None:
+    x = torch.arange(20.0)
+    assert bootstrap_interval(x, 200, seed=1) == bootstrap_interval(x, 200, seed=1)
+    assert bootstrap_interval(x, 200, seed=1) != bootstrap_interval(x, 200, seed=2)
+
+
+def test_bootstrap_interval_of_a_constant() -> None:
+    assert bootstrap_interval(torch.full((7,), 0.5), 100, seed=0) == (0.5, 0.5, 0.5)
+    assert bootstrap_interval(torch.tensor([3.0]), 100, seed=0) == (3.0, 3.0, 3.0)
+
+
+def test_wins() -> None:
+    assert wins(torch.tensor([2.0, 1.0, 5.0]), torch.tensor([1.0, 2.0, 5.0])).tolist() == [1.0, 0.0, 0.5]
+
+
+def test_distinct_n_by_hand() -> None:
+    # Bigrams: 12, 21, 12 and 12: 2 distinct of 4. Unigrams: 1, 2, 1, 2, 1, 2: 2 of 6.
+    replies = [[1, 2, 1, 2], [1, 2]]
+    assert distinct_n(replies, 2) == 0.5
+    assert distinct_n(replies, 1) == pytest.approx(1 / 3)
+    assert distinct_n([[1, 2, 3]], 2) == 1.0
+
+
+def test_distinct_n_never_crosses_replies_and_may_be_empty() -> None:
+    assert distinct_n([[1], [2], []], 2) == 0.0
+    assert distinct_n([], 1) == 0.0
