@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
@@ -20,6 +21,7 @@ from prefect_ray.context import remote_options
 
 from flows.journal import Journal
 from tasks.stage import RunContext, StageResult, stage
+from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
@@ -46,6 +48,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     tracker, context = _start(config, root)
     journal = Journal(root, config, context.parent_run_id)
     done: dict[str, StageResult] = {}
+    stable = open_stable()
     try:
         for plan in plan_stages(config):
             parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
@@ -65,6 +68,8 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
         journal.failed()
         tracker.finish(context.parent_run_id, "FAILED")
         raise
+    finally:
+        ray.kill(stable)
     create_markdown_artifact(journal.markdown(), key="lifecycle", description=f"{config.project}: {root}")
     return journal.content
 

@@ -20,8 +20,12 @@ def cluster() -> Iterator[None]:
     mark = guard()
     import ray
 
+    from xray_runtime.actors.stable import open_stable
+
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
+    stable = open_stable()
     yield
+    ray.kill(stable)
     ray.shutdown()
     end_marked(mark)
 

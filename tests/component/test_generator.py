@@ -41,7 +41,7 @@ def models(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    ids, lengths = pad((rng.integers(5, 300, size=n).tolist() for n in (4, 9, 5, 7, 3, 8)), 0)
+    ids, lengths = pad((rng.integers(5, 280, size=n).tolist() for n in (4, 9, 5, 7, 3, 8)), 0)
     return {"input_ids": ids, "lengths": lengths, "seed": np.arange(100, 100 + NUM_PROMPTS)}
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from xray_runtime.actors.rows import Rows, merge, num_rows, split
-from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse, resolve_device
+from xray_runtime.actors.stable import find_stable, start
+from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
 from xray_runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
@@ -32,18 +33,25 @@ class WholeModel:
     """The proxy of one model. Start it through `open_models`."""
 
     def __init__(self, role: str, kind: type[Workhorse], num_workhorses: int, runtime: RuntimeConfig, log_dir: Path):
-        gpus = runtime.gpus_per_workhorse if resolve_device(runtime.device) == "cuda" else 0
-        options = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
-        self._role, self._log_dir = role, log_dir
-        self._workhorses = [
-            ray.remote(kind).options(**options).remote(Rank(role, rank, num_workhorses, log_dir, runtime))
-            for rank in range(num_workhorses)
-        ]
+        self._role, self._kind, self._runtime, self._log_dir = role, kind, runtime, log_dir
+        on_cpu = _device(runtime) == "cpu"
+        self._stable = find_stable() if on_cpu and num_workhorses == 1 else None
+        if self._stable is not None:
+            me = ray.get_runtime_context().current_actor
+            self._workhorses = [ray.get(self._stable.lend.remote(kind, runtime, me))]
+        else:
+            gpus = 0.0 if on_cpu else runtime.gpus_per_workhorse
+            self._workhorses = [start(kind, runtime, gpus) for _ in range(num_workhorses)]
+
+    def ping(self) -> None:
+        """Answers where this WholeModel lives."""
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
         host, port = self._get([self._workhorses[0].rendezvous.remote()])[0]
-        self._call("build", spec, host, port)
+        size = len(self._workhorses)
+        places = [Rank(self._role, rank, size, host, port, self._log_dir) for rank in range(size)]
+        self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
 
     def score(self, rows: Rows, width: int = 0) -> Rows:
         """`Learner.score` of all rows, in order."""
@@ -74,10 +82,14 @@ class WholeModel:
         """Write the model in Hugging Face form."""
         self._call("save", directory, head_file)
 
-    def stop(self) -> None:
-        """End the Workhorses."""
+    def stop(self, *, sound: bool = False) -> None:
+        """Part with the Workhorses: `sound` ones wait in the stable for the next model, others end."""
         for workhorse in self._workhorses:
-            ray.kill(workhorse)
+            if sound and self._stable is not None:
+                ray.get(workhorse.release.remote())
+                ray.get(self._stable.give_back.remote(self._kind, self._runtime, workhorse))
+            else:
+                ray.kill(workhorse)
 
     def _deal(self, method: str, rows: Rows, *args: Any) -> list[Any]:
         if num_rows(rows) < len(self._workhorses):
@@ -119,6 +131,7 @@ def open_models(
     Yields role → actor handle: `ray.get(models["policy"].score.remote(rows))`.
     """
     models: dict[str, Any] = {}
+    sound = False
     try:
         for role, spec in specs.items():
             kind = Generator if isinstance(spec, GeneratorSpec) else Learner
@@ -131,8 +144,16 @@ def open_models(
             )
         ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
         yield models
+        sound = True
     finally:
         for model in models.values():
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(model.stop.remote())
+                ray.get(model.stop.remote(sound=sound))
             ray.kill(model)
+
+
+def _device(runtime: RuntimeConfig) -> str:
+    # Asked of the cluster, not of this process: a WholeModel has no device of its own.
+    if runtime.device != "auto":
+        return runtime.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

@@ -6,10 +6,11 @@ nothing of other models; everything between models goes through `WholeModel`.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from xray_runtime.processes import redirect_output
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.engines.vllm_generator import Sampling
+    from xray_runtime.engines.vllm_generator import Sampling, VLLMGenerator
     from xray_runtime.models.objectives import Objective
     from xray_runtime.weights.plasma import WeightUpdate
 
@@ -57,29 +58,37 @@ class GeneratorSpec:
 
 @dataclass(frozen=True)
 class Rank:
-    """A Workhorse's place: its model's role, its rank, how many there are, and where its noise goes."""
+    """A Workhorse's place: its model's role, its rank, how many there are, where they meet, where its noise goes."""
 
     role: str
     rank: int
     world_size: int
+    host: str
+    port: int
     log_dir: Path
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
 
 class Workhorse:
-    """What every Workhorse does first: send its output to a file, settle its device and its threads."""
+    """What every Workhorse does first: settle its device and its threads."""
 
-    def __init__(self, place: Rank) -> None:
-        redirect_output(place.log_dir / f"{place.role}-{place.rank}.log")
-        self.place = place
+    def __init__(self, runtime: RuntimeConfig) -> None:
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
-        os.environ |= {"OMP_NUM_THREADS": str(place.runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.runtime = runtime
+
+    def _settle(self, place: Rank) -> None:
+        """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
+        redirect_output(place.log_dir / f"{place.role}-{place.rank}.log")
         import torch
 
-        self.device = torch.device(resolve_device(place.runtime.device))
-        torch.set_num_threads(place.runtime.threads)
+        self.place = place
+        self.device = torch.device(resolve_device(self.runtime.device))
+        torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(0)
+
+    def release(self) -> None:
+        """Let go of the model."""
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
@@ -92,19 +101,20 @@ class Workhorse:
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes CUDA where this process has it."""
+    """ "cpu" or "cuda"; "auto" takes CUDA where this process has it. Imports torch only when it must look."""
+    if wanted != "auto":
+        return wanted
     import torch
 
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Learner(Workhorse):
     """One rank of a model that is trained, or only scored."""
 
-    def build(self, spec: ModelSpec, host: str, port: int) -> None:
+    def build(self, spec: ModelSpec, place: Rank) -> None:
         """Load the model and, where it is trained, join its process group and start its engine."""
+        self._settle(place)
         from safetensors.torch import load_file
 
         from xray_runtime.models.causal_lm import load_model
@@ -128,12 +138,17 @@ class Learner(Workhorse):
         if spec.training is not None:
             from xray_runtime.engines.zero import ZeroEngine, init_collectives
 
-            init_collectives(self.place.rank, self.place.world_size, host, port, self.device)
+            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
             self.engine = ZeroEngine(module, spec.training, self.device)
             self.module = self.engine.module
         elif self.place.world_size > 1:
             raise ValueError(f"{self.place.role}: a frozen model has one Workhorse")
         self.module.eval()
+
+    def release(self) -> None:
+        self.engine = self.module = None
+        self._trunks = {}
+        gc.collect()
 
     def score(self, rows: Rows, width: int) -> Rows:
         """The objective's scores of `rows`, in their order; per-token ones are [B, `width`].
@@ -276,17 +291,26 @@ class Learner(Workhorse):
 class Generator(Workhorse):
     """One vLLM engine."""
 
-    def build(self, spec: GeneratorSpec, host: str, port: int) -> None:
+    _generator: VLLMGenerator | None = None
+
+    def build(self, spec: GeneratorSpec, place: Rank) -> None:
+        """Start vLLM on the checkpoint, or load the checkpoint into the vLLM of the model before."""
+        self._settle(place)
         from xray_runtime.engines.vllm_generator import VLLMGenerator
 
-        self._generator = VLLMGenerator(spec.directory, spec.max_length, self.device.type, self.place.runtime)
+        if self._generator is not None and self._generator.fits(spec.directory, spec.max_length):
+            self._generator.restart(spec.directory)
+        else:
+            self._generator = VLLMGenerator(spec.directory, spec.max_length, self.device.type, self.runtime)
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and take over `update`; returns the version now held."""
+        assert self._generator is not None
         self._generator.load(update)
         return self._generator.version
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `VLLMGenerator.generate`."""
+        assert self._generator is not None
         prompts = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
         return self._generator.generate(prompts, rows["seed"].tolist(), sampling, version)

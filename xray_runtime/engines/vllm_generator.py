@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.config import RuntimeConfig
-from xray_runtime.weights.plasma import WeightUpdate, verify
+from xray_runtime.weights.plasma import WeightUpdate, pack, verify
 
 
 class StaleWeightsError(RuntimeError):
@@ -71,7 +71,19 @@ class VLLMGenerator:
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._llm.update_weight_version("0")
+        self._shape, self._max_length = _shape(directory), max_length
         self._broken = False
+
+    def fits(self, directory: Path, max_length: int) -> bool:
+        """Whether the checkpoint differs from the one vLLM was started on in its weights alone."""
+        return _shape(directory) == self._shape and max_length == self._max_length
+
+    def restart(self, directory: Path) -> None:
+        """Hold the weights of `directory` as version 0, as if vLLM had been started on it."""
+        from safetensors.torch import load_file
+
+        weights = load_file(directory / "model.safetensors")
+        self.load(pack(sorted(weights.items()), version=0))
 
     @property
     def version(self) -> int:
@@ -132,3 +144,7 @@ class VLLMGenerator:
             logprobs[row, :n] = [step[t].logprob for step, t in zip(reply.logprobs, reply.token_ids, strict=True)]
             ended[row] = n > 0 and reply.token_ids[-1] == sampling.eos_token_id
         return {"response_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+
+
+def _shape(directory: Path) -> str:
+    return (directory / "config.json").read_text() if (directory / "model.safetensors").is_file() else str(directory)

@@ -17,7 +17,7 @@ from xray_runtime.stages.spec import Recorder, StageSpec
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
-    adapter: TypeAdapter[Any] = TypeAdapter(BaseConfig)  # type: ignore[arg-type]  # a union is no class
+    adapter = TypeAdapter[Any](BaseConfig)
     config = adapter.validate_python(spec.sections["base"])
     recorder.progress(0, 1, "models", "loading")
     if isinstance(config, FreshBase):

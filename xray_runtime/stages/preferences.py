@@ -36,7 +36,7 @@ GENERATION_BATCH = 512
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
-    adapter: TypeAdapter[Any] = TypeAdapter(PreferencesConfig)  # type: ignore[arg-type]  # a union is no class
+    adapter = TypeAdapter[Any](PreferencesConfig)
     config = adapter.validate_python(spec.sections["preferences"])
     if isinstance(config, GoldPreferences):
         pairs, stats = _from_gold(spec, config, recorder)

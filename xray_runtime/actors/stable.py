@@ -1,0 +1,88 @@
+"""Where Workhorse processes wait between stages.
+
+Starting one costs seconds of imports (torch, transformers, DeepSpeed; vLLM most of all), and on a laptop that would be
+most of a short stage. On CPU a process that did its work well is therefore kept, and the next model is built in it.
+On CUDA, and for models of several ranks, every model gets new processes: device memory and process groups are cleanest
+given back by ending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+
+from xray_runtime.config import RuntimeConfig
+
+NAME, NAMESPACE = "xray-stable", "xray"
+PING_SECONDS = 0.5
+
+
+class Stable:
+    """Owns the Workhorses it lends, so that they outlive the stage that borrowed them."""
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[Any, Any]] = []
+        self._lent: list[tuple[Any, Any]] = []
+
+    def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
+        """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
+        self._reap()
+        want = (kind.__name__, runtime.model_dump_json())
+        for entry in [e for e in self._idle if e[0] == want]:
+            self._idle.remove(entry)
+            if _alive(entry[1]):
+                self._lent.append((borrower, entry[1]))
+                return entry[1]
+        if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
+            # Those that wait must not starve those that are wanted.
+            for _, workhorse in self._idle:
+                ray.kill(workhorse)
+            self._idle.clear()
+        workhorse = start(kind, runtime, 0.0)
+        self._lent.append((borrower, workhorse))
+        return workhorse
+
+    def give_back(self, kind: type, runtime: RuntimeConfig, workhorse: Any) -> None:
+        """Take back a Workhorse that is sound and idle."""
+        self._lent = [entry for entry in self._lent if entry[1] != workhorse]
+        self._idle.append(((kind.__name__, runtime.model_dump_json()), workhorse))
+
+    def _reap(self) -> None:
+        """End what a dead borrower (a killed stage) left behind."""
+        for borrower, workhorse in list(self._lent):
+            done, _ = ray.wait([borrower.ping.remote()], timeout=PING_SECONDS)
+            if done and not _answered(done[0]):
+                ray.kill(workhorse)
+                self._lent.remove((borrower, workhorse))
+
+
+def open_stable() -> Any:
+    """The stable of this cluster, made where there is none. It lives as long as the process that made it."""
+    return ray.remote(Stable).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
+
+
+def find_stable() -> Any | None:
+    """The stable, or None where nobody opened one."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(NAME, namespace=NAMESPACE)
+    return None
+
+
+def start(kind: type, runtime: RuntimeConfig, gpus: float) -> Any:
+    """A new Workhorse process."""
+    options = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
+    return ray.remote(kind).options(**options).remote(runtime)
+
+
+def _alive(workhorse: Any) -> bool:
+    return _answered(workhorse.rendezvous.remote())
+
+
+def _answered(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return False
+    return True
