@@ -18,13 +18,15 @@ help:  ## show this
 
 install: $(STAMP)  ## install into .venv (once; again after pyproject.toml or constraints.txt changed)
 
-# uv does not read pip's find-links; where that variable is set it is passed on.
+# uv does not read pip's find-links; where that variable is set it is passed on. Byte code is compiled here since every
+# Ray actor is a process that imports torch or vLLM: without it (PYTHONDONTWRITEBYTECODE) each takes twice as long.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v == (3, 11) else f"Python 3.11 is needed, not {v[0]}.{v[1]}; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv==0.13.8'
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-}}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
 		$(if $(filter cpu,$(EXTRA)),--constraint constraints.txt) --editable '.[$(EXTRA),dev]'
+	-@$(BIN)/python -m compileall -q -j 0 .venv/lib > .venv/compileall.log
 	$(if $(filter cpu,$(EXTRA)),PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
 		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as op; op().load(verbose=False)' > .venv/op-build.log 2>&1 \
 		|| { cat .venv/op-build.log; exit 1; })

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PREFECT_START_SECONDS = 120
+FLUSH_SECONDS = 5
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -85,6 +86,7 @@ def _prefect_server(output: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield server
     finally:
+        _flush_to_server()
         server.terminate()
         try:
             server.wait(5)
@@ -92,6 +94,16 @@ def _prefect_server(output: Path) -> Iterator[subprocess.Popen[bytes]]:
             server.kill()
             server.wait()
         del os.environ["PREFECT_API_URL"]
+
+
+def _flush_to_server() -> None:
+    # Prefect sends logs and events from threads of its own; what comes after the server has gone waits for minutes.
+    if "prefect" in sys.modules:
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
+
+        for worker in (APILogWorker, EventsWorker):
+            worker.drain_all(timeout=FLUSH_SECONDS)
 
 
 def _wait_healthy(server: subprocess.Popen[bytes], log: Path) -> None:
