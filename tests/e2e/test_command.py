@@ -37,7 +37,7 @@ def test_a_failed_stage_says_why_and_exits_with_1(tmp_path: Path) -> None:
     outcome = xray("run", "configs/tiny.yaml", *broken, "--output", str(tmp_path), timeout=300)
     assert outcome.code == 1
     assert "data:" in outcome.err
-    assert "left after filtering" in outcome.err
+    assert "pairs are left of 3386" in outcome.err
     assert "Traceback" not in outcome.err
     assert '"status": "failed"' in (tmp_path / "lifecycle.json").read_text()
 

@@ -1,0 +1,216 @@
+"""The config schema: everything wrong is one line that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import ConfigError, load_config, resolved_yaml, validate
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+REFUSED = [
+    # unknown fields
+    ("stepps: 3", "stepps: unknown field"),
+    ("sft: {stepps: 3}", "sft.stepps: unknown field (did you mean steps?)"),
+    ("sft: {engine: {zero: 3}}", "sft.engine.zero: unknown field"),
+    ("ppo: {stages: [{lrr: 0.1}]}", "ppo.stages.0.lrr: unknown field"),
+    ("ppo: {stages: [{}, {kl: {coeff: 0.1}}]}", "ppo.stages.1.kl.coeff: unknown field (did you mean coef?)"),
+    ("base: {kind: fresh, model: gpt2}", "base.model: unknown field"),
+    ("preferences: {source: gold, rating: upbeat}", "preferences.rating: unknown field"),
+    # wrong types
+    ("seed: abc", 'seed: "abc" is not allowed: must be a whole number'),
+    ("seed: 1.5", "seed: 1.5 is not allowed: must be a"),
+    ("seed: true", "seed: true is not allowed: must be a whole number"),
+    ("seed: '1'", 'seed: "1" is not allowed: must be a whole number'),
+    ("seed: null", "seed: null is not allowed: must be a whole number"),
+    ("sft: 3", "sft: 3 is not allowed: must be a mapping of fields"),
+    ("sft: []", "sft: [] is not allowed: must be a mapping of fields"),
+    ("sft: {lr: fast}", 'sft.lr: "fast" is not allowed: must be a number'),
+    ("sft: {lr: [1]}", "sft.lr: [1] is not allowed: must be a number"),
+    ("ppo: {stages: {lr: 1}}", 'ppo.stages: {"lr": 1} is not allowed: must be a list'),
+    ("ppo: {stages: [3]}", "ppo.stages.0: 3 is not allowed: must be a mapping of fields"),
+    ("ppo: {stages: [{whiten_advantages: 1}]}", "ppo.stages.0.whiten_advantages: 1 is not allowed: must be true or"),
+    ("ppo: {stages: [{whiten_advantages: yes}]}", 'whiten_advantages: "yes" is not allowed: must be true or false'),
+    ("data: {source: 3}", "data.source: 3 is not allowed: must be a text"),
+    ("sft: {betas: 0.9}", "sft.betas: 0.9 is not allowed: must be a list"),
+    ("sft: {betas: [0.9]}", "sft.betas"),
+    # out of range
+    ("seed: -1", "seed: -1 is not allowed: must be greater than or equal to 0"),
+    ("seed: 2147483648", "seed: 2147483648 is not allowed: must be less than 2147483648"),
+    ("sft: {lr: 0}", "sft.lr: 0 is not allowed: must be greater than 0"),
+    ("sft: {lr: .nan}", "sft.lr: NaN is not allowed: must be a finite number"),
+    ("sft: {lr: .inf}", "sft.lr: Infinity is not allowed: must be a finite number"),
+    ("sft: {steps: 0}", "sft.steps: 0 is not allowed: must be greater than or equal to 1"),
+    ("sft: {warmup_fraction: 1.0}", "sft.warmup_fraction: 1.0 is not allowed: must be less than 1"),
+    ("sft: {betas: [0.9, 1.5]}", "sft.betas.1: 1.5 is not allowed: must be less than or equal to 1"),
+    ("sft: {grad_clip: 0}", "sft.grad_clip: 0 is not allowed: must be greater than 0"),
+    ("sft: {engine: {zero_stage: 4}}", "sft.engine.zero_stage: 4 is not allowed: must be less than or equal to 3"),
+    ("sft: {engine: {num_workhorses: 0}}", "sft.engine.num_workhorses: 0 is not allowed: must be greater than or"),
+    ("data: {heldout_fraction: 1}", "data.heldout_fraction: 1 is not allowed: must be less than 1"),
+    ("data: {heldout_fraction: 0}", "data.heldout_fraction: 0 is not allowed: must be greater than 0"),
+    ("data: {source: ''}", 'data.source: "" is not allowed: must not be empty'),
+    ("ppo: {stages: []}", "ppo.stages: [] is not allowed: must have at least 1 item"),
+    ("ppo: {stages: [{clip_range: 1.5}]}", "ppo.stages.0.clip_range: 1.5 is not allowed: must be less than 1"),
+    ("ppo: {stages: [{dual_clip: 1.0}]}", "ppo.stages.0.dual_clip: 1.0 is not allowed: must be greater than 1"),
+    ("ppo: {stages: [{gamma: 1.1}]}", "ppo.stages.0.gamma: 1.1 is not allowed: must be less than or equal to 1"),
+    ("ppo: {stages: [{importance_cap: 1}]}", "ppo.stages.0.importance_cap: 1 is not allowed: must be greater than 1"),
+    ("evaluate: {num_prompts: 2}", "evaluate.num_prompts: 2 is not allowed: must be greater than or equal to 8"),
+    ("runtime: {retries: 99}", "runtime.retries: 99 is not allowed: must be less than or equal to 20"),
+    # not one of the allowed words
+    ("project: Up/Case", 'project: "Up/Case" is not allowed: must match'),
+    ("gold: bleu", 'gold: "bleu" is not allowed: must match'),
+    ("sft: {schedule: step}", "sft.schedule: \"step\" is not allowed: must be 'constant', 'linear' or 'cosine'"),
+    ("ppo: {stages: [{kl: {estimator: k4}}]}", "ppo.stages.0.kl.estimator: \"k4\" is not allowed: must be 'k1', 'k2'"),
+    ("ppo: {stages: [{critic: none}]}", "ppo.stages.0.critic: \"none\" is not allowed: must be 'shared' or 'separate'"),
+    ("runtime: {device: tpu}", "runtime.device: \"tpu\" is not allowed: must be 'auto', 'cpu' or 'cuda'"),
+    ("base: {kind: llama}", "base.kind: \"llama\" is not allowed: must be one of 'fresh', 'pretrained'"),
+    ("base: {vocab_size: 512}", "base.kind: nothing is not allowed: must be one of 'fresh', 'pretrained'"),
+    ("preferences: {source: dpo}", 'preferences.source: "dpo" is not allowed: must be one of'),
+    ("base: {kind: pretrained}", "base.model: is required"),
+    ("preferences: {source: dataset}", "preferences.path: is required"),
+    # impossible combinations
+    ("data: {min_chars: 50, max_chars: 40}", "data: max_chars = 40 must be greater than min_chars = 50"),
+    ("base: {kind: fresh, hidden_size: 100, num_heads: 5}", "base: hidden_size = 100 over num_heads = 5 must be a"),
+    ("base: {kind: fresh, num_kv_heads: 2}", "base: num_heads = 5 must be divisible by num_kv_heads = 2"),
+    ("sft: {batch_size: 2, engine: {num_workhorses: 4}}", "sft: batch_size = 2 must be at least engine.num_workhorses"),
+    ("reward: {batch_size: 1, engine: {num_workhorses: 2}}", "reward: batch_size = 1 must be at least engine.num_"),
+    ("ppo: {stages: [{minibatch_size: 48}]}", "ppo.stages.0: minibatch_size = 48 must divide prompts_per_iteration"),
+    ("ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}", "ppo.stages.0: minibatch_size = 1 must be"),
+    ("gold: null", "gold must be set when preferences.source is 'gold'"),
+    ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
+    ("base: {kind: fresh, max_positions: 60}", "data.max_prompt_tokens + the longest reply = 64 must be at most"),
+    # not a config at all
+    ("[1, 2]", "a mapping of fields is expected, not a list"),
+    ("just words", "a mapping of fields is expected, not a text"),
+    ("seed: [1", "not valid YAML"),
+    ("seed: 1\nseed: 2", "key 'seed' stands twice"),
+    ("a: &x {}\nb: *x", "aliases are not supported"),
+    ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[text[:50] for text, _ in REFUSED])
+def test_refused_with_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "--set 'seed' is not allowed: must be KEY.PATH=VALUE"),
+        ("=3", "must be KEY.PATH=VALUE"),
+        ("sft..lr=1", "must be KEY.PATH=VALUE"),
+        ("seed.deep=1", "--set seed.deep: seed is a number and has no field 'deep'"),
+        ("ppo.stages.7.lr=1", "--set ppo.stages.7.lr: 7 is not allowed: ppo.stages has items 0 to 0"),
+        ("ppo.stages.first.lr=1", "first is not allowed: ppo.stages has items 0 to 0"),
+        ("sft.lr=-1", "sft.lr: -1 is not allowed: must be greater than 0"),
+        ("sft.lr=", "sft.lr: null is not allowed: must be a number"),
+        ("sft.lr=[", "--set sft.lr:1: not valid YAML"),
+    ],
+)
+def test_bad_overrides(override: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 1")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent.yaml: no such file"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"project: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_numbers_mean_what_people_mean(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("{seed: 010, sft: {lr: 1e-4, steps: 7}, gold: vader}")
+    config = load_config(path, ["sft.lr=3e-3", "ppo.stages.0.clip_range=0.1", "runtime.threads=1"])
+    assert (config.seed, config.sft.lr, config.sft.steps) == (10, 3e-3, 7)
+    assert (config.ppo.stages[0].clip_range, config.runtime.threads) == (0.1, 1)
+    assert config.ppo.stages[0].lr == LifecycleConfig().ppo.stages[0].lr
+
+
+def test_an_override_may_replace_a_whole_list(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("")
+    config = load_config(path, ["ppo.stages=[{lr: 0.1}, {lr: 0.2}, {}]", "ppo.stages.2.lr=0.3"])
+    assert [stage.lr for stage in config.ppo.stages] == [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
+def test_presets_load_and_survive_the_round_trip(preset: Path, tmp_path: Path) -> None:
+    # Presets that point at the user's own files still validate: paths are looked up when the stage runs.
+    config = load_config(preset)
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(config))
+    assert load_config(again) == config
+
+
+def _properties(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    owners = {"LifecycleConfig": schema} | schema["$defs"]
+    return [(f"{owner}.{name}", field) for owner, s in owners.items() for name, field in s["properties"].items()]
+
+
+def test_prefects_form_has_types_and_descriptions() -> None:
+    schema = LifecycleConfig.model_json_schema()
+    described = [name for name, field in _properties(schema) if field.get("description")]
+    assert len(described) > 70
+    assert "ppo" in schema["properties"]
+    lr = schema["$defs"]["PPOStageConfig"]["properties"]["lr"]
+    assert lr["exclusiveMinimum"] == 0
+    assert lr["default"] == 3e-4
+
+
+def test_a_config_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        LifecycleConfig().seed = 3  # type: ignore[misc]
+
+
+def test_checking_a_config_imports_nothing_heavy() -> None:
+    code = "import sys, xray_runtime.config_io; print([m for m in ('torch', 'ray', 'prefect', 'mlflow') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _paths(model: type[BaseModel], depth: int = 0) -> list[str]:
+    names = list(model.model_fields)
+    return names + ([f"{n}.{m}" for n in names for m in ("lr", "steps", "stages", "engine", "kind")] if not depth else [])
+
+
+@given(st.sampled_from(_paths(LifecycleConfig)), JSON)
+def test_whatever_comes_is_taken_or_refused_in_one_line(path: str, value: Any) -> None:
+    first, _, second = path.partition(".")
+    data = {first: {second: value} if second else value}
+    try:
+        config = validate(data)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        assert first in str(error)
+    else:
+        assert validate(yaml.safe_load(resolved_yaml(config))) == config
