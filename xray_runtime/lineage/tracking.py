@@ -209,7 +209,9 @@ class StageRun:
             if p.sha256 == manifest.dataset
         ]
         client.log_inputs(self.run_id, models=[LoggedModelInput(model_id) for model_id in inputs], datasets=datasets)
-        if ref.mlflow_model_id:
+        # MLflow refuses an output it has; another attempt of the same stage may have linked it.
+        known = {output.model_id for output in client.get_run(self.run_id).outputs.model_outputs}
+        if ref.mlflow_model_id and ref.mlflow_model_id not in known:
             client.log_outputs(self.run_id, [LoggedModelOutput(ref.mlflow_model_id, ref.step)])
 
     def link_cached(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
