@@ -93,7 +93,7 @@ def _run(config: Any, directory: Path, console: Console) -> dict[str, Any]:
     with services(directory):
         from flows.lifecycle import lifecycle
 
-        # Starting Ray put a handler of its own in place, which would kill Ray under a stage that still runs.
+        # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
 
         # The display asks Ray, so it must end before Ray does.

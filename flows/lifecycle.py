@@ -6,6 +6,7 @@ what is new; a checkpoint that is missing or damaged is noticed and computed aga
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import time
@@ -132,6 +133,8 @@ def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int)
     for attempt in range(1 + retries):
         with remote_options(num_cpus=0, max_retries=0):
             future = configured.submit(spec, context)
+        # Ray's own waiting turns the signal that interrupts it into a SystemError, which would pass for a crash.
+        concurrent.futures.wait([future.wrapped_future.future()])
         future.wait()
         if not future.state.is_crashed() or attempt == retries:
             break

@@ -132,7 +132,7 @@ def test_bad_overrides(override: str, message: str, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: no such file"):
         load_config(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
@@ -187,8 +187,9 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 
 def test_checking_a_config_imports_nothing_heavy() -> None:
-    code = "import sys, xray_runtime.config_io; print([m for m in ('torch', 'ray', 'prefect', 'mlflow') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    heavy = {"torch", "ray", "prefect", "mlflow", "transformers"}
+    code = f"import sys, xray_runtime.config_io; print({heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 JSON = st.recursive(
@@ -198,9 +199,9 @@ JSON = st.recursive(
 )
 
 
-def _paths(model: type[BaseModel], depth: int = 0) -> list[str]:
+def _paths(model: type[BaseModel]) -> list[str]:
     names = list(model.model_fields)
-    return names + ([f"{n}.{m}" for n in names for m in ("lr", "steps", "stages", "engine", "kind")] if not depth else [])
+    return names + [f"{n}.{m}" for n in names for m in ("lr", "steps", "stages", "engine", "kind")]
 
 
 @given(st.sampled_from(_paths(LifecycleConfig)), JSON)
@@ -210,7 +211,9 @@ def test_whatever_comes_is_taken_or_refused_in_one_line(path: str, value: Any) -
     try:
         config = validate(data)
     except ConfigError as error:
-        assert "\n" not in str(error)
-        assert first in str(error)
+        message = str(error)
     else:
+        message = first
         assert validate(yaml.safe_load(resolved_yaml(config))) == config
+    assert first in message
+    assert "\n" not in message
