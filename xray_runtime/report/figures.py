@@ -90,7 +90,16 @@ def training_figure(kind: str, series: dict[str, list[tuple[int, float]]]) -> Fi
             for color, name in zip(COLORS, names, strict=False):
                 steps, values = zip(*series[name], strict=True)
                 marker = "o" if len(steps) < 15 else ""
-                axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=_label(name))
+                label = _label(name) if len({n.split("/")[0] for n in names}) == 1 else name.replace("/", " ", 1)
+                axes.plot(
+                    steps,
+                    values,
+                    color=color,
+                    linewidth=1.6,
+                    marker=marker,
+                    markersize=3,
+                    label=label.replace("_", " "),
+                )
         if len(names) > 1:
             axes.legend(fontsize=7, frameon=False, labelcolor=INK)
     return figure

@@ -86,17 +86,20 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
             }
         )
     edges = []
+    lowest = 0.0
     for i, of in enumerate(parents):
         for p in of:
             x1, y1 = nodes[p]["x"] + NODE_WIDTH, nodes[p]["y"] + NODE_HEIGHT / 2
             x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
             bend = max((x2 - x1) / 2, 12)
             # An arrow over several columns bows below the boxes between.
-            sag = 40 * max(depth[i] - depth[p] - 1, 0)
+            sag = 22 * max(depth[i] - depth[p] - 1, 0) + (12 if depth[i] - depth[p] > 1 else 0)
+            # A cubic comes three quarters of the way to its control points.
+            lowest = max(lowest, max(y1, y2) + 0.75 * sag)
             edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
     return {
         "width": max(n["x"] for n in nodes) + NODE_WIDTH + 8 if nodes else 0,
-        "height": max(n["y"] for n in nodes) + NODE_HEIGHT + 60 if nodes else 0,
+        "height": max(lowest, *(n["y"] + NODE_HEIGHT for n in nodes)) + 8 if nodes else 0,
         "nodes": nodes,
         "edges": edges,
         "node_width": NODE_WIDTH,
