@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from flows.services import quiet_environment, services
-from xray_runtime.config_io import ConfigError, load_config
-from xray_runtime.errors import root_cause
-from xray_runtime.processes import end_marked, guard
-from xray_runtime.stages.spec import plan_stages
+from flows.session import BAD_INPUT, CONFIG
+from flows.supervisor import supervise
+from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @app.callback()
@@ -41,6 +35,9 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: what the directory holds is moved aside, not continued.")
+    ] = False,
 ) -> None:
     """Run the lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
 
@@ -53,72 +50,48 @@ def run(
         directory = (output or Path("runs") / config.stem).absolute()
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--output: {str(directory)!r} is not a directory")
-        directory.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
-        errors.print(f"[red]error:[/red] {_plain(str(error))}", soft_wrap=True, highlight=False)
+        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    mark = guard()
-    signal.signal(signal.SIGTERM, _interrupt)
-    quiet_environment()
-    _log_to_file(directory)
-    try:
-        content = _run(resolved, directory, console)
-    except KeyboardInterrupt:
-        errors.print("interrupted: everything this run started is being stopped", highlight=False)
-        # A second Ctrl-C must not cut the clean-up short.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        code = INTERRUPTED
-    except Exception as error:
-        logging.getLogger(__name__).exception("the lifecycle failed")
-        cause = root_cause(error)
-        errors.print(
-            f"[red]failed:[/red] {type(cause).__name__}: {_plain(str(cause))}", soft_wrap=True, highlight=False
-        )
-        errors.print(f"logs: {directory / 'logs'}", soft_wrap=True, highlight=False)
-        code = BAD_INPUT if isinstance(cause, ConfigError) else FAILED
-    else:
-        if as_json:
-            print(json.dumps(content, indent=2))
-        code = 0
-    finally:
-        end_marked(mark)
+    left = fresh and _move_away(directory, console)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(resolved_yaml(resolved), encoding="utf-8")
+    if not left:
+        _say_what_is_there(directory, console)
+    code = supervise(
+        directory,
+        as_json=as_json,
+        restarts=resolved.runtime.restarts,
+        stall_timeout_s=resolved.runtime.stall_timeout_s,
+        console=console,
+    )
     raise typer.Exit(code)
 
 
-def _run(config: Any, directory: Path, console: Console) -> dict[str, Any]:
-    from flows.display import LiveStages, print_summary
-
-    display = LiveStages(console)
-    display.note("starting Prefect and Ray")
-    with services(directory):
-        from flows.lifecycle import lifecycle
-
-        # Starting Ray put a handler of its own in place.
-        signal.signal(signal.SIGTERM, _interrupt)
-
-        # The display asks Ray, so it must end before Ray does.
-        with display.watching([plan.name for plan in plan_stages(config)]):
-            content = lifecycle(config, str(directory))
-    print_summary(console, content, directory)
-    return content
+def _move_away(directory: Path, console: Console) -> bool:
+    if not directory.exists() or not any(directory.iterdir()):
+        return False
+    number = 1
+    while directory.with_name(f"{directory.name}.before-{number}").exists():
+        number += 1
+    aside = directory.with_name(f"{directory.name}.before-{number}")
+    directory.rename(aside)
+    console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
+    return True
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _plain(text: str) -> str:
-    # Rich reads square brackets as markup.
-    return text.replace("[", "\\[")
-
-
-def _log_to_file(directory: Path) -> None:
-    (directory / "logs").mkdir(exist_ok=True)
-    handler = logging.FileHandler(directory / "logs" / "xray.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
+def _say_what_is_there(directory: Path, console: Console) -> None:
+    snapshots = sorted((directory / "snapshots").glob("*/step-*")) if (directory / "snapshots").is_dir() else []
+    for snapshot in snapshots:
+        if snapshot.name.removeprefix("step-").isdigit():
+            stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
+            console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
 
 
 def main() -> None:
     """Entry point of the `xray` script."""
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

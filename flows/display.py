@@ -22,7 +22,7 @@ PLAIN_SECONDS = 15.0
 class LiveStages:
     """Live progress of all stages, read from the progress board; plain lines where there is no terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, heartbeat: Path) -> None:
         self._console = console
         self._progress = Progress(
             SpinnerColumn(),
@@ -35,12 +35,18 @@ class LiveStages:
             console=console,
             disable=not console.is_terminal,
         )
+        self._heartbeat, self._latest = heartbeat, dict[str, Any]()
         self._tasks: dict[str, Any] = {}
         self._printed: dict[str, tuple[float, bool]] = {}
         self._started: dict[str, float] = {}
 
     def note(self, text: str) -> None:
         self._console.print(f"[dim]{text}[/dim]", highlight=False)
+
+    def _beat(self, latest: dict[str, Any]) -> None:
+        if latest != self._latest:
+            self._latest = latest
+            self._heartbeat.touch()
 
     @contextlib.contextmanager
     def watching(self, stages: list[str]) -> Iterator[None]:
@@ -66,6 +72,7 @@ class LiveStages:
             last = ended.wait(POLL_SECONDS)
             with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
                 latest = ray.get(board.read.remote(), timeout=5)
+                self._beat(latest)
                 for stage in stages:
                     if stage in latest:
                         self._show(stage, *latest[stage])

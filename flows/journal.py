@@ -9,19 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from tasks.stage import StageResult
+from xray_runtime.checkpoints.identity import digest
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import resolved_yaml
 from xray_runtime.lineage.recorder import records_directory
+
+LIFECYCLE = "lifecycle.json"
+
+
+def unfinished(output: Path, config: LifecycleConfig) -> dict[str, Any] | None:
+    """The lifecycle.json of a run of the same config that did not come to its end, if that is what `output` holds."""
+    try:
+        content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
+        same = content["config_digest"] == digest(config.model_dump(mode="json"))
+        return content if same and content["status"] != "completed" and content["run_id"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class Journal:
     """Written after every stage, atomically, so that a reader always finds a whole one."""
 
-    def __init__(self, output: Path, config: LifecycleConfig, run_id: str) -> None:
-        self.path, self.report = output / "lifecycle.json", output / "report.html"
+    def __init__(self, output: Path, config: LifecycleConfig, run_id: str, flow_run_id: str | None) -> None:
+        self.path, self.report = output / LIFECYCLE, output / "report.html"
         self._output, self._config, self._start = output, config, time.perf_counter()
         self.content: dict[str, Any] = {
             "run_id": run_id,
+            "flow_run_id": flow_run_id,
+            "config_digest": digest(config.model_dump(mode="json")),
             "project": config.project,
             "seed": config.seed,
             "status": "running",

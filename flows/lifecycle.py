@@ -17,10 +17,12 @@ import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 
-from flows.journal import Journal
+from flows.journal import Journal, unfinished
+from flows.records import end_lost_flow_run
 from tasks.stage import RunContext, StageResult, stage
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
@@ -29,11 +31,14 @@ from xray_runtime.checkpoints.store import load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import resolved_yaml
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
 log = logging.getLogger(__name__)
 
 ALIAS = "candidate"
+STOP_SECONDS = 20
+"""How long a stage has for its last snapshot when the run is interrupted."""
 
 
 @flow(
@@ -46,8 +51,11 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says."""
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    tracker, context = _start(config, root)
-    journal = Journal(root, config, context.parent_run_id)
+    before = unfinished(root, config)
+    if before is not None:
+        end_lost_flow_run(before["flow_run_id"])
+    tracker, context = _start(config, root, before)
+    journal = Journal(root, config, context.parent_run_id, flow_run.id)
     done: dict[str, StageResult] = {}
     stable = open_stable()
     try:
@@ -75,12 +83,13 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     return journal.content
 
 
-def _start(config: LifecycleConfig, root: Path) -> tuple[Tracker, RunContext]:
+def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     artifacts = None if uri else root / "mlartifacts"
     uri = uri or f"sqlite:///{root / 'mlflow.db'}"
     tracker = Tracker(uri, config.project, artifacts)
     run_id = tracker.start_lifecycle(
+        before["run_id"] if before is not None else None,
         f"{config.project} seed {config.seed}",
         config.model_dump(mode="json"),
         resolved_yaml(config),
@@ -134,7 +143,14 @@ def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int)
         with remote_options(num_cpus=0, max_retries=0):
             future = configured.submit(spec, context)
         # Ray's own waiting turns the signal that interrupts it into a SystemError, which would pass for a crash.
-        concurrent.futures.wait([future.wrapped_future.future()])
+        done = future.wrapped_future.future()
+        try:
+            concurrent.futures.wait([done])
+        except BaseException:
+            # Ctrl-C: the stage makes a snapshot first.
+            ray.get(open_board().stop.remote())
+            concurrent.futures.wait([done], timeout=STOP_SECONDS)
+            raise
         future.wait()
         if not future.state.is_crashed() or attempt == retries:
             break

@@ -7,16 +7,25 @@ loopback.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
+
+from flows.supervisor import LOST
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
 PREFECT_START_SECONDS = 120
 FLUSH_SECONDS = 5
 
@@ -39,8 +48,42 @@ def quiet_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+class Health:
+    """Looks after what a run started: a dead Prefect server is started again, a dead Ray ends the run."""
+
+    def __init__(self) -> None:
+        self._ray: list[psutil.Process] = []
+        self._ended = threading.Event()
+
+    def lost(self) -> bool:
+        """Whether a part of Ray that cannot be replaced has died."""
+        return any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in self._ray)
+
+    @contextlib.contextmanager
+    def watching(self, server: PrefectServer | None) -> Iterator[None]:
+        """Look after the server, and end the whole process at once (exit code LOST) when Ray is dead."""
+        # What waits for a dead Ray may wait for ever.
+        self._ray = [p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")]
+        thread = threading.Thread(target=self._watch, args=(server,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _watch(self, server: PrefectServer | None) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            if self.lost():
+                log.error("Ray died")
+                os._exit(LOST)
+            if server is not None and server.process.poll() is not None:
+                log.warning("the Prefect server died; starting it again")
+                server.start()
+
+
 @contextlib.contextmanager
-def services(output: Path) -> Iterator[None]:
+def services(output: Path, health: Health) -> Iterator[None]:
     """Prefect and Ray for one run, started at the same time and stopped at the end.
 
     Raises:
@@ -50,49 +93,69 @@ def services(output: Path) -> Iterator[None]:
         # Started from this thread: the server is this run's child.
         server = None
         if not os.environ.get("PREFECT_API_URL"):
-            server = stack.enter_context(_prefect_server(output))
+            server = PrefectServer(output)
+            stack.callback(server.stop)
         # What the flow will import takes seconds; it loads while the servers start.
         imports = pool.submit(_import_ahead)
         stack.enter_context(_ray())
         imports.result()
         if server is not None:
-            _wait_healthy(server, output / "logs" / "prefect-server.log")
-        yield
+            server.wait_healthy()
+        with health.watching(server):
+            yield
 
 
 def _import_ahead() -> None:
     import mlflow  # noqa: F401
 
 
-@contextlib.contextmanager
-def _prefect_server(output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    home = output / "prefect"
-    home.mkdir(parents=True, exist_ok=True)
-    (output / "logs").mkdir(exist_ok=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-    os.environ["PREFECT_HOME"] = str(home)
-    environment = os.environ | {
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
-        "PREFECT_UI_ENABLED": "false",
-        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-    }
-    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    with (output / "logs" / "prefect-server.log").open("ab") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield server
-    finally:
+class PrefectServer:
+    """A Prefect server of this run's own, on loopback, its database under the output directory."""
+
+    def __init__(self, output: Path) -> None:
+        self._home, self._log = output / "prefect", output / "logs" / "prefect-server.log"
+        self._home.mkdir(parents=True, exist_ok=True)
+        self._log.parent.mkdir(exist_ok=True)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = s.getsockname()[1]
+        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self._port}/api"
+        os.environ["PREFECT_HOME"] = str(self._home)
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again where it was."""
+        environment = os.environ | {
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home / 'prefect.db'}",
+            "PREFECT_UI_ENABLED": "false",
+            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        }
+        command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--log-level", "warning"]
+        with self._log.open("ab") as log_file:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log_file, stderr=log_file, start_new_session=True
+            )
+
+    def wait_healthy(self) -> None:
+        """Raises RuntimeError where it does not come up."""
+        deadline = time.monotonic() + PREFECT_START_SECONDS
+        url = os.environ["PREFECT_API_URL"] + "/health"
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the Prefect server did not come up; see {self._log}")
+
+    def stop(self) -> None:
+        """End it, after what this process still has to tell it."""
         _flush_to_server()
-        server.terminate()
+        self.process.terminate()
         try:
-            server.wait(5)
+            self.process.wait(5)
         except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            self.process.kill()
+            self.process.wait()
         del os.environ["PREFECT_API_URL"]
 
 
@@ -104,16 +167,6 @@ def _flush_to_server() -> None:
 
         for worker in (APILogWorker, EventsWorker):
             worker.drain_all(timeout=FLUSH_SECONDS)
-
-
-def _wait_healthy(server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + PREFECT_START_SECONDS
-    url = os.environ["PREFECT_API_URL"] + "/health"
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"the Prefect server did not come up; see {log}")
 
 
 @contextlib.contextmanager

@@ -5,19 +5,27 @@ The task is a controller: the heavy work sits in the Workhorses it starts, which
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 from prefect import task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.errors import is_users_error
+from xray_runtime.errors import may_retry
+from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
+
+log = logging.getLogger(__name__)
 
 ARTIFACT_SECONDS = 10.0
 
@@ -59,7 +67,7 @@ def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
 def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
     # A plain function: Prefect silently ignores a callable object here.
     error = state.result(raise_on_failure=False)
-    return not (isinstance(error, BaseException) and is_users_error(error))
+    return not isinstance(error, BaseException) or may_retry(error)
 
 
 @task(
@@ -84,29 +92,38 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     run = Tracker(context.tracking_uri, context.experiment, None).stage_run(
         context.parent_run_id, spec.name, spec.key, spec.sections
     )
-    recorder = StageRecorder(output, spec.name, spec.key, run, _progress(spec.name))
+    report = _Progress(spec.name)
+    recorder = StageRecorder(output, spec.name, spec.key, run, report, spec.runtime.snapshot_every)
+    report.on_stop = recorder.interrupt
+    _on_sigterm(recorder.interrupt)
     store = Store(output / "checkpoints")
     dataset = spec.parents["dataset"].sha256 if "dataset" in spec.parents else None
     parents = {role: parent.sha256 for role, parent in spec.parents.items()}
     try:
-        with store.building(spec.name, spec.key) as built:
-            step = run_stage(spec, built, recorder)
-            figure = training_figure(spec.kind, read_metrics(recorder.metrics_path))
-            if figure is not None:
-                recorder.figure("training", figure)
-            checkpoint = store.publish(
-                built,
-                stage=spec.name,
-                kind=spec.kind,
-                key=spec.key,
-                step=step,
-                seed=spec.seed,
-                parents=parents,
-                dataset=dataset,
-                sections=spec.sections,
-            )
+        # An attempt before this one may have published and been lost before it could say so.
+        checkpoint = store.find(spec.name, spec.key)
+        if checkpoint is None:
+            recorder.begin()
+            with store.building(spec.name, spec.key) as built:
+                step = run_stage(spec, built, recorder)
+                checkpoint = store.publish(
+                    built,
+                    stage=spec.name,
+                    kind=spec.kind,
+                    key=spec.key,
+                    step=step,
+                    seed=spec.seed,
+                    parents=parents,
+                    dataset=dataset,
+                    sections=spec.sections,
+                )
+        recorder.send()
+        figure = training_figure(spec.kind, read_metrics(recorder.metrics_path))
+        if figure is not None:
+            recorder.figure("training", figure)
         checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(spec.parents.values()))
         run.finish("FINISHED")
+        recorder.finished()
     except BaseException:
         run.finish("FAILED")
         raise
@@ -131,23 +148,42 @@ def _attempt() -> int:
     return context.task_run.run_count if context is not None else 1
 
 
-def _progress(stage: str) -> Callable[[str, int, int, str, str], None]:
-    """Report to the board at once and to Prefect's page every ARTIFACT_SECONDS."""
-    from xray_runtime.progress import reporter
+def _on_sigterm(interrupt: Callable[[], None]) -> None:
+    """A worker that is asked to end (a drained node, say) lets the stage make a snapshot first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: interrupt())
 
-    board = reporter()
-    state: dict[str, Any] = {"artifact": None, "sent": 0.0}
 
-    def report(name: str, done: int, total: int, unit: str, note: str) -> None:
-        board(name, done, total, unit, note)
+class _Progress:
+    """Report to the board at once and to Prefect's page every ARTIFACT_SECONDS; pass on the board's wish to stop."""
+
+    def __init__(self, stage: str) -> None:
+        self.on_stop: Callable[[], None] = lambda: None
+        self._board = find_board()
+        self._stage = stage
+        self._answer: Any = None
+        self._artifact: Any = None
+        self._sent = 0.0
+
+    def __call__(self, name: str, done: int, total: int, unit: str, note: str) -> None:
+        if self._board is not None:
+            self._ask(self._board, name, done, total, unit, note)
         now = time.monotonic()
-        if not total or (now - state["sent"] < ARTIFACT_SECONDS and done != total):
+        if not total or (now - self._sent < ARTIFACT_SECONDS and done != total):
             return
-        state["sent"] = now
-        percent, text = 100.0 * done / total, f"{stage}: {done}/{total} {unit} {note}"
-        if state["artifact"] is None:
-            state["artifact"] = create_progress_artifact(percent, key=f"xray-{stage}", description=text)
-        else:
-            update_progress_artifact(state["artifact"], percent, description=text)
+        self._sent = now
+        percent, text = 100.0 * done / total, f"{self._stage}: {done}/{total} {unit} {note}"
+        try:
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(percent, key=f"xray-{self._stage}", description=text)
+            else:
+                update_progress_artifact(self._artifact, percent, description=text)
+        except Exception:
+            # Somebody's page stands still for a while; the training does not.
+            log.warning("Prefect did not take the progress", exc_info=True)
 
-    return report
+    def _ask(self, board: Any, *progress: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            if self._answer is not None and ray.wait([self._answer], timeout=0)[0] and ray.get(self._answer):
+                self.on_stop()
+            self._answer = board.report.remote(*progress)

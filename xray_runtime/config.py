@@ -322,9 +322,16 @@ class RuntimeConfig(Section):
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU vLLM may take on CUDA."""
+    snapshot_every: Count = 10
+    """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage goes on. Fewer
+    are made where they would take more than 4% of a stage's time."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
     """New attempts after a stage fails with an ordinary error."""
     retry_delay_s: NonNegative = 2.0
+    restarts: Annotated[int, Field(ge=0, le=100)] = 3
+    """New attempts at the whole run after its driver or Ray was lost, each going on from what is there."""
+    stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
+    """A run that shows no progress for so long hangs: it is ended and started again."""
 
 
 class LifecycleConfig(Section):

@@ -19,6 +19,10 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def is_users_error(error: BaseException) -> bool:
-    """Whether the input is to blame, so that trying again cannot help."""
-    return isinstance(root_cause(error), ValueError)
+class StageInterruptedError(RuntimeError):
+    """The stage was asked to stop, and did, with a snapshot."""
+
+
+def may_retry(error: BaseException) -> bool:
+    """Whether trying again could help: not where the input is to blame, nor where somebody asked to stop."""
+    return not isinstance(root_cause(error), ValueError | StageInterruptedError)

@@ -1,4 +1,4 @@
-"""Progress from stages to whoever watches: a small named Ray actor that remembers the latest of each stage."""
+"""Progress from stages to whoever watches, and the wish to stop back to them: a small named Ray actor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ class ProgressBoard:
 
     def __init__(self) -> None:
         self._latest: dict[str, Progress] = {}
+        self._stopping = False
 
-    def report(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
+    def report(self, stage: str, done: int, total: int, unit: str, note: str) -> bool:
+        """Take note; returns whether the stage should stop, with a snapshot, as soon as it can."""
         self._latest[stage] = (done, total, unit, note)
+        return self._stopping
 
     def read(self) -> dict[str, Progress]:
         return dict(self._latest)
+
+    def stop(self) -> None:
+        """Ask every stage that reports from now on to stop."""
+        self._stopping = True
 
 
 def open_board() -> Any:
@@ -30,10 +37,9 @@ def open_board() -> Any:
     return ray.remote(ProgressBoard).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
 
 
-def reporter() -> Any:
-    """A function (stage, done, total, unit, note) that sends to the board, or does nothing where there is none."""
+def find_board() -> Any | None:
+    """The board, or None where nobody opened one."""
     try:
-        board = ray.get_actor(NAME, namespace=NAMESPACE)
+        return ray.get_actor(NAME, namespace=NAMESPACE)
     except ValueError:
-        return lambda *_: None
-    return board.report.remote
+        return None

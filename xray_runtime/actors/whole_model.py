@@ -82,6 +82,14 @@ class WholeModel:
         """Write the model in Hugging Face form."""
         self._call("save", directory, head_file)
 
+    def save_state(self, directory: Path) -> None:
+        """Write a snapshot of model and optimizer into `directory`, every rank its part."""
+        self._call("save_state", directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from a snapshot."""
+        self._call("load_state", directory)
+
     def stop(self, *, sound: bool = False) -> None:
         """Part with the Workhorses: `sound` ones wait in the stable for the next model, others end."""
         for workhorse in self._workhorses:

@@ -245,6 +245,16 @@ class Learner(Workhorse):
         # Rows were cached at the width of another micro-batch; what lies beyond a row's own length never matters.
         return torch.stack([torch.nn.functional.pad(s[:width], (0, 0, 0, max(width - len(s), 0))) for s in states])
 
+    def save_state(self, directory: Path) -> None:
+        """This rank's part of a snapshot: `load_state` of it goes on to the same bits."""
+        assert self.engine is not None
+        self.engine.save(directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from a snapshot that `save_state` wrote with the same number of Workhorses."""
+        assert self.engine is not None
+        self.engine.load(directory)
+
     def export_weights(self, version: int) -> WeightUpdate | None:
         """Trainable weights under their Hugging Face names, in the object store; None but on rank 0."""
         from xray_runtime.weights.plasma import pack

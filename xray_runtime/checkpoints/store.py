@@ -39,6 +39,17 @@ class Store:
         """Where the checkpoint of `stage` under `key` is, or would be."""
         return self.root / f"{stage}-{key[:12]}"
 
+    def find(self, stage: str, key: str) -> CheckpointRef | None:
+        """The sound checkpoint of `stage` under `key`, if there is one."""
+        place = self.directory(stage, key)
+        if not place.exists() or verify(place):
+            return None
+        manifest = load_manifest(place)
+        if manifest.key != key:
+            return None
+        sha256 = file_sha256(place / MANIFEST)
+        return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=manifest.kind, step=manifest.step)
+
     @contextlib.contextmanager
     def building(self, stage: str, key: str) -> Iterator[Path]:
         """A fresh directory to build in; gone afterwards unless it was published."""

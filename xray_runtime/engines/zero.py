@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xray_runtime.config import TrainingConfig
+
+TAG = "engine"
+"""Name of the one checkpoint DeepSpeed finds in a snapshot's directory."""
 
 
 class ZeroEngine:
@@ -73,6 +77,14 @@ class ZeroEngine:
         self.engine.step()
         norm = self.engine.get_global_grad_norm() if self.stage else self._norm
         return float(norm if norm is not None else 0.0)
+
+    def save(self, directory: Path) -> None:
+        """Write everything this rank needs to go on exactly from here: trained parameters and optimizer state."""
+        self.engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote under the same layout. The caller vouches for the files (they are pickles)."""
+        self.engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[nn.Parameter]) -> Iterator[None]:

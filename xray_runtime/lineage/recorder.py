@@ -1,22 +1,35 @@
-"""Where a stage's reports go: files under the output directory, the stage's MLflow run, whoever watches progress."""
+"""Where a stage's reports go: files under the output directory, the stage's MLflow run, whoever watches progress.
+
+The file of metrics is the record; MLflow gets what a snapshot (or the published checkpoint) has made final, each point
+with the time of the file. So an attempt that goes on from a snapshot neither doubles a point nor leaves one out, and a
+tracking server that is away for a while only gets its points later.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from xray_runtime.checkpoints.snapshots import Snapshot, Snapshots
+from xray_runtime.errors import StageInterruptedError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from xray_runtime.lineage.tracking import StageRun
 
+log = logging.getLogger(__name__)
+
 OnProgress = Callable[[str, int, int, str, str], None]
 """(stage, done, total, unit, note)."""
 
 PROGRESS_SECONDS = 0.2
+METRICS_BYTES = "metrics_bytes"
 
 
 def records_directory(output: Path, stage: str, key: str) -> Path:
@@ -24,16 +37,31 @@ def records_directory(output: Path, stage: str, key: str) -> Path:
     return output / "records" / f"{stage}-{key[:12]}"
 
 
-class StageRecorder:
-    """The `Recorder` of a real stage. Each attempt starts its records anew."""
+def snapshots_directory(output: Path, stage: str, key: str) -> Path:
+    """Where the snapshots of a stage at work lie."""
+    return output / "snapshots" / f"{stage}-{key[:12]}"
 
-    def __init__(self, output: Path, stage: str, key: str, run: StageRun | None, on_progress: OnProgress) -> None:
+
+class StageRecorder:
+    """The `Recorder` of a real stage.
+
+    Args:
+        every: steps between periodic snapshots.
+    """
+
+    def __init__(
+        self, output: Path, stage: str, key: str, run: StageRun | None, on_progress: OnProgress, every: int
+    ) -> None:
         self.log_dir = output / "logs" / stage
+        self._interrupted = False
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self._directory / "metrics.jsonl"
-        self._metrics = self.metrics_path.open("w", encoding="utf-8")
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every)
+        self._metrics = self.metrics_path.open("ab")
+        self._newest: Snapshot | None = None
+        self._sent = 0
         self._reported = 0.0
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
@@ -42,10 +70,9 @@ class StageRecorder:
             self._on_progress(self._stage, done, total, unit, note)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self._metrics.write(json.dumps({"step": step, "metrics": {k: float(v) for k, v in values.items()}}) + "\n")
-        self._metrics.flush()
-        if self._run is not None:
-            self._run.metrics(values, step)
+        self._snapshots.check()
+        line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
+        self._metrics.write(json.dumps(line).encode() + b"\n")
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         text = json.dumps({"columns": columns, "rows": rows}, ensure_ascii=False, indent=1)
@@ -58,5 +85,53 @@ class StageRecorder:
         if self._run is not None:
             self._run.figure(name, figure)
 
+    def interrupt(self) -> None:
+        """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""
+        self._interrupted = True
+
+    def begin(self) -> int:
+        """Start or go on: points recorded after the newest snapshot are forgotten. Returns the steps done."""
+        self._newest = self._snapshots.latest()
+        self._metrics.truncate(0 if self._newest is None else self._newest.state[METRICS_BYTES])
+        return 0 if self._newest is None else self._newest.step
+
+    def resume(self) -> Snapshot | None:
+        return self._newest
+
+    def snapshot_due(self, step: int) -> bool:
+        return self._interrupted or self._snapshots.due(step)
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        with self._snapshots.writing(step, state | {METRICS_BYTES: self._secure()}) as directory:
+            save(directory)
+        try:
+            self.send()
+        except Exception:
+            log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
+        if self._interrupted:
+            raise StageInterruptedError(f"{self._stage}: stopped after step {step}; running again goes on from there")
+
+    def send(self) -> None:
+        """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""
+        self._secure()
+        if self._run is None:
+            return
+        with self.metrics_path.open("rb") as file:
+            file.seek(self._sent)
+            lines = file.read().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines]
+        self._run.metrics([(r["step"], r["time_ms"], r["metrics"]) for r in records])
+        self._sent += sum(map(len, lines))
+
+    def finished(self) -> None:
+        """The stage is published: its snapshots have done their work."""
+        self._snapshots.clear()
+
     def close(self) -> None:
         self._metrics.close()
+
+    def _secure(self) -> int:
+        """Bring the metrics to disk; returns the file's size."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        return os.fstat(self._metrics.fileno()).st_size

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ from xray_runtime.checkpoints.ref import CheckpointRef
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FLUSH_SECONDS = 1.0
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
 """Metrics in one request (MLflow allows 1,000)."""
@@ -62,13 +59,30 @@ class Tracker:
             self.experiment_id = found.experiment_id
         self.experiment = experiment
 
-    def start_lifecycle(self, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]) -> str:
-        """A parent run with the resolved config as params and as an artifact; returns its id."""
+    def start_lifecycle(
+        self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]
+    ) -> str:
+        """A parent run with the resolved config as params and as an artifact; returns its id.
+
+        Args:
+            run_id: the run of a lifecycle that was interrupted; it goes on where this store knows it.
+        """
+        if run_id is not None and self._reopen(run_id):
+            return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
         self._params(run.info.run_id, flatten(config))
         self.client.log_text(run.info.run_id, config_yaml, "config.yaml")
-        run_id: str = run.info.run_id
-        return run_id
+        made: str = run.info.run_id
+        return made
+
+    def _reopen(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.update_run(run_id, status="RUNNING")
+        except MlflowException:
+            return False
+        return True
 
     def finish(self, run_id: str, status: str) -> None:
         """`status`: FINISHED, FAILED or KILLED."""
@@ -136,34 +150,25 @@ class Tracker:
 
 
 class StageRun:
-    """The MLflow run of one stage. Metrics are sent in batches about once a second, never one by one."""
+    """The MLflow run of one stage."""
 
     def __init__(self, tracker: Tracker, run_id: str) -> None:
         self._tracker, self.run_id = tracker, run_id
-        self._pending: list[Any] = []
-        self._flushed = time.monotonic()
-        self._lock = threading.Lock()
 
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
+    def metrics(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Log (step, time in ms, values) points. MLflow keeps one of equal points: sending again is harmless."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        with self._lock:
-            self._pending += [Metric(name, float(value), now, step) for name, value in values.items()]
-            due = len(self._pending) >= MAX_BATCH or time.monotonic() - self._flushed > FLUSH_SECONDS
-        if due:
-            self.flush()
-
-    def flush(self) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, []
-            self._flushed = time.monotonic()
-        for start in range(0, len(pending), MAX_BATCH):
-            self._tracker.client.log_batch(self.run_id, metrics=pending[start : start + MAX_BATCH])
+        metrics = [Metric(name, value, ms, step) for step, ms, values in points for name, value in values.items()]
+        for start in range(0, len(metrics), MAX_BATCH):
+            self._tracker.client.log_batch(self.run_id, metrics=metrics[start : start + MAX_BATCH])
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        data = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
-        self._tracker.client.log_table(self.run_id, data, f"{name}.json")
+        # MLflow's own log_table would add to what an attempt before has logged.
+        self._tracker.client.log_dict(self.run_id, {"columns": columns, "data": rows}, f"{name}.json")
+        self._tracker.client.set_tag(
+            self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": f"{name}.json", "type": "table"}])
+        )
 
     def figure(self, name: str, figure: Figure) -> None:
         self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")
@@ -180,13 +185,17 @@ class StageRun:
             "seed": str(manifest.seed),
             "dataset_sha256": manifest.dataset or "",
         } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
-        model = client.create_logged_model(
-            self._tracker.experiment_id,
-            name=f"{self._tracker.experiment}-{ref.stage}",
-            source_run_id=self.run_id,
-            params=params,
-            model_type=ref.kind,
-        )
+        made = client.search_logged_models([self._tracker.experiment_id], f"source_run_id = '{self.run_id}'")
+        # An attempt before this one may have come as far as here.
+        model = next((m for m in made if m.params.get("sha256") == ref.sha256), None)
+        if model is None:
+            model = client.create_logged_model(
+                self._tracker.experiment_id,
+                name=f"{self._tracker.experiment}-{ref.stage}",
+                source_run_id=self.run_id,
+                params=params,
+                model_type=ref.kind,
+            )
         client.finalize_logged_model(model.model_id, "READY")
         ref = ref.model_copy(update={"mlflow_model_id": model.model_id})
         client.log_artifact(self.run_id, str(ref.path / MANIFEST))
@@ -220,7 +229,6 @@ class StageRun:
         self.link(ref, manifest, parents)
 
     def finish(self, status: str) -> None:
-        self.flush()
         self._tracker.client.set_terminated(self.run_id, status)
 
 

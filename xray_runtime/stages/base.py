@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from xray_runtime.config import BaseConfig, FreshBase
 from xray_runtime.data.pairs import prompt_text, read_examples
@@ -15,10 +14,13 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.spec import Recorder, StageSpec
 
 
+class _Section(BaseModel):
+    base: BaseConfig
+
+
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
-    adapter = TypeAdapter[Any](BaseConfig)
-    config = adapter.validate_python(spec.sections["base"])
+    config = _Section.model_validate(spec.sections, strict=True).base
     recorder.progress(0, 1, "models", "loading")
     if isinstance(config, FreshBase):
         examples = read_examples(spec.parent("dataset") / "train.jsonl")

@@ -41,6 +41,7 @@ from xray_runtime.stages.common import (
     unique_prompts,
 )
 from xray_runtime.stages.experience import Experience, build_experience
+from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward import HEAD_FILE as REWARD_HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 
@@ -62,7 +63,9 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     moments = RunningMoments()
 
     with open_models(spec.runtime, recorder.log_dir, _models(spec, config)) as models:
-        for iteration in range(config.iterations):
+        trained = {role: models[role] for role in ("policy", "critic") if role in models}
+        state = Resumable(recorder, trained, cursor=cursor, kl=kl, moments=moments)
+        for iteration in range(state.restore(), config.iterations):
             clock = PhaseClock()
             with clock.phase("sync"):
                 if iteration:
@@ -90,6 +93,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             metrics["speed/response_tokens_per_s"] = experience.num_tokens / metrics["seconds/total"]
             recorder.metrics(metrics, iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", _note(metrics))
+            state.step_done(iteration + 1, config.iterations)
         recorder.table(
             "rollout",
             ["prompt", "reply", "reward"],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
@@ -34,10 +33,13 @@ from xray_runtime.stages.spec import Recorder, StageSpec
 GENERATION_BATCH = 512
 
 
+class _Section(BaseModel):
+    preferences: PreferencesConfig
+
+
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
-    adapter = TypeAdapter[Any](PreferencesConfig)
-    config = adapter.validate_python(spec.sections["preferences"])
+    config = _Section.model_validate(spec.sections, strict=True).preferences
     if isinstance(config, GoldPreferences):
         pairs, stats = _from_gold(spec, config, recorder)
         train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)

@@ -20,6 +20,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import lr_at, text_rows, trainable_layers
+from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.spec import Recorder, StageSpec
 
 HEAD_FILE = "reward_head/head.safetensors"
@@ -39,7 +40,8 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
 
     with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:
         reward = models["reward"]
-        for step in range(steps):
+        state = Resumable(recorder, models, cursor=cursor)
+        for step in range(state.restore(), steps):
             batch = take(rows, cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
             stats = ray.get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
@@ -55,6 +57,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
                 metrics["reward_model/heldout_accuracy"] = _accuracy(chosen, rejected)
             recorder.metrics(metrics, step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
+            state.step_done(step + 1, steps)
         scores = np.concatenate([chosen, rejected])
         summary = {
             "mean": float(scores.mean()),

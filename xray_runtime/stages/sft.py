@@ -17,6 +17,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows, trainable_layers
+from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.spec import Recorder, StageSpec
 
 HELDOUT_ROWS = 512
@@ -45,7 +46,8 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
 
     with open_models(spec.runtime, recorder.log_dir, {"policy": model}) as models:
         policy = models["policy"]
-        for step in range(config.steps):
+        state = Resumable(recorder, models, cursor=cursor)
+        for step in range(state.restore(), config.steps):
             start = time.perf_counter()
             batch = take(rows, cursor.take(config.batch_size))
             tokens = int((batch["lengths"] - batch["prompt_lengths"]).sum())
@@ -63,5 +65,6 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
                 metrics["sft/heldout_loss"] = float(nll.sum()) / heldout_tokens
             recorder.metrics(metrics, step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
+            state.step_done(step + 1, config.steps)
         ray.get(policy.save.remote(out))
     return config.steps

@@ -7,7 +7,7 @@ writes its files into `out` and knows nothing of Prefect, MLflow, caching or pub
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +24,8 @@ from xray_runtime.config import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from xray_runtime.checkpoints.snapshots import Snapshot
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ class Recorder(Protocol):
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     def figure(self, name: str, figure: Figure) -> None: ...
+
+    def resume(self) -> Snapshot | None:
+        """The newest snapshot of this stage, if an attempt before left one; metrics after it are forgotten."""
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether to write a snapshot after `step` steps: now and then, and whenever the stage is asked to stop."""
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        """Make a snapshot of `state` and of what `save` writes into a directory. Raises where asked to stop."""
 
 
 def plan_stages(config: LifecycleConfig) -> list[StagePlan]:

@@ -1,0 +1,89 @@
+"""One attempt at a run, as the supervisor's child: `python -m flows.session OUTPUT [--json]`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from flows.services import Health, quiet_environment, services
+from flows.supervisor import FAILED, HEARTBEAT, INTERRUPTED, LOST
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import ConfigError, load_config
+from xray_runtime.errors import root_cause
+from xray_runtime.stages.spec import plan_stages
+
+CONFIG = "config.yaml"
+BAD_INPUT = 2
+
+
+def main(output: Path, *, as_json: bool) -> int:
+    """Run the lifecycle whose resolved config lies in `output`; returns the exit code."""
+    console, errors = Console(stderr=as_json), Console(stderr=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    quiet_environment()
+    _log_to_file(output)
+    health = Health()
+    try:
+        content = _run(load_config(output / CONFIG), output, console, health)
+    except KeyboardInterrupt:
+        errors.print("interrupted; running the same command again goes on from here", highlight=False)
+        return INTERRUPTED
+    except Exception as error:
+        logging.getLogger(__name__).exception("the lifecycle failed")
+        if health.lost():
+            return LOST
+        cause = root_cause(error)
+        text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
+        errors.print(text, soft_wrap=True, highlight=False)
+        errors.print(f"logs: {output / 'logs'}", soft_wrap=True, highlight=False)
+        return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
+    if as_json:
+        print(json.dumps(content, indent=2))
+    return 0
+
+
+def _run(config: LifecycleConfig, output: Path, console: Console, health: Health) -> dict[str, Any]:
+    from flows.display import LiveStages, print_summary
+
+    display = LiveStages(console, output / HEARTBEAT)
+    display.note("starting Prefect and Ray")
+    with services(output, health):
+        from flows.lifecycle import lifecycle
+
+        # Starting Ray put a handler of its own in place.
+        signal.signal(signal.SIGTERM, _interrupt)
+        # The display asks Ray, so it must end before Ray does.
+        with display.watching([plan.name for plan in plan_stages(config)]):
+            content = lifecycle(config, str(output))
+    print_summary(console, content, output)
+    return content
+
+
+def _interrupt(*_: Any) -> None:
+    # A second one must not cut the clean-up short.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _log_to_file(output: Path) -> None:
+    (output / "logs").mkdir(exist_ok=True)
+    handler = logging.FileHandler(output / "logs" / "xray.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]), as_json="--json" in sys.argv[2:])
+    sys.stdout.flush()
+    # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
+    os._exit(code)

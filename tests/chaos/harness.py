@@ -1,0 +1,232 @@
+"""Disturb a running lifecycle in every way a machine can, and see whether anything was lost.
+
+`python -m tests.chaos.harness --cases 100 --seed 0` runs the long form. Each case is drawn from its own seed: which
+process, in which stage, after how long, and what happens to it. Several cases share one lifecycle, one a stage; at its
+end every checkpoint's sha256 and every metric point must be what the undisturbed lifecycle has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate")
+"""Stages that hold models, in order."""
+TARGETS = {
+    "driver": "flows.session",
+    "stage": "ray::{stage}",
+    "learner": "ray::Learner",
+    "generator": "ray::Generator",
+    "proxy": "ray::WholeModel",
+    "stable": "ray::Stable",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
+    "prefect": "prefect.server.api.server:create_app",
+    "supervisor": "",
+}
+ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+OVERRIDES = (
+    "runtime.snapshot_every=1",
+    "runtime.retries=3",
+    "runtime.retry_delay_s=0.5",
+    "runtime.restarts=10",
+    "runtime.stall_timeout_s=60",
+    "sft.steps=30",
+    "reward.epochs=4",
+    "ppo.stages.0.iterations=4",
+    "ppo.stages.1.iterations=4",
+)
+LIMIT_SECONDS = 1200
+TIMINGS = ("seconds/", "speed/")
+"""Metrics that measure the machine: their points must be there, their values may differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    target: str
+    action: str
+    stage: str
+    delay_s: float
+
+
+def draw(seed: int, stage: str) -> Case:
+    """The case of `seed`, in `stage`."""
+    rng = random.Random(seed)
+    target = rng.choice(sorted(TARGETS))
+    # A stopped process is only noticed by the missing progress, which takes a while: fewer of these.
+    action = rng.choices(sorted(ACTIONS), weights=[3, 1, 2])[0]
+    return Case(seed, target, action, stage, rng.uniform(0.0, 8.0))
+
+
+def start(output: Path) -> subprocess.Popen[bytes]:
+    """The real command on the tiny lifecycle, in `output`."""
+    hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    overrides = [part for override in OVERRIDES for part in ("--set", override)]
+    with (output.parent / f"{output.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "run", "configs/tiny.yaml", "--output", str(output), *overrides],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def run(output: Path, cases: list[Case]) -> list[str]:
+    """One lifecycle under `cases`, in the order of their stages; returns what each met, for the log."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    process, met = start(output), []
+    deadline = time.monotonic() + LIMIT_SECONDS
+    for case in sorted(cases, key=lambda c: STAGES.index(c.stage)):
+        process = _await_stage(process, output, case.stage, deadline)
+        time.sleep(case.delay_s)
+        victims = _find(process, case)
+        for victim in victims:
+            try:
+                victim.send_signal(ACTIONS[case.action])
+            except psutil.Error:
+                continue
+        met.append(f"{case}: {len(victims)} process(es)")
+        if case.target == "supervisor" and case.action != "kill":
+            if case.action == "stop":
+                time.sleep(1)
+                process.send_signal(signal.SIGCONT)
+            else:
+                process.wait(timeout=60)
+    while True:
+        process = _again_if_ended(process, output)
+        if process.poll() == 0:
+            return met
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"{output}: not finished after {LIMIT_SECONDS} s; met {met}")
+        time.sleep(0.2)
+
+
+def _again_if_ended(process: subprocess.Popen[bytes], output: Path) -> subprocess.Popen[bytes]:
+    """A command that was killed or interrupted is given again by its user, once for each time."""
+    code = process.poll()
+    if code is None or code == 0:
+        return process
+    if code not in (-signal.SIGKILL, 130):
+        raise RuntimeError(f"{output}: the command ended with {code}; see {output}.log")
+    time.sleep(4)
+    return start(output)
+
+
+def _await_stage(
+    process: subprocess.Popen[bytes], output: Path, stage: str, deadline: float
+) -> subprocess.Popen[bytes]:
+    """Wait until `stage` is being worked on (or over)."""
+    log = output / "logs" / stage / "stage.log"
+    while not log.exists() and time.monotonic() < deadline and process.poll() != 0:
+        process = _again_if_ended(process, output)
+        time.sleep(0.1)
+    return process
+
+
+def _find(supervisor: subprocess.Popen[bytes], case: Case) -> list[psutil.Process]:
+    """The processes of this run that the case is about."""
+    try:
+        root = psutil.Process(supervisor.pid)
+        if case.target == "supervisor":
+            return [root]
+        pattern = TARGETS[case.target].format(stage=case.stage)
+        found = [p for p in root.children(recursive=True) if pattern in " ".join(_command(p))]
+        return found[:1]
+    except psutil.Error:
+        return []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """What must be the same, however often the run was disturbed."""
+    import mlflow
+    from mlflow.entities import ViewType
+
+    content = json.loads((output / "lifecycle.json").read_text())
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{output / 'mlflow.db'}")
+    parent = client.get_run(content["run_id"])
+    query = f"tags.`mlflow.parentRunId` = '{content['run_id']}'"
+    children = client.search_runs([parent.info.experiment_id], query, run_view_type=ViewType.ALL)
+    points = {}
+    for run in children:
+        stage = run.data.tags["xray.stage"]
+        for name in run.data.metrics:
+            for m in client.get_metric_history(run.info.run_id, name):
+                where = (stage, name, m.step)
+                points[where] = points.get(where, ()) + (0.0 if name.startswith(TIMINGS) else m.value,)
+    return {
+        "status": content["status"],
+        "checkpoints": {s["name"]: s["checkpoint"]["sha256"] for s in content["stages"]},
+        "evaluation": content["evaluation"],
+        "mlflow_status": [parent.info.status, *sorted(run.info.status for run in children)],
+        "mlflow_runs": sorted(run.data.tags["xray.stage"] for run in children),
+        "points": points,
+        "snapshots_left": [str(p) for p in (output / "snapshots").glob("*")],
+    }
+
+
+def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    """What is not as it should be, in words."""
+    found = [f"{name}: {got[name]} instead of {expected[name]}" for name in expected if name != "points"]
+    found = [
+        text
+        for text, name in zip(found, [n for n in expected if n != "points"], strict=True)
+        if got[name] != expected[name]
+    ]
+    missing = sorted(expected["points"].keys() - got["points"].keys())
+    extra = sorted(got["points"].keys() - expected["points"].keys())
+    other = [w for w in expected["points"].keys() & got["points"].keys() if expected["points"][w] != got["points"][w]]
+    for name, places in (("missing", missing), ("extra", extra), ("different or doubled", sorted(other))):
+        if places:
+            found.append(f"{len(places)} metric points {name}, first {places[0]}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    calm = options.output / "calm"
+    run(calm, [])
+    expected, bad, done = outcome(calm), 0, 0
+    while done < options.cases:
+        stages = STAGES[: options.cases - done]
+        cases = [draw(options.seed * 1_000_003 + done + i, stage) for i, stage in enumerate(stages)]
+        begin = time.monotonic()
+        output = options.output / f"storm-{done}"
+        met = run(output, cases)
+        found = differences(expected, outcome(output))
+        done += len(cases)
+        bad += bool(found)
+        print(f"{done}/{options.cases} cases, {time.monotonic() - begin:.0f} s: {found or 'nothing lost'}")
+        print("\n".join(f"    {line}" for line in met), flush=True)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Snapshots of a stage at work: from the newest whole one another attempt goes on as if nothing had happened.
+
+They lie under the stage's key, so only the same computation ever finds them. A snapshot is written beside its place,
+fsynced, its list of digests last, and renamed; the one before goes only then. Each attempt takes the directory over
+with a token of its own: what an older attempt still does (on a lost node, say) is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.checkpoints.identity import file_sha256
+
+log = logging.getLogger(__name__)
+
+FILES = "files.json"
+STATE = "state.json"
+OWNER = "owner"
+MAX_SHARE = 0.04
+"""Largest share of a stage's time that periodic snapshots may take."""
+
+
+class FencedError(RuntimeError):
+    """Another attempt at the same stage has begun; this one must not write any more."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole snapshot on disk."""
+
+    directory: Path
+    step: int
+    """Steps done."""
+    state: dict[str, Any]
+
+
+class Snapshots:
+    """The snapshots of one stage under one key. Opening them fences every earlier attempt."""
+
+    def __init__(self, directory: Path, every: int) -> None:
+        self.directory, self._every = directory, every
+        directory.mkdir(parents=True, exist_ok=True)
+        self._token = uuid.uuid4().hex
+        _write(directory / OWNER, self._token.encode())
+        for left in directory.glob("*.writing-*"):
+            log.warning("%s: a snapshot that was never finished; removed", left)
+            shutil.rmtree(left, ignore_errors=True)
+        self._start, self._spent = time.monotonic(), 0.0
+
+    def check(self) -> None:
+        """Raises FencedError where another attempt has taken over."""
+        try:
+            owner = (self.directory / OWNER).read_text()
+        except FileNotFoundError:
+            owner = ""
+        if owner != self._token:
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+
+    def due(self, step: int) -> bool:
+        """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
+        return step % self._every == 0 and self._spent <= MAX_SHARE * (time.monotonic() - self._start)
+
+    def latest(self) -> Snapshot | None:
+        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log."""
+        for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
+            problem = _problem(place)
+            if problem is None:
+                return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
+            log.warning("%s: %s; the snapshot before it is used", place, problem)
+        return None
+
+    @contextlib.contextmanager
+    def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+        """A directory to write the snapshot after `step` steps into; published when the block ends well.
+
+        Raises:
+            OSError: it cannot be written (a full disk); the snapshot before is whole.
+            FencedError: another attempt has taken over.
+        """
+        start = time.monotonic()
+        place = self.directory / f"step-{step:010d}"
+        temporary = self.directory / f"{place.name}.writing-{self._token}"
+        try:
+            temporary.mkdir()
+            yield temporary
+            _write(temporary / STATE, json.dumps(state).encode())
+            paths = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+            with ThreadPoolExecutor() as pool:
+                digests = list(pool.map(lambda path: _sync(temporary / path), paths))
+            _write(temporary / FILES, json.dumps(dict(zip(paths, digests, strict=True))).encode())
+            self.check()
+            if place.exists():
+                # The same steps were done before, by an attempt whose snapshot did not pass.
+                shutil.rmtree(place)
+            os.rename(temporary, place)
+            _sync_directory(self.directory)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self.directory}: the snapshot after step {step} cannot be written ({error.strerror})"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for old in self.directory.glob("step-" + "[0-9]" * 10):
+            if old != place:
+                shutil.rmtree(old, ignore_errors=True)
+        self._spent += time.monotonic() - start
+
+    def clear(self) -> None:
+        """The stage is published: nothing here is needed any more."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _problem(place: Path) -> str | None:
+    try:
+        digests = json.loads((place / FILES).read_text())
+        for path, sha256 in digests.items():
+            if file_sha256(place / path) != sha256:
+                return f"{path} was changed"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"torn ({error})"
+    return None
+
+
+def _sync(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return file_sha256(path)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,45 @@
+"""What a training stage carries from step to step, and how it goes on after an interruption."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from xray_runtime.stages.spec import Recorder
+
+
+class Resumable:
+    """The state of a stage: trained models in their Workhorses, small dataclasses here.
+
+    Every random choice derives from the seed and the step, so nothing else has to be remembered.
+
+    Args:
+        models: role → WholeModel, the trained ones.
+        parts: name → dataclass whose fields are its whole state (data cursor, KL controller, moments).
+    """
+
+    def __init__(self, recorder: Recorder, models: dict[str, Any], **parts: Any) -> None:
+        self._recorder, self._models, self._parts = recorder, models, parts
+
+    def restore(self) -> int:
+        """Go back to the newest snapshot; returns how many steps are done."""
+        snapshot = self._recorder.resume()
+        if snapshot is None:
+            return 0
+        ray.get([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])
+        for name, part in self._parts.items():
+            for field in fields(part):
+                setattr(part, field.name, snapshot.state[name][field.name])
+        return snapshot.step
+
+    def step_done(self, step: int, total: int) -> None:
+        """Write a snapshot where one is due; after the last step the checkpoint itself is next."""
+        if step < total and self._recorder.snapshot_due(step):
+            state = {name: asdict(part) for name, part in self._parts.items()}
+            self._recorder.write_snapshot(step, state, self._save)
+
+    def _save(self, directory: Path) -> None:
+        ray.get([model.save_state.remote(directory / role) for role, model in self._models.items()])
