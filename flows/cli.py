@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flows.determinism import verify_determinism
 from flows.session import BAD_INPUT, CONFIG
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
@@ -38,6 +39,10 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: what the directory holds is moved aside, not continued.")
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify-determinism", help="Only run two steps of each stage, twice, and compare the bytes."),
+    ] = False,
 ) -> None:
     """Run the lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
 
@@ -53,6 +58,8 @@ def run(
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
+    if verify:
+        raise typer.Exit(verify_determinism(resolved, directory, console))
     left = fresh and _move_away(directory, console)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(resolved_yaml(resolved), encoding="utf-8")

@@ -22,7 +22,7 @@ from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 
 from flows.journal import Journal, unfinished
-from flows.records import end_lost_flow_run
+from flows.records import end_lost_flow_run, end_lost_task_run
 from tasks.stage import RunContext, StageResult, stage
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
@@ -152,7 +152,10 @@ def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int)
             concurrent.futures.wait([done], timeout=STOP_SECONDS)
             raise
         future.wait()
-        if not future.state.is_crashed() or attempt == retries:
+        if not future.state.is_crashed():
+            break
+        end_lost_task_run(future.task_run_id)
+        if attempt == retries:
             break
         log.warning("%s: its Ray worker was lost; trying again", spec.name)
     state: State = future.state

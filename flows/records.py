@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from uuid import UUID
 
@@ -13,6 +14,14 @@ from prefect.states import Crashed
 log = logging.getLogger(__name__)
 
 MESSAGE = "Its process was lost; another run of the same lifecycle goes on from what was there."
+
+
+def end_lost_task_run(task_run_id: UUID) -> None:
+    """Set a task run Crashed that lost its worker: the worker cannot say so, and Prefect does not notice."""
+    with get_client(sync_client=True) as client, contextlib.suppress(ObjectNotFound):
+        state = client.read_task_run(task_run_id).state
+        if state is None or not state.is_final():
+            client.set_task_run_state(task_run_id, Crashed(message="Its Ray worker was lost."), force=True)
 
 
 def end_lost_flow_run(flow_run_id: str | None) -> None:

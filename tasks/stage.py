@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from prefect import task
@@ -21,13 +22,17 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.errors import may_retry
+from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, root_cause
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.recorder import StageRecorder
 
 log = logging.getLogger(__name__)
 
 ARTIFACT_SECONDS = 10.0
+MAX_DIVISOR = 64
 
 
 class RunContext(BaseModel):
@@ -84,7 +89,6 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.processes import redirect_output
     from xray_runtime.report.figures import read_metrics, training_figure
-    from xray_runtime.stages.spec import run_stage
 
     start = time.perf_counter()
     output = Path(context.output)
@@ -105,7 +109,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         if checkpoint is None:
             recorder.begin()
             with store.building(spec.name, spec.key) as built:
-                step = run_stage(spec, built, recorder)
+                step = _run_in_memory(spec, built, recorder)
                 checkpoint = store.publish(
                     built,
                     stage=spec.name,
@@ -122,10 +126,10 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         if figure is not None:
             recorder.figure("training", figure)
         checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(spec.parents.values()))
-        run.finish("FINISHED")
+        run.finish("FINISHED", recorder.attempt)
         recorder.finished()
     except BaseException:
-        run.finish("FAILED")
+        run.finish("FAILED", recorder.attempt)
         raise
     finally:
         recorder.close()
@@ -138,14 +142,33 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         dataset=dataset,
         mlflow_run_id=run.run_id,
         seconds=time.perf_counter() - start,
-        attempts=_attempt(),
+        attempts=recorder.attempt,
     )
     return result.model_dump(mode="json")
 
 
-def _attempt() -> int:
-    context = TaskRunContext.get()
-    return context.task_run.run_count if context is not None else 1
+def _run_in_memory(spec: StageSpec, built: Path, recorder: StageRecorder) -> int:
+    """The stage's body; where memory runs out, again from its last snapshot with smaller micro-batches."""
+    from xray_runtime.stages.spec import run_stage
+
+    runtime = spec.runtime
+    while True:
+        try:
+            return run_stage(spec.model_copy(update={"runtime": runtime}), built, recorder)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            divisor = runtime.micro_batch_divisor * 2
+            if runtime.on_out_of_memory == "fail" or divisor > MAX_DIVISOR:
+                raise StageOutOfMemoryError(
+                    f"{spec.name}: out of memory ({root_cause(error)}); lower engine.micro_batch_tokens, or raise "
+                    f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
+                ) from error
+            log.warning("%s: out of memory; going on with micro-batches 1/%d as large", spec.name, divisor)
+            runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
+            for left in built.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            recorder.begin()
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> None:

@@ -325,6 +325,11 @@ class RuntimeConfig(Section):
     snapshot_every: Count = 10
     """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage goes on. Fewer
     are made where they would take more than 4% of a stage's time."""
+    on_out_of_memory: Literal["halve", "fail"] = "halve"
+    """`halve`: a stage that ran out of memory goes on with micro-batches half as large, the same global batch, and
+    results that differ in float rounding alone; `fail`: it fails."""
+    micro_batch_divisor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Divides every engine's micro_batch_tokens; `halve` doubles it."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
     """New attempts after a stage fails with an ordinary error."""
     retry_delay_s: NonNegative = 2.0

@@ -19,6 +19,22 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "low memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the device, in torch's CPU allocator, or by the judgement of Ray's memory monitor."""
+    cause = root_cause(error)
+    if isinstance(cause, MemoryError) or type(cause).__name__ in ("OutOfMemoryError", "StageOutOfMemoryError"):
+        return True
+    text = f"{error} {cause}".lower()
+    return any(words in text for words in OUT_OF_MEMORY_WORDS)
+
+
+class StageOutOfMemoryError(RuntimeError):
+    """A stage ran out of memory; the message names what to lower."""
+
+
 class StageInterruptedError(RuntimeError):
     """The stage was asked to stop, and did, with a snapshot."""
 

@@ -43,10 +43,6 @@ OVERRIDES = (
     "runtime.retry_delay_s=0.5",
     "runtime.restarts=10",
     "runtime.stall_timeout_s=60",
-    "sft.steps=30",
-    "reward.epochs=4",
-    "ppo.stages.0.iterations=4",
-    "ppo.stages.1.iterations=4",
 )
 LIMIT_SECONDS = 1200
 TIMINGS = ("seconds/", "speed/")
@@ -169,13 +165,13 @@ def outcome(output: Path) -> dict[str, Any]:
     parent = client.get_run(content["run_id"])
     query = f"tags.`mlflow.parentRunId` = '{content['run_id']}'"
     children = client.search_runs([parent.info.experiment_id], query, run_view_type=ViewType.ALL)
-    points = {}
+    points: dict[Any, tuple[float, ...]] = {}
     for run in children:
         stage = run.data.tags["xray.stage"]
         for name in run.data.metrics:
             for m in client.get_metric_history(run.info.run_id, name):
                 where = (stage, name, m.step)
-                points[where] = points.get(where, ()) + (0.0 if name.startswith(TIMINGS) else m.value,)
+                points[where] = (*points.get(where, ()), 0.0 if name.startswith(TIMINGS) else m.value)
     return {
         "status": content["status"],
         "checkpoints": {s["name"]: s["checkpoint"]["sha256"] for s in content["stages"]},
@@ -189,11 +185,10 @@ def outcome(output: Path) -> dict[str, Any]:
 
 def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     """What is not as it should be, in words."""
-    found = [f"{name}: {got[name]} instead of {expected[name]}" for name in expected if name != "points"]
     found = [
-        text
-        for text, name in zip(found, [n for n in expected if n != "points"], strict=True)
-        if got[name] != expected[name]
+        f"{name}: {got[name]} instead of {expected[name]}"
+        for name in expected
+        if name != "points" and got[name] != expected[name]
     ]
     missing = sorted(expected["points"].keys() - got["points"].keys())
     extra = sorted(got["points"].keys() - expected["points"].keys())

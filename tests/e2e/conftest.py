@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 XRAY = Path(sys.executable).with_name("xray")
 
@@ -23,6 +25,19 @@ class Outcome:
     @property
     def lifecycle(self) -> dict[str, Any]:
         return json.loads(self.out)
+
+
+@pytest.fixture(scope="session")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lifecycle") / "run"
+
+
+@pytest.fixture(scope="session")
+def first(output: Path) -> Outcome:
+    """An undisturbed lifecycle in `output`."""
+    outcome = run_tiny(output)
+    assert outcome.code == 0, outcome.err
+    return outcome
 
 
 def environment() -> dict[str, str]:

@@ -160,7 +160,7 @@ class Learner(Workhorse):
         self._trunks.clear()
         out: dict[str, np.ndarray] = {}
         with torch.no_grad():
-            for index, batch in self._micro_batches(rows, self.spec.score_tokens):
+            for index, batch in self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor):
                 scores = self._run(self.spec.objective.score, batch)
                 for name, tensor in scores.items():
                     array = tensor.float().cpu().numpy()[: len(index)]
@@ -178,7 +178,7 @@ class Learner(Workhorse):
 
         assert self.engine is not None
         assert self.spec.training is not None
-        max_tokens = self.spec.training.engine.micro_batch_tokens
+        max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
         sums: dict[str, torch.Tensor] = {}
 
         def losses() -> Iterator[torch.Tensor]:

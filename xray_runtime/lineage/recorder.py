@@ -60,9 +60,19 @@ class StageRecorder:
         self.metrics_path = self._directory / "metrics.jsonl"
         self._snapshots = Snapshots(snapshots_directory(output, stage, key), every)
         self._metrics = self.metrics_path.open("ab")
+        self.attempt = self._count_attempt()
+        """How many times this stage has been begun under its key, this one included."""
         self._newest: Snapshot | None = None
         self._sent = 0
         self._reported = 0.0
+
+    def _count_attempt(self) -> int:
+        path = self._directory / "attempts"
+        attempt = int(path.read_text()) + 1 if path.exists() else 1
+        temporary = path.with_suffix(".writing")
+        temporary.write_text(str(attempt))
+        os.replace(temporary, path)
+        return attempt
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
         if time.monotonic() - self._reported >= PROGRESS_SECONDS or done == total:
@@ -89,11 +99,10 @@ class StageRecorder:
         """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""
         self._interrupted = True
 
-    def begin(self) -> int:
-        """Start or go on: points recorded after the newest snapshot are forgotten. Returns the steps done."""
+    def begin(self) -> None:
+        """Start or go on: points recorded after the newest snapshot are forgotten."""
         self._newest = self._snapshots.latest()
         self._metrics.truncate(0 if self._newest is None else self._newest.state[METRICS_BYTES])
-        return 0 if self._newest is None else self._newest.step
 
     def resume(self) -> Snapshot | None:
         return self._newest

@@ -228,7 +228,9 @@ class StageRun:
         self._tracker.client.set_tag(self.run_id, "xray.cached", "true")
         self.link(ref, manifest, parents)
 
-    def finish(self, status: str) -> None:
+    def finish(self, status: str, attempts: int = 0) -> None:
+        """End the run as `status` after so many attempts (0: nothing was computed)."""
+        self._tracker.client.set_tag(self.run_id, "xray.attempts", str(attempts))
         self._tracker.client.set_terminated(self.run_id, status)
 
 
