@@ -1,0 +1,51 @@
+"""A snapshot of model and optimizer goes on to the same bits, under each ZeRO stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from tests.component.test_learner import RUNTIME, text
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import ModelSpec
+from xray_runtime.config import EngineConfig, SFTConfig
+from xray_runtime.models.objectives import SFTObjective
+
+
+def steps(model: Any, numbers: range) -> list[float]:
+    found = []
+    for step in numbers:
+        rows = text(seed=step)
+        tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+        found.append(ray.get(model.train.remote(rows, {"tokens": tokens}, 1e-2))["nll"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineConfig(),
+        EngineConfig(zero_stage=1, num_workhorses=2),
+        EngineConfig(zero_stage=3, num_workhorses=2),
+    ],
+    ids=["alone", "ZeRO-1 on 2", "ZeRO-3 on 2"],
+)
+def test_going_on_gives_the_same_bits(cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig) -> None:
+    config = SFTConfig(weight_decay=0.1, engine=engine)
+    spec = ModelSpec(tiny_model, SFTObjective(), training=config, new_head=True)
+    with open_models(RUNTIME, tmp_path / "logs", {"policy": spec}) as models:
+        steps(models["policy"], range(2))
+        ray.get(models["policy"].save_state.remote(tmp_path / "snapshot"))
+        expected = steps(models["policy"], range(2, 4))
+        ray.get(models["policy"].save.remote(tmp_path / "undisturbed"))
+    with open_models(RUNTIME, tmp_path / "logs", {"policy": spec}) as models:
+        ray.get(models["policy"].load_state.remote(tmp_path / "snapshot"))
+        assert steps(models["policy"], range(2, 4)) == expected
+        ray.get(models["policy"].save.remote(tmp_path / "resumed"))
+    undisturbed, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "resumed"))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in undisturbed.items())

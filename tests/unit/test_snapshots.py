@@ -1,0 +1,175 @@
+"""Snapshots: whole or not there, the newest sound one counts, an older attempt cannot interfere, a full disk is said."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.checkpoints.snapshots import FencedError, Snapshots
+from xray_runtime.errors import StageInterruptedError, is_out_of_memory, may_retry
+from xray_runtime.lineage.recorder import StageRecorder, snapshots_directory
+
+
+def write(snapshots: Snapshots, step: int, content: bytes = b"weights") -> None:
+    with snapshots.writing(step, {"step": step}) as directory:
+        (directory / "policy").mkdir()
+        (directory / "policy" / "part").write_bytes(content)
+
+
+def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
+    first = Snapshots(tmp_path, every=1)
+    assert first.latest() is None
+    write(first, 1)
+    write(first, 12, b"newer")
+    found = Snapshots(tmp_path, every=1).latest()
+    assert found is not None
+    assert (found.step, found.state) == (12, {"step": 12})
+    assert (found.directory / "policy" / "part").read_bytes() == b"newer"
+    # The one before went only after this one was whole.
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-0000000012"]
+
+
+def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, every=1)
+    write(snapshots, 1)
+    with pytest.raises(RuntimeError, match="engine"), snapshots.writing(2, {}):
+        raise RuntimeError("the engine could not save")
+    found = snapshots.latest()
+    assert found is not None
+    assert found.step == 1
+    assert not list(tmp_path.glob("*.writing-*"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove file", "remove list", "list is nonsense"])
+def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    snapshots = Snapshots(tmp_path, every=1)
+    write(snapshots, 1)
+    sound = (tmp_path / "step-0000000001").rename(tmp_path / "kept")
+    write(snapshots, 2)
+    sound.rename(tmp_path / "step-0000000001")
+    part, files = (tmp_path / "step-0000000002" / name for name in ("policy/part", "files.json"))
+    if damage == "flip":
+        part.write_bytes(b"weightz")
+    elif damage == "truncate":
+        part.write_bytes(b"")
+    elif damage == "remove file":
+        part.unlink()
+    elif damage == "remove list":
+        files.unlink()
+    else:
+        files.write_text("[")
+    with caplog.at_level(logging.WARNING):
+        found = Snapshots(tmp_path, every=1).latest()
+    assert found is not None
+    assert found.step == 1
+    assert "step-0000000002" in caplog.text
+    assert "the snapshot before it is used" in caplog.text
+
+
+def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
+    older = Snapshots(tmp_path, every=1)
+    write(older, 3)
+    newer = Snapshots(tmp_path, every=1)
+    with pytest.raises(FencedError, match="another attempt"):
+        write(older, 4)
+    with pytest.raises(FencedError):
+        older.check()
+    write(newer, 4)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-0000000004"]
+
+
+def test_a_full_disk_is_said_and_leaves_the_last_good_one(tmp_path: Path) -> None:
+    # A limit on file size fails the write where a full disk would.
+    code = f"""
+import resource, signal
+from pathlib import Path
+from xray_runtime.checkpoints.snapshots import Snapshots
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+snapshots = Snapshots(Path({str(tmp_path)!r}), every=1)
+with snapshots.writing(1, {{}}) as directory:
+    (directory / "part").write_bytes(b"x" * 100)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with snapshots.writing(2, {{}}) as directory:
+        (directory / "part").write_bytes(b"x" * 5000)
+except OSError as error:
+    print(error.strerror)
+print(snapshots.latest().step)
+"""
+    said, step = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert "the snapshot after step 2 cannot be written (File too large)" in said
+    assert step == "1"
+
+
+def test_periodic_snapshots_take_a_small_share_of_the_time(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, every=5)
+    assert [step for step in range(1, 16) if snapshots.due(step)] == [5, 10, 15]
+    snapshots._spent = 3600.0
+    assert not any(snapshots.due(step) for step in range(1, 16))
+
+
+def recorder(output: Path) -> StageRecorder:
+    return StageRecorder(output, "sft", "k" * 64, None, lambda *_: None, every=1)
+
+
+def steps(output: Path, first: StageRecorder) -> list[str]:
+    first.close()
+    return [line.split(",")[0] for line in first.metrics_path.read_text().splitlines()]
+
+
+def test_metrics_after_the_snapshot_are_recorded_once(tmp_path: Path) -> None:
+    first = recorder(tmp_path)
+    first.begin()
+    assert first.resume() is None
+    first.metrics({"loss": 3.0}, 0)
+    first.write_snapshot(1, {"cursor": {"position": 4}}, lambda directory: None)
+    first.metrics({"loss": 2.0}, 1)
+    first.close()
+
+    second = recorder(tmp_path)
+    assert second.attempt == 2
+    second.begin()
+    snapshot = second.resume()
+    assert snapshot is not None
+    assert (snapshot.step, snapshot.state["cursor"]) == (1, {"position": 4})
+    second.metrics({"loss": 2.0}, 1)
+    second.metrics({"loss": 1.0}, 2)
+    assert steps(tmp_path, second) == ['{"step": 0', '{"step": 1', '{"step": 2']
+    second.finished()
+    assert not snapshots_directory(tmp_path, "sft", "k" * 64).exists()
+
+
+def test_an_interruption_makes_a_snapshot_and_stops(tmp_path: Path) -> None:
+    stage = recorder(tmp_path)
+    stage.begin()
+    stage.interrupt()
+    assert stage.snapshot_due(7)
+    with pytest.raises(StageInterruptedError, match="stopped after step 7") as stopped:
+        stage.write_snapshot(7, {}, lambda directory: None)
+    assert not may_retry(stopped.value)
+    again = recorder(tmp_path)
+    again.begin()
+    found = again.resume()
+    assert found is not None
+    assert found.step == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("sft.lr"), False),
+    ],
+)
+def test_out_of_memory_is_told_apart(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
