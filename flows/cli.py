@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.determinism import verify_determinism
+from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
@@ -93,6 +95,20 @@ def _say_what_is_there(directory: Path, console: Console) -> None:
         if snapshot.name.removeprefix("step-").isdigit():
             stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
             console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
+
+
+@app.command()
+def automations() -> None:
+    """Install on the Prefect server of PREFECT_API_URL: a flow run whose process is gone is marked Crashed."""
+    console = Console()
+    if not os.environ.get("PREFECT_API_URL"):
+        text = "PREFECT_API_URL: nothing is not allowed: must be the address of a Prefect server"
+        Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
+        raise typer.Exit(BAD_INPUT)
+    quiet_environment()
+    from flows.automations import NAME, install
+
+    console.print(f"{'installed' if install() else 'there already'}: {NAME}", highlight=False)
 
 
 def main() -> None:
