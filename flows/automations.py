@@ -35,7 +35,9 @@ def crashed_without_heartbeat() -> Automation:
             within=WITHIN,
         ),
         actions=[
-            ChangeFlowRunState(state=StateType.CRASHED, message="No heartbeat: its process is gone.", force=False)
+            ChangeFlowRunState(
+                name=None, state=StateType.CRASHED, message="No heartbeat: its process is gone.", force=False
+            )
         ],
     )
 
