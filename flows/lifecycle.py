@@ -37,7 +37,7 @@ from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 log = logging.getLogger(__name__)
 
 ALIAS = "candidate"
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 """How long a stage has for its last snapshot when the run is interrupted."""
 
 

@@ -51,6 +51,7 @@ def _run_once(output: Path, as_json: bool, stall_timeout_s: float, console: Cons
         nonlocal asked
         asked += 1
         if asked == 1:
+            console.print("stopping after the step at hand, with a snapshot; Ctrl-C again to stop at once")
             child.send_signal(signal.SIGINT)
         else:
             child.kill()

@@ -79,7 +79,7 @@ def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None
     process, mark = _started(tmp_path)
     assert len(_left(mark)) > 5
     os.kill(process.pid, number)
-    process.wait(timeout=60)
+    process.wait(timeout=100)
     deadline = time.monotonic() + 20
     while _left(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
