@@ -84,7 +84,7 @@ class FreshBase(Section):
 
 
 class PretrainedBase(Section):
-    """Any Hugging Face causal language model."""
+    """A Hugging Face causal language model of a family built like Llama: Qwen, Mistral, SmolLM, Phi-3, …"""
 
     kind: Literal["pretrained"] = "pretrained"
     model: Annotated[str, Field(min_length=1)]

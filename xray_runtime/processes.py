@@ -41,7 +41,8 @@ def guard() -> str:
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark
     reader, writer = os.pipe()
-    # Python's pipes are not inherited: the writing end closes exactly when this process ends, however it ends.
+    # The writing end closes exactly when this process ends, however it ends: programs do not inherit Python's pipes,
+    # and forks close theirs.
     subprocess.Popen(
         [sys.executable, "-m", "xray_runtime.processes", mark, str(reader)],
         pass_fds=[reader],
@@ -52,11 +53,8 @@ def guard() -> str:
         start_new_session=True,
     )
     os.close(reader)
-    _writers.append(writer)
+    os.register_at_fork(after_in_child=lambda: os.close(writer))
     return mark
-
-
-_writers: list[int] = []
 
 
 def marked(mark: str) -> list[psutil.Process]:

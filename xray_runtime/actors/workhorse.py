@@ -230,7 +230,7 @@ class Learner(Workhorse):
                 continue
             tensor = torch.from_numpy(np.ascontiguousarray(column[:, :width] if name.endswith("_ids") else column))
             batch[name] = tensor.to(self.device)
-        if self.module.frozen_layers and "id" in rows:
+        if self.module.has_trunk and "id" in rows:
             batch["trunk"] = self._trunk(rows["id"].tolist(), batch["input_ids"])
         return batch
 

@@ -26,6 +26,8 @@ MAX_BATCH = 900
 
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""Which artifacts of a run MLflow's pages show as tables."""
 
 
 class Tracker:
@@ -164,11 +166,13 @@ class StageRun:
             self._tracker.client.log_batch(self.run_id, metrics=metrics[start : start + MAX_BATCH])
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        # MLflow's own log_table would add to what an attempt before has logged.
-        self._tracker.client.log_dict(self.run_id, {"columns": columns, "data": rows}, f"{name}.json")
-        self._tracker.client.set_tag(
-            self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": f"{name}.json", "type": "table"}])
-        )
+        # In the form of MLflow's `log_table`, which would add to the rows of an attempt before.
+        client, entry = self._tracker.client, {"path": f"{name}.json", "type": "table"}
+        text = json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
+        client.log_text(self.run_id, text, entry["path"])
+        tables = json.loads(client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
+        if entry not in tables:
+            client.set_tag(self.run_id, TABLES_TAG, json.dumps([*tables, entry]))
 
     def figure(self, name: str, figure: Figure) -> None:
         self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")

@@ -55,10 +55,18 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     options = {"gguf_file": gguf} if gguf else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        lm = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        lm, report = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except Exception as error:
+        # Readers of damaged files fail each in a way of its own.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"base.model: {model!r} cannot be loaded ({reason})") from error
+    if report["missing_keys"]:
+        # transformers would go on with random numbers in their place.
+        raise ValueError(f"base.model: {model!r} has no weights for {sorted(report['missing_keys'])[0]}")
+    if not _built_like_llama(lm):
+        raise ValueError(f"base.model: {model!r} is a {type(lm).__name__}, which X-ray does not support")
     if gguf:
         lm = _without_quantization(lm)
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
@@ -90,6 +98,12 @@ def _locate(model: str) -> tuple[str, str | None]:
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not path.is_dir():
         raise ValueError(f"base.model: {model!r} is not a directory")
     return model, None
+
+
+def _built_like_llama(lm: Any) -> bool:
+    # What `HeadedLM` takes a model apart by.
+    parts = ("embed_tokens", "layers", "norm")
+    return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)
 
 
 def _without_quantization(lm: Any) -> nn.Module:

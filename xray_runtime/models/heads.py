@@ -42,6 +42,7 @@ class HeadedLM(nn.Module):
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
             nn.init.zeros_(self.scalar.bias)
+        self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
         self.reference_layers: nn.ModuleList | None = None
         self.reference_norm: nn.Module | None = None
@@ -56,7 +57,7 @@ class HeadedLM(nn.Module):
             for module in (*layers[self.frozen_layers :], lm.model.norm):
                 module.requires_grad_(True)
         if reference is not None:
-            if not self.frozen_layers or not self._same_trunk(reference):
+            if not self.has_trunk or not self._same_trunk(reference):
                 raise ValueError("the reference does not share the policy's frozen trunk")
             self.reference_layers = reference.model.layers[self.frozen_layers :].requires_grad_(False)
             self.reference_norm = reference.model.norm.requires_grad_(False)
@@ -73,18 +74,17 @@ class HeadedLM(nn.Module):
     def trunk(self, input_ids: Tensor) -> Tensor:
         """Hidden states [B, S, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
-            states: Tensor = self._part(self.lm.model.layers[: self.frozen_layers], nn.Identity())(
-                input_ids=input_ids
-            ).last_hidden_state
+            trunk = self._part(0, self.lm.model.layers[: self.frozen_layers], nn.Identity())
+            states: Tensor = trunk(input_ids=input_ids).last_hidden_state
         return states
 
     def hidden(self, input_ids: Tensor, trunk: Tensor | None = None) -> Tensor:
         """Last hidden states [B, S, H]; from `trunk` states where they are given."""
-        if not self.frozen_layers:
+        if not self.has_trunk:
             states: Tensor = self.lm.model(input_ids=input_ids).last_hidden_state
             return states
         states = self.trunk(input_ids) if trunk is None else trunk
-        top = self._part(self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
+        top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
         states = top(inputs_embeds=states).last_hidden_state
         return states
 
@@ -93,19 +93,21 @@ class HeadedLM(nn.Module):
         assert self.reference_layers is not None
         assert self.reference_norm is not None
         with torch.no_grad():
-            states: Tensor = self._part(self.reference_layers, self.reference_norm)(
-                inputs_embeds=trunk
-            ).last_hidden_state
+            branch = self._part(self.frozen_layers, self.reference_layers, self.reference_norm)
+            states: Tensor = branch(inputs_embeds=trunk).last_hidden_state
         return states
 
-    def _part(self, layers: nn.ModuleList, norm: nn.Module) -> Any:
-        # A shallow copy of the backbone that shares every module but runs only `layers` and then `norm`: masks and
-        # rotary embeddings stay the library's own code, whatever the family.
+    def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
+        # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
+        # and then `norm`: masks and rotary embeddings stay the library's own code, whatever the family.
         part = copy.copy(self.lm.model)
         part.__dict__ = self.lm.model.__dict__ | {"_modules": dict(self.lm.model._modules)}
         part._modules["layers"], part._modules["norm"] = layers, norm
         part.config = copy.copy(self.lm.config)
         part.config.num_hidden_layers = len(layers)
+        if getattr(self.lm.config, "layer_types", None):
+            # Families with sliding windows look up a layer's mask here, by its place.
+            part.config.layer_types = self.lm.config.layer_types[first : first + len(layers)]
         return part
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""A tiny Llama in float64, so that what must be equal is equal to the last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from xray_runtime.config import FreshBase
+
+TINY = FreshBase(
+    vocab_size=300, hidden_size=32, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=48, max_positions=64
+)
+
+Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(prompt ids, reply ids) of each row."""
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    from xray_runtime.data.tokenizing import train_tokenizer
+
+    return train_tokenizer(["hello there", "how are you today"] * 5, TINY.vocab_size)
+
+
+@pytest.fixture(scope="session")
+def make_lm(tiny_tokenizer: Any) -> Callable[[int], Any]:
+    """Seed → a new Llama of three layers."""
+    from xray_runtime.models.causal_lm import fresh_llama
+
+    # Models this small only lose by a second thread, and seconds where cores are shared.
+    torch.set_num_threads(1)
+
+    def make(seed: int) -> Any:
+        lm = fresh_llama(TINY, tiny_tokenizer, seed).double()
+        with torch.no_grad():
+            # As they are drawn the weights are so small that attention hardly matters, and a wrong mask hardly shows.
+            for parameter in lm.parameters():
+                parameter *= 10.0 if parameter.dim() > 1 else 1.0
+        return lm
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def as_rows() -> Callable[..., dict[str, Tensor]]:
+    """(pairs, width, padding token) → rows as objectives read them, padded on the right to `width` at least."""
+
+    def make(pairs: Pairs, width: int = 0, padding: int = 0) -> dict[str, Tensor]:
+        lengths = [len(p) + len(r) for p, r in pairs]
+        input_ids = torch.full((len(pairs), max(*lengths, width)), padding)
+        for i, (prompt, reply) in enumerate(pairs):
+            input_ids[i, : lengths[i]] = torch.tensor([*prompt, *reply])
+        prompt_lengths = torch.tensor([len(p) for p, _ in pairs])
+        return {"input_ids": input_ids, "prompt_lengths": prompt_lengths, "lengths": torch.tensor(lengths)}
+
+    return make

@@ -1,0 +1,172 @@
+"""Models on disk: the same bytes for the same inputs, and every unusable one refused in one clear line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from xray_runtime.config import FreshBase
+from xray_runtime.models import causal_lm
+from xray_runtime.models.causal_lm import (
+    fresh_llama,
+    load_model,
+    load_pretrained,
+    load_tokenizer,
+    save_model,
+    save_weights,
+)
+
+SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=32)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    save_model(fresh_llama(SMALL, tiny_tokenizer, seed=5), tiny_tokenizer, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    content = {k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}
+    path.write_text(json.dumps(content))
+
+
+def test_the_seed_alone_decides_and_nothing_else_is_drawn(tiny_tokenizer: Any) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = fresh_llama(SMALL, tiny_tokenizer, seed=5)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    same, other = fresh_llama(SMALL, tiny_tokenizer, seed=5), fresh_llama(SMALL, tiny_tokenizer, seed=6)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(first.get_input_embeddings().weight, other.get_input_embeddings().weight)
+    assert first.get_output_embeddings().weight is first.get_input_embeddings().weight
+
+
+def test_what_is_saved_is_what_is_loaded(saved: Path, tiny_tokenizer: Any) -> None:
+    lm, loaded = fresh_llama(SMALL, tiny_tokenizer, seed=5), load_model(saved)
+    assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), loaded.parameters(), strict=True))
+    assert load_tokenizer(saved)("how are you")["input_ids"] == tiny_tokenizer("how are you")["input_ids"]
+
+
+def test_where_a_model_came_from_does_not_show(saved: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(saved, tmp_path / "elsewhere" / "under another name")
+    for number, source in enumerate((saved, moved)):
+        save_model(*load_pretrained(str(source)), tmp_path / str(number))
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "01")
+    assert first == second
+    assert not any(str(tmp_path).encode() in content for content in first.values())
+
+
+def test_frozen_weights_are_those_of_the_parent_bit_for_bit(saved: Path, tmp_path: Path) -> None:
+    before = load_file(saved / WEIGHTS)
+    out = tmp_path / "out"
+    out.mkdir()
+    # A transposed view: what trained weights look like in memory is no concern of the file.
+    moved = torch.arange(32 * 16, dtype=torch.float32).view(32, 16).t()
+    save_weights(None, {"model.layers.0.mlp.up_proj.weight": moved}, saved, out)
+    after = load_file(out / WEIGHTS)
+    assert torch.equal(after.pop("model.layers.0.mlp.up_proj.weight"), moved)
+    del before["model.layers.0.mlp.up_proj.weight"]
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert {p.name for p in out.iterdir()} == {p.name for p in saved.iterdir()}
+    assert (out / "config.json").read_bytes() == (saved / "config.json").read_bytes()
+
+
+def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:
+    edit(saved / "tokenizer_config.json", pad_token=None)
+    _, tokenizer = load_pretrained(str(saved))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./nowhere", "base.model: './nowhere' is not a directory"),
+        ("/nowhere/at/all", "base.model: '/nowhere/at/all' is not a directory"),
+        ("~/nowhere", "base.model: '~/nowhere' is not a directory"),
+        ("a/b/c", "base.model: 'a/b/c' is not a directory"),
+        ("./nowhere.gguf", "base.model: './nowhere.gguf' is not a file"),
+        ("nowhere.gguf", "base.model: 'nowhere.gguf' is not a file"),
+    ],
+)
+def test_a_path_that_is_not_there(model: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_pretrained(model)
+
+
+def empty(saved: Path) -> None:
+    for path in saved.iterdir():
+        path.unlink()
+
+
+def lose_the_norm(saved: Path) -> None:
+    weights = load_file(saved / WEIGHTS)
+    del weights["model.norm.weight"]
+    save_file(weights, saved / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (empty, "cannot be loaded"),
+        (lambda d: (d / WEIGHTS).unlink(), "cannot be loaded"),
+        (lambda d: (d / WEIGHTS).write_bytes(b"not weights at all"), "cannot be loaded"),
+        (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-9]), "cannot be loaded"),
+        (lose_the_norm, "has no weights for model.norm.weight"),
+        (lambda d: (d / "config.json").write_text("{"), "cannot be loaded"),
+        (lambda d: edit(d / "config.json", model_type="t5", architectures=None), "cannot be loaded"),
+        (lambda d: edit(d / "config.json", hidden_size=64), "cannot be loaded"),
+        (lambda d: edit(d / "config.json", final_logit_softcapping=30.0), "changes its logits by final_logit_softcap"),
+        (lambda d: edit(d / "config.json", logit_scale=0.25), "changes its logits by logit_scale"),
+        (lambda d: (d / "chat_template.jinja").unlink(), "has no chat template"),
+        (lambda d: edit(d / "tokenizer_config.json", eos_token=None), "has no end-of-sequence token"),
+    ],
+    ids=["empty", "no weights", "no safetensors", "cut short", "a tensor less", "no JSON", "encoder", "other shapes",
+         "soft caps", "logit scale", "no template", "no end token"],
+)  # fmt: skip
+def test_a_model_that_cannot_serve_is_refused_in_one_line(
+    saved: Path, damage: Callable[[Path], None], finding: str
+) -> None:
+    damage(saved)
+    with pytest.raises(ValueError, match=finding) as caught:
+        load_pretrained(str(saved))
+    assert str(caught.value).startswith("base.model: ")
+    assert str(saved) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no GGUF in here, only text", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40]
+)
+def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"base.model: .*model\.gguf' cannot be loaded") as caught:
+        load_pretrained(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_built_otherwise_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    import transformers
+
+    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=300))
+    save_model(lm, tiny_tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="is a GPT2LMHeadModel, which X-ray does not support"):
+        load_pretrained(str(tmp_path))
+
+
+def test_a_packaged_model_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(causal_lm.PACKAGED_MODELS, "tiny-1m", ("package_of_nobody", "tiny.gguf"))
+    with pytest.raises(ValueError, match="'tiny-1m' needs the package package-of-nobody"):
+        load_pretrained("tiny-1m")

@@ -1,0 +1,231 @@
+"""From scores to what an update needs, on one rollout small enough to compute by hand.
+
+    row 0  ended after 2 tokens      logp − ref = ½, −1        values 1, 2         score 2
+    row 1  cut off after 3 tokens    logp − ref = 0, 1, −1     values 0, 1, −1, final value 4     score 5
+
+With γ = λ = ½ and a penalty of ½ a nat every number below is a dyadic fraction, exact in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xray_runtime.actors.rows import Rows
+from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.config import KLConfig, PPOStageConfig
+from xray_runtime.stages.experience import Experience, build_experience
+
+KL_COEF = 0.5
+PLAIN = {"gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False, "reward_scaling": "none", "reward_clip": None}
+MASK = [[True, True, False], [True, True, True]]
+BOOTSTRAPPED = [[-0.125, 0.5, 0.0], [0.21875, -1.125, 3.5]]
+"""Advantages: A₁ = 2.5 − 2 = 0.5, A₀ = (−0.25 + 2/2 − 1) + 0.5/4 = −0.125 of row 0, its rewards being −0.25 and 2 + ½;
+A₂ = (0.5 + 4/2 + 1) = 3.5, A₁ = (−0.5 − 1/2 − 1) + 3.5/4 = −1.125, A₀ = (0 + 1/2 − 0) − 1.125/4 = 0.21875 of row 1."""
+
+
+def f32(x: Any) -> np.ndarray:
+    return np.array(x, dtype=np.float32)
+
+
+def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
+    """(rows, rollout, scores), with junk wherever no token is."""
+    rows = {
+        "input_ids": np.array([[5, 6, 7, 0], [5, 8, 9, 10]]),
+        "prompt_lengths": np.array([1, 1]),
+        "lengths": np.array([3, 4]),
+        "id": np.arange(2),
+    }
+    logprobs = f32([[-1, -2, 50], [-1, -1, -1]])
+    rollout = {"response_mask": np.array(MASK), "rollout_logprobs": logprobs.copy(), "ended": np.array([True, False])}
+    scores = {
+        "logprobs": logprobs,
+        "ref_logprobs": f32([[-1.5, -1, -50], [-1, -2, 0]]),
+        "values": f32([[1, 2, 70], [0, 1, -1]]),
+        "final_values": f32([9, 4]),
+        "scores": f32([2, 5]),
+    }
+    for part in (rollout, scores):
+        part |= {name: value for name, value in changes.items() if name in part}
+    return rows, rollout, scores
+
+
+def build(moments: RunningMoments | None = None, summary: Any = None, data: Any = None, **options: Any) -> Experience:
+    config = PPOStageConfig(**(PLAIN | options))
+    summary = summary or {"mean": 77.0, "std": 77.0}
+    return build_experience(config, *(data or inputs()), KL_COEF, summary, moments or RunningMoments())
+
+
+def test_a_cut_reply_is_bootstrapped_and_earns_no_score() -> None:
+    experience = build(truncated="bootstrap")
+    assert experience.rows["advantages"].tolist() == BOOTSTRAPPED
+    # Returns are advantages plus values.
+    assert experience.rows["returns"].tolist() == [[0.875, 2.5, 0.0], [0.21875, -0.125, 2.5]]
+    assert experience.num_tokens == 5
+    # The final value of a reply that ended (9) is worth nothing: nothing comes after it.
+    assert build(data=inputs(final_values=f32([-3, 4]))).rows["advantages"].tolist() == BOOTSTRAPPED
+    # Nor is the score of one that did not.
+    assert build(data=inputs(scores=f32([2, -100]))).rows["advantages"].tolist() == BOOTSTRAPPED
+
+
+def test_a_cut_reply_is_penalized_and_has_no_future() -> None:
+    experience = build(truncated="penalize", truncation_penalty=1.0)
+    # Row 1: last reward 0.5 + 5 − 1 = 4.5. A₂ = 4.5 + 1 = 5.5, A₁ = −2 + 5.5/4 = −0.625, A₀ = 0.5 − 0.625/4 = 0.34375.
+    assert experience.rows["advantages"].tolist() == [BOOTSTRAPPED[0], [0.34375, -0.625, 5.5]]
+    assert experience.rows["returns"].tolist() == [[0.875, 2.5, 0.0], [0.34375, 0.375, 4.5]]
+    assert experience.metrics["reward/mean"] == 3.0  # (2 + 4) / 2
+    # Its final value counts nothing here.
+    same = build(truncated="penalize", data=inputs(final_values=f32([9, -60])))
+    assert same.rows["advantages"].tolist() == experience.rows["advantages"].tolist()
+
+
+def test_the_score_falls_on_the_last_token_and_the_penalty_on_each() -> None:
+    """γ = λ = 1 without a critic: an advantage is what is still to come."""
+    data = inputs(values=f32(np.zeros((2, 3))), ended=np.array([True, True]))
+    experience = build(data=data, gamma=1.0, gae_lambda=1.0)
+    # Row 0: rewards −0.25, 2.5. Row 1: 0, −0.5, 5.5.
+    assert experience.rows["advantages"].tolist() == [[2.25, 2.5, 0.0], [5.0, 5.0, 5.5]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "penalty"),
+    # r = ½: k1 = r, k2 = r²/2, k3 = e^−½ − 1 + ½ = 0.1065307
+    [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)],
+)
+def test_each_estimator_penalizes_in_its_way(estimator: Any, penalty: float) -> None:
+    experience = build(kl=KLConfig(estimator=estimator), gae_lambda=0.0)
+    # λ = 0 is TD: A₀ = −½ · penalty + γ · 2 − 1 = −½ · penalty.
+    assert experience.rows["advantages"][0, 0] == pytest.approx(-0.5 * penalty, abs=1e-6)
+    # What is reported does not depend on what is penalized.
+    assert experience.metrics["kl/reference_k1"] == build().metrics["kl/reference_k1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards"),
+    [
+        # Scores 2 and 5; by the reward model's mean 1 and deviation 2; by their own mean 3.5 and deviation 1.5.
+        ({"reward_scaling": "none"}, [2.0, 5.0]),
+        ({"reward_scaling": "none", "reward_clip": 3.0}, [2.0, 3.0]),
+        ({"reward_scaling": "reward_model"}, [0.5, 2.0]),
+        ({"reward_scaling": "reward_model", "reward_clip": 1.5}, [0.5, 1.5]),
+        ({"reward_scaling": "running"}, [-1.0, 1.0]),
+        ({"reward_scaling": "running", "reward_clip": 0.25}, [-0.25, 0.25]),
+        # The penalty of a cut comes after the clip: it must not be clipped away.
+        ({"reward_scaling": "none", "reward_clip": 3.0, "truncation_penalty": 4.0}, [2.0, -1.0]),
+    ],
+)
+def test_scaling_and_clipping(options: dict[str, Any], rewards: list[float]) -> None:
+    options = {"truncated": "penalize", "truncation_penalty": 0.0} | options
+    experience = build(summary={"mean": 1.0, "std": 2.0}, **options)
+    # A of a last token = reward − penalty − value: + 0.5 − 2 in row 0, + 0.5 + 1 in row 1.
+    assert experience.rows["advantages"][0, 1] == rewards[0] + 0.5 - 2.0
+    assert experience.rows["advantages"][1, 2] == rewards[1] + 0.5 + 1.0
+    assert experience.metrics["reward/mean"] == sum(rewards) / 2
+    assert experience.metrics["reward/std"] == abs(rewards[0] - rewards[1]) / 2
+    assert experience.metrics["reward/raw"] == 3.5
+
+
+def test_running_moments_remember_earlier_rollouts() -> None:
+    moments = RunningMoments()
+    options: dict[str, Any] = {"reward_scaling": "running", "truncated": "penalize", "truncation_penalty": 0.0}
+    build(moments, **options)
+    assert (moments.count, moments.mean, moments.std) == (2, 3.5, 1.5)
+    second = build(moments, data=inputs(scores=f32([8, 9])), **options)
+    # Over 2, 5, 8, 9: mean 6, variance (16 + 1 + 4 + 9) / 4 = 7.5. Now (8 − 6) and (9 − 6) over its root.
+    assert (moments.count, moments.mean, moments.std**2) == (4, 6.0, pytest.approx(7.5))
+    assert second.metrics["reward/mean"] == pytest.approx(2.5 / math.sqrt(7.5))
+    # Other ways of scaling leave the moments alone.
+    build(moments, reward_scaling="none")
+    assert moments.count == 4
+
+
+def test_whitening_is_over_the_valid_tokens_of_the_whole_rollout() -> None:
+    tokens = [a for row, mask in zip(BOOTSTRAPPED, MASK, strict=True) for a, m in zip(row, mask, strict=True) if m]
+    mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
+    experience = build(whiten_advantages=True)
+    assert experience.rows["advantages"][np.array(MASK)].tolist() == pytest.approx(
+        [(a - mean) / deviation for a in tokens], abs=1e-6
+    )
+    assert experience.rows["advantages"][0, 2] == 0.0
+    # Returns are what the critic learns from: they stay in units of reward.
+    assert experience.rows["returns"].tolist() == build().rows["returns"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [("truncate", [[2, 1, 0], [1, 1, 1]]), ("mask", [[0, 1, 0], [1, 1, 1]]), ("none", [[1, 1, 0], [1, 1, 1]])],
+)
+def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: list[list[float]]) -> None:
+    # The trainer thinks the first token 4 times as likely as the generator did; the cap is 2.
+    data = inputs(rollout_logprobs=f32([[-1 - math.log(4), -2, 3], [-1, -1, -1]]))
+    experience = build(data=data, importance_correction=correction, importance_cap=2.0)
+    assert experience.rows["weights"].tolist() == pytest.approx(np.array(weights), abs=1e-6)
+    metrics = experience.metrics
+    assert metrics["rollout/mismatch"] == pytest.approx(math.log(4) / 5, abs=1e-6)
+    assert metrics["rollout/mismatch_max"] == pytest.approx(math.log(4), abs=1e-6)
+    # (4 + 1 + 1 + 1 + 1)² / (5 · (16 + 4)) = 64 / 100
+    assert metrics["rollout/effective_sample_share"] == pytest.approx(0.64, abs=1e-6)
+    assert metrics["rollout/capped_share"] == pytest.approx(0.2)
+    # Old log-probabilities are the trainer's own: the ratio of the update starts at 1.
+    assert experience.rows["old_logprobs"].tolist() == inputs()[2]["logprobs"].tolist()
+
+
+def test_metrics_by_hand() -> None:
+    metrics = build().metrics
+    expected = {
+        "reward/mean": 1.0,  # 2 and, cut off, 0
+        "reward/std": 1.0,
+        "reward/raw": 3.5,
+        "kl/reference_k1": -0.25,  # replies of ½ − 1 and 0 + 1 − 1
+        # e^−r − 1 + r: 0.1065307 + 0.7182818 and 0 + 0.3678794 + 0.7182818
+        "kl/reference_k3": (0.8248125 + 1.0861612) / 2,
+        "value/mean": 0.6,  # (1 + 2 + 0 + 1 − 1) / 5
+        "value/return": 1.19375,  # (0.875 + 2.5 + 0.21875 − 0.125 + 2.5) / 5
+        # 1 − Var(A) / Var(R), A as above
+        "value/explained_variance": 1
+        - statistics.pvariance([-0.125, 0.5, 0.21875, -1.125, 3.5])
+        / statistics.pvariance([0.875, 2.5, 0.21875, -0.125, 2.5]),
+        "rollout/length": 2.5,
+        "rollout/truncated": 0.5,
+        "rollout/mismatch": 0.0,
+        "rollout/mismatch_max": 0.0,
+        "rollout/effective_sample_share": 1.0,
+        "rollout/capped_share": 0.0,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_neither_padding_nor_the_order_of_rows_shows(whiten: bool) -> None:
+    plain = build(whiten_advantages=whiten)
+    rows, rollout, scores = inputs()
+
+    def wider(part: Rows) -> Rows:
+        widths = ((0, 0), (0, 2))
+        fill: dict[str, Any] = {"response_mask": False}
+        return {n: np.pad(x, widths, constant_values=fill.get(n, 33)) if x.ndim == 2 else x for n, x in part.items()}
+
+    padded = build(data=(rows, wider(rollout), wider(scores)), whiten_advantages=whiten)
+    swapped = build(data=[{n: x[::-1].copy() for n, x in p.items()} for p in inputs()], whiten_advantages=whiten)
+    for name in ("advantages", "returns", "weights"):
+        np.testing.assert_array_equal(padded.rows[name][:, 3:], 0.0)
+        np.testing.assert_allclose(padded.rows[name][:, :3], plain.rows[name], atol=1e-6)
+        np.testing.assert_allclose(swapped.rows[name][::-1], plain.rows[name], atol=1e-6)
+    assert padded.metrics == pytest.approx(plain.metrics, abs=1e-6)
+    assert swapped.metrics == pytest.approx(plain.metrics, abs=1e-6)
+
+
+def test_what_comes_from_the_object_store_is_only_read() -> None:
+    data = inputs()
+    experience = build(data=data)
+    for part, untouched in zip(data, inputs(), strict=True):
+        for name, column in part.items():
+            np.testing.assert_array_equal(column, untouched[name])
+    assert all(experience.rows[name] is data[0][name] for name in data[0])
+    made = {name: column for name, column in experience.rows.items() if name not in data[0]}
+    assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
+    assert all(column.dtype == np.float32 and column.shape == (2, 3) for column in made.values())

@@ -1,0 +1,155 @@
+"""A model run in parts is the model: trunk, branch and reference branch against the library's own forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from xray_runtime.models.heads import HeadedLM
+
+MakeLM = Callable[[int], Any]
+IDS = torch.tensor([[5, 9, 7, 42, 11, 6], [8, 8, 100, 3, 0, 0]])
+
+
+def last_hidden(lm: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return lm.model(input_ids=ids).last_hidden_state
+
+
+def with_other_top(lm: Any, num_layers: int) -> Any:
+    """A copy of `lm` whose upper `num_layers` layers and norm are others."""
+    other = copy.deepcopy(lm)
+    with torch.no_grad():
+        for module in (*other.model.layers[-num_layers:], other.model.norm):
+            for parameter in module.parameters():
+                parameter *= 1.3
+    return other
+
+
+@pytest.mark.parametrize("trainable", [1, 2, 3])
+def test_trunk_and_branch_are_the_whole(make_lm: MakeLM, trainable: int) -> None:
+    lm = make_lm(1)
+    expected = last_hidden(lm, IDS)
+    module = HeadedLM(lm, trainable_layers=trainable)
+    torch.testing.assert_close(module.hidden(IDS), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.hidden(IDS, module.trunk(IDS)), expected, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(module.logits(module.hidden(IDS)), lm(input_ids=IDS).logits, rtol=0, atol=1e-12)
+    # Running it in parts has not taken the model apart.
+    assert len(lm.model.layers) == lm.config.num_hidden_layers == 3
+    torch.testing.assert_close(last_hidden(lm, IDS), expected, rtol=0, atol=0)
+
+
+def test_the_parts_keep_to_each_layers_own_mask() -> None:
+    """Qwen2 with a window of two tokens in its upper layers alone: a branch's first layer is not the model's first."""
+    config = transformers.Qwen2Config(
+        vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=1,
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=2, max_window_layers=2,
+    )  # fmt: skip
+    assert config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    torch.manual_seed(0)
+    lm = transformers.Qwen2ForCausalLM(config).double()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter *= 10.0 if parameter.dim() > 1 else 1.0
+    expected = last_hidden(lm, IDS)
+    reference = with_other_top(lm, 3)
+    for trainable in (1, 2, 3):
+        module = HeadedLM(copy.deepcopy(lm), trainable_layers=trainable)
+        torch.testing.assert_close(module.hidden(IDS), expected, rtol=0, atol=1e-12)
+    module = HeadedLM(lm, trainable_layers=3, reference=reference)
+    ours = module.reference_hidden(module.trunk(IDS))
+    torch.testing.assert_close(ours, last_hidden(reference, IDS), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("trainable", [1, 2, 3])
+def test_the_reference_branch_is_the_reference(make_lm: MakeLM, trainable: int) -> None:
+    lm = make_lm(1)
+    reference = with_other_top(lm, trainable)
+    expected = last_hidden(reference, IDS)
+    module = HeadedLM(lm, trainable_layers=trainable, reference=reference)
+    trunk = module.trunk(IDS)
+    torch.testing.assert_close(module.reference_hidden(trunk), expected, rtol=0, atol=1e-12)
+    assert (module.hidden(IDS, trunk) - expected).abs().max() > 1e-3
+    # However the policy moves, the reference stays where it was.
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    module.hidden(IDS).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(module.reference_hidden(module.trunk(IDS)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trainable", [1, 2, 3])
+def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
+    lm = make_lm(1)
+    reference = with_other_top(lm, trainable)
+    module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, reference=reference).double()
+    assert module.scalar is not None
+    torch.nn.init.ones_(module.scalar.weight)
+    module.scalars(module.hidden(IDS)).square().sum().backward()
+    learned = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    places = (*(f"lm.model.layers.{i}." for i in range(3 - trainable, 3)), "lm.model.norm.", "scalar.")
+    assert learned == {name for name, _ in module.named_parameters() if name.startswith(places)}
+    assert learned == {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def test_everything_learns_without_a_trunk(make_lm: MakeLM) -> None:
+    module = HeadedLM(make_lm(1))
+    module.logits(module.hidden(IDS)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_the_gradient_of_the_branch_is_that_of_the_whole(make_lm: MakeLM) -> None:
+    """A cached trunk has no history; the layers above it must not notice."""
+    lm = make_lm(1)
+    whole, parts = HeadedLM(copy.deepcopy(lm)), HeadedLM(lm, trainable_layers=2)
+    whole.hidden(IDS).pow(3).sum().backward()
+    parts.hidden(IDS, parts.trunk(IDS)).pow(3).sum().backward()
+    gradients = dict(whole.named_parameters())
+    for name, parameter in parts.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("trainable", [None, 2])
+def test_no_state_depends_on_what_stands_right_of_it(make_lm: MakeLM, trainable: int | None) -> None:
+    module = HeadedLM(make_lm(1), trainable_layers=trainable)
+    changed = torch.cat([IDS, torch.full((2, 3), 17)], dim=1)
+    changed[1, 4:] = 99
+    hidden, other = module.hidden(IDS), module.hidden(changed)
+    torch.testing.assert_close(other[0, :6], hidden[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(other[1, :4], hidden[1, :4], rtol=0, atol=1e-12)
+    assert (other[1, 4:6] - hidden[1, 4:6]).abs().max() > 1e-3
+
+
+def test_a_fresh_head_says_zero(make_lm: MakeLM) -> None:
+    module = HeadedLM(make_lm(1), scalar_head=True).double()
+    values = module.scalars(module.hidden(IDS))
+    assert values.shape == (2, 6)
+    assert not values.any()
+
+
+def test_every_use_is_one_forward(make_lm: MakeLM) -> None:
+    module = HeadedLM(make_lm(1), trainable_layers=1)
+    seen = []
+    module.register_forward_pre_hook(lambda *_: seen.append("forward"))
+    torch.testing.assert_close(module(HeadedLM.trunk, IDS), module.trunk(IDS), rtol=0, atol=0)
+    assert seen == ["forward"]
+
+
+def test_refusals(make_lm: MakeLM) -> None:
+    with pytest.raises(ValueError, match=r"trainable_layers: 4 is more than the model's 3 layers"):
+        HeadedLM(make_lm(1), trainable_layers=4)
+    with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
+        HeadedLM(make_lm(1), trainable_layers=1, reference=make_lm(2))
+    with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
+        HeadedLM(make_lm(1), reference=make_lm(1))
+    # One layer of the trunk is another than in the policy.
+    lm = make_lm(1)
+    with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
+        HeadedLM(lm, trainable_layers=1, reference=with_other_top(lm, 2))

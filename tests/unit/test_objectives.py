@@ -1,0 +1,318 @@
+"""Objectives on a real tiny Llama in float64, against formulas over the library's own logits.
+
+Tolerances are 1e-10 of float64 sums in another order; a token counted twice or not at all changes the second digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xray_runtime.config import PPOStageConfig
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import (
+    CriticObjective,
+    Objective,
+    PPOObjective,
+    ReferenceObjective,
+    RewardObjective,
+    SFTObjective,
+    response_positions,
+)
+
+MakeLM = Callable[[int], Any]
+AsRows = Callable[..., dict[str, Tensor]]
+
+PAIRS = [([5, 9, 7], [42, 11, 6, 1]), ([8, 100], [3]), ([20, 21, 22, 23, 24], [25, 1]), ([7, 7, 7], [60, 61, 62])]
+NUM_TOKENS = 4 + 1 + 2 + 3
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def headed(lm: Any, **options: Any) -> HeadedLM:
+    """With a scalar head that says something."""
+    module = HeadedLM(lm, scalar_head=True, **options).double()
+    assert module.scalar is not None
+    with torch.no_grad():
+        module.scalar.weight.copy_(torch.linspace(-1, 1, module.scalar.in_features))
+        module.scalar.bias.fill_(0.25)
+    return module
+
+
+def distributions(lm: Any, prompt: list[int], reply: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [T, V] of every token at each place of one reply, unpadded."""
+    logits = lm(input_ids=torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def reply_logprobs(lm: Any, prompt: list[int], reply: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [T] of one reply's tokens, unpadded."""
+    return distributions(lm, prompt, reply, temperature)[range(len(reply)), reply]
+
+
+def states(module: HeadedLM, prompt: list[int], reply: list[int]) -> Tensor:
+    """Last hidden states [T + 1, H] before each token of one reply and after the last, unpadded."""
+    with torch.no_grad():
+        return module.lm.model(input_ids=torch.tensor([prompt + reply])).last_hidden_state[0, len(prompt) - 1 :]
+
+
+def gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named, found, strict=True)}
+
+
+def select(rows: dict[str, Tensor], index: list[int], columns: int) -> dict[str, Tensor]:
+    """Some rows, their tokens cut to `columns`."""
+    return {name: x[index, :columns] if name.endswith("_ids") else x[index] for name, x in rows.items()}
+
+
+def rollout(rows: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Random columns of a rollout, off-policy enough to be clipped here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("old_logprobs", "advantages", "weights", "values", "returns")
+    noise = torch.randn(5, len(rows["lengths"]), 6, dtype=torch.float64, generator=generator)
+    columns = dict(zip(names, noise, strict=True))
+    columns["old_logprobs"] = columns["old_logprobs"] * 0.5 - 5.7  # about the log of one token among 280
+    columns["weights"] = columns["weights"].abs()
+    return rows | columns
+
+
+def test_response_positions_by_hand(as_rows: AsRows) -> None:
+    # Row 0: columns 3 to 6 hold its reply, states 2 to 5 predict it. Row 1: column 2, state 1. Row 2 has no reply.
+    row, t, column, mask = response_positions(as_rows([*PAIRS[:2], ([4, 4], [])]))
+    assert row.tolist() == [0, 0, 0, 0, 1]
+    assert t.tolist() == [0, 1, 2, 3, 0]
+    assert column.tolist() == [2, 3, 4, 5, 1]
+    assert mask.int().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_sft_is_cross_entropy_of_the_replies_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    module, rows = HeadedLM(lm), as_rows(PAIRS)
+    loss, stats = SFTObjective().loss(module, rows, {"tokens": 10.0})
+    # The library's shifted labels, -100 where nothing is asked.
+    labels = torch.full_like(rows["input_ids"], -100)
+    for i, (prompt, reply) in enumerate(PAIRS):
+        labels[i, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
+    logits = lm(input_ids=rows["input_ids"]).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    assert (labels != -100).sum() == NUM_TOKENS == 10
+    torch.testing.assert_close(loss, expected / 10, **EXACT)
+    torch.testing.assert_close(stats["nll"], expected.detach(), **EXACT)
+    wanted = gradients(module, expected / 10)
+    for name, gradient in gradients(module, loss).items():
+        torch.testing.assert_close(gradient, wanted[name], **EXACT)
+
+
+def test_sft_scores_each_row(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    nll = SFTObjective().score(HeadedLM(lm), as_rows(PAIRS))["nll"]
+    for (prompt, reply), got in zip(PAIRS, nll, strict=True):
+        assert got.item() == pytest.approx(-sum(reply_logprobs(lm, prompt, reply).tolist()), rel=1e-10)
+
+
+def test_logprobs_are_taken_at_the_temperature(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    got = ReferenceObjective(0.7).score(HeadedLM(lm), as_rows(PAIRS))["ref_logprobs"]
+    config = PPOStageConfig(temperature=0.7)
+    assert torch.equal(PPOObjective(config).score(HeadedLM(lm), as_rows(PAIRS))["logprobs"], got)
+    assert got.shape == (4, 4)
+    for i, (prompt, reply) in enumerate(PAIRS):
+        expected = reply_logprobs(lm, prompt, reply, 0.7).tolist()
+        assert got[i].tolist() == pytest.approx(expected + [0.0] * (4 - len(reply)), rel=1e-10)
+
+
+def test_values_belong_to_the_state_before_each_token(make_lm: MakeLM, as_rows: AsRows) -> None:
+    module = headed(make_lm(1))
+    got = CriticObjective(PPOStageConfig()).score(module, as_rows(PAIRS))
+    for i, (prompt, reply) in enumerate(PAIRS):
+        expected = (states(module, prompt, reply) @ torch.linspace(-1, 1, 32).double() + 0.25).tolist()
+        assert got["values"][i].tolist() == pytest.approx(expected[:-1] + [0.0] * (4 - len(reply)), rel=1e-10)
+        assert got["final_values"][i].item() == pytest.approx(expected[-1], rel=1e-10)
+
+
+def test_a_reward_is_read_at_the_last_token(make_lm: MakeLM, as_rows: AsRows) -> None:
+    module = headed(make_lm(1))
+    got = RewardObjective().score(module, as_rows(PAIRS))["scores"]
+    expected = [float(states(module, p, r)[-1] @ torch.linspace(-1, 1, 32).double()) + 0.25 for p, r in PAIRS]
+    assert got.tolist() == pytest.approx(expected, rel=1e-10)
+    assert len({round(score, 6) for score in expected}) == 4
+
+
+def test_the_pairwise_loss_by_hand(make_lm: MakeLM, as_rows: AsRows) -> None:
+    module = headed(make_lm(1))
+    chosen, rejected = as_rows(PAIRS[:3], width=9), as_rows([PAIRS[3], PAIRS[0], PAIRS[2]], width=9)
+    rows = chosen | {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
+    loss, stats = RewardObjective().loss(module, rows, {"rows": 6.0})
+    score = [float(states(module, p, r)[-1] @ torch.linspace(-1, 1, 32).double()) for p, r in PAIRS]
+    # -log sigmoid(m) = log(1 + e^-m); the third pair is a reply against itself: log 2 and half a point.
+    margins = [score[0] - score[3], score[1] - score[0], 0.0]
+    expected = sum(math.log1p(math.exp(-m)) for m in margins)
+    assert stats["loss"].item() == pytest.approx(expected, rel=1e-10)
+    assert loss.item() == pytest.approx(expected / 6, rel=1e-10)
+    assert stats["correct"].item() == sum(m > 0 for m in margins) + 0.5
+
+
+@pytest.mark.parametrize("trainable", [None, 1])
+def test_scores_ignore_padding(make_lm: MakeLM, as_rows: AsRows, trainable: int | None) -> None:
+    module = headed(make_lm(1), trainable_layers=trainable)
+    config = PPOStageConfig(temperature=0.7)
+    objectives = [SFTObjective(), RewardObjective(), ReferenceObjective(0.7), CriticObjective(config)]
+    for objective in [*objectives, PPOObjective(config)]:
+        plain = objective.score(module, as_rows(PAIRS))
+        for name, padded in objective.score(module, as_rows(PAIRS, width=13, padding=77)).items():
+            torch.testing.assert_close(padded, plain[name], **EXACT)
+
+
+def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: AsRows) -> None:
+    """Where nothing has moved, the gradient of PPO's loss is −Σ w A ∇ log π / N: no ratio, no clip to be seen."""
+    lm = make_lm(1)
+    config = PPOStageConfig(temperature=0.7)
+    module, rows = HeadedLM(lm), rollout(as_rows(PAIRS), seed=3)
+    rows["old_logprobs"] = PPOObjective(config).score(module, rows)["logprobs"].detach()
+    loss, stats = PPOObjective(config).loss(module, rows, {"tokens": 10.0})
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (prompt, reply) in enumerate(PAIRS):
+        a = (rows["weights"] * rows["advantages"])[i, : len(reply)]
+        total = total - (a * reply_logprobs(lm, prompt, reply, 0.7)).sum()
+    wanted = gradients(module, total / 10)
+    for name, gradient in gradients(module, loss).items():
+        torch.testing.assert_close(gradient, wanted[name], **EXACT)
+    assert stats["clip_count"] == stats["dual_clip_count"] == stats["approx_kl_sum"] == 0
+
+
+def test_entropy_and_value_terms_are_added_with_their_weights(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    rows = rollout(as_rows(PAIRS), seed=4)
+    module = headed(lm)
+    rows["values"] = CriticObjective(PPOStageConfig()).score(module, rows)["values"].detach()
+    both = PPOStageConfig(entropy_coef=0.3, value_coef=0.7)
+    loss, stats = PPOObjective(both).loss(module, rows, {"tokens": 10.0})
+    # With the value head at its old values nothing is clipped: ½ (V − R)².
+    errors = [rows["values"][i, t] - rows["returns"][i, t] for i, (_, r) in enumerate(PAIRS) for t in range(len(r))]
+    value = 0.5 * sum(float(error) ** 2 for error in errors)
+    entropy = 0.0
+    for prompt, reply in PAIRS:
+        logp = distributions(lm, prompt, reply).detach()
+        entropy -= float((logp.exp() * logp).sum())
+    assert stats["value_loss"].item() == pytest.approx(value, rel=1e-10)
+    assert stats["entropy_sum"].item() == pytest.approx(entropy, rel=1e-10)
+    expected = stats["policy_loss"].item() - 0.3 * entropy + 0.7 * value
+    assert loss.item() == pytest.approx(expected / 10, rel=1e-10)
+    # Without a head there is neither.
+    plain, stats = PPOObjective(PPOStageConfig()).loss(HeadedLM(lm), rows, {"tokens": 10.0})
+    assert plain.item() == pytest.approx(stats["policy_loss"].item() / 10, rel=1e-10)
+    assert "value_loss" not in stats
+
+
+def test_a_separate_critic_learns_what_a_shared_one_learns(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    module, rows = headed(lm), rollout(as_rows(PAIRS), seed=5)
+    shared = PPOStageConfig(value_coef=1.0)
+    silent = rows | {"weights": torch.zeros_like(rows["weights"])}
+    in_policy = gradients(module, PPOObjective(shared).loss(module, silent, {"tokens": 10.0})[0])
+    loss, stats = CriticObjective(shared).loss(module, rows, {"tokens": 10.0})
+    for name, gradient in gradients(module, loss).items():
+        torch.testing.assert_close(gradient, in_policy[name], **EXACT)
+    assert 0 < stats["value_clip_count"] < NUM_TOKENS
+
+
+OBJECTIVES: list[tuple[str, Objective]] = [
+    ("tokens", SFTObjective()),
+    ("tokens", PPOObjective(PPOStageConfig(entropy_coef=0.1))),
+    ("tokens", CriticObjective(PPOStageConfig())),
+    ("rows", RewardObjective()),
+]
+
+
+@pytest.mark.parametrize(("unit", "objective"), OBJECTIVES, ids=[type(o).__name__ for _, o in OBJECTIVES])
+@settings(max_examples=8, deadline=None)
+@given(order=st.permutations(range(4)), cuts=st.sets(st.integers(1, 3)), width=st.integers(0, 12))
+def test_no_split_and_no_padding_shows_in_the_gradient(
+    make_lm: MakeLM,
+    as_rows: AsRows,
+    unit: str,
+    objective: Objective,
+    order: list[int],
+    cuts: set[int],
+    width: int,
+) -> None:
+    module = headed(make_lm(1))
+    totals = {unit: 10.0}
+
+    def rows(width: int, padding: int) -> dict[str, Tensor]:
+        rejected = as_rows(PAIRS[::-1], width, padding)
+        pairs = {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
+        return rollout(as_rows(PAIRS, width, padding), seed=6) | pairs
+
+    loss, stats = objective.loss(module, rows(0, 0), totals)
+    whole = gradients(module, loss)
+    padded = rows(width, padding=77)
+    edges = [0, *sorted(cuts), 4]
+    micro = [order[a:b] for a, b in pairwise(edges)]
+    # A micro-batch is trimmed to its longest row, as Workhorses do.
+    longest = torch.maximum(padded["lengths"], padded["rejected_lengths"])
+    parts = [objective.loss(module, select(padded, m, max(int(longest[m].max()), width)), totals) for m in micro]
+    split = [gradients(module, part) for part, _ in parts]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-10)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(sum(s[name] for s in split), gradient, **EXACT)
+    for name, value in stats.items():
+        torch.testing.assert_close(sum(part[name] for _, part in parts), value, **EXACT)
+    assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-6
+
+
+def test_a_reference_branch_scores_as_the_reference_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
+    policy, reference = make_lm(1), make_lm(1)
+    with torch.no_grad():
+        reference.model.layers[2].mlp.down_proj.weight.mul_(1.5)
+    rows = as_rows(PAIRS)
+    alone = ReferenceObjective(0.7).score(HeadedLM(reference), rows)
+    whole = PPOObjective(PPOStageConfig(temperature=0.7)).score(headed(make_lm(1)), rows)
+    module = headed(policy, trainable_layers=1, reference=reference)
+    rows["trunk"] = module.trunk(rows["input_ids"])
+    got = PPOObjective(PPOStageConfig(temperature=0.7)).score(module, rows)
+    assert got.keys() == whole.keys() | alone.keys()
+    for name, expected in (whole | alone).items():
+        torch.testing.assert_close(got[name], expected, **EXACT)
+    assert (got["logprobs"] - got["ref_logprobs"]).abs().max() > 1e-3
+
+
+def test_a_row_without_a_reply_counts_nothing(make_lm: MakeLM, as_rows: AsRows) -> None:
+    module = headed(make_lm(1))
+    empty = rollout(as_rows([([5, 6], [])]), seed=1)
+    both = rollout(as_rows([*PAIRS, ([5, 6], [])]), seed=1)
+    for objective in (
+        SFTObjective(),
+        PPOObjective(PPOStageConfig(entropy_coef=0.1)),
+        CriticObjective(PPOStageConfig()),
+    ):
+        loss, stats = objective.loss(module, empty, {"tokens": 10.0})
+        assert loss.item() == 0.0
+        assert not any(value.any() for value in stats.values())
+        assert not any(gradient.any() for gradient in gradients(module, loss).values())
+        with_it, _ = objective.loss(module, both, {"tokens": 10.0})
+        without, _ = objective.loss(module, select(both, [0, 1, 2, 3], 99), {"tokens": 10.0})
+        torch.testing.assert_close(with_it, without, **EXACT)
+
+
+def test_the_gradient_is_the_slope(make_lm: MakeLM, as_rows: AsRows) -> None:
+    """Finite differences through the whole model, at the head and at the final norm."""
+    module, rows = headed(make_lm(1)), rollout(as_rows(PAIRS), seed=9)
+    objective = PPOObjective(PPOStageConfig(entropy_coef=0.1))
+    assert module.scalar is not None
+    inputs = (module.lm.model.norm.weight, module.scalar.weight, module.scalar.bias)
+    assert torch.autograd.gradcheck(lambda *_: objective.loss(module, rows, {"tokens": 10.0})[0], inputs)
+
+
+def test_the_reference_is_never_trained(make_lm: MakeLM, as_rows: AsRows) -> None:
+    with pytest.raises(TypeError, match="never trained"):
+        ReferenceObjective(1.0).loss(HeadedLM(make_lm(1)), as_rows(PAIRS), {"tokens": 1.0})

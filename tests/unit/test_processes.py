@@ -1,0 +1,204 @@
+"""Nothing outlives the run that started it, whatever it is and however the run ends: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from xray_runtime import processes
+from xray_runtime.processes import MARK, end_marked, marked
+
+Start = Callable[..., subprocess.Popen[str]]
+
+SLEEP = "import time; time.sleep(120)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(120)"
+)
+# What a child starts in a session of its own, and outlives it: no process group or parent leads there any more.
+ORPHAN = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+"""
+# A run: guards itself, starts children of every kind, says their pids, and ends as its last line says.
+RUN = f"""
+import os, subprocess, sys, time
+from xray_runtime.processes import guard
+print(guard(), flush=True)
+def start(code):
+    return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE)
+plain, parent = start({SLEEP!r}), start({ORPHAN!r})
+pids = [plain.pid, int(parent.stdout.readline())]
+parent.wait()
+"""
+WITH_A_STUBBORN_ONE = f"""
+stubborn = start({STUBBORN!r})
+stubborn.stdout.readline()
+pids.append(stubborn.pid)
+"""
+WITH_A_FORK = """
+forked = os.fork()
+if not forked:
+    time.sleep(120)
+"""
+UNTIL_A_SIGNAL = "print(*pids, flush=True); time.sleep(120)"
+UNTIL_THE_END = "print(*pids, flush=True); sys.stdin.readline()"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python code, with a mark or without; whatever is left of it is killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(code: str, mark: str | None = None) -> subprocess.Popen[str]:
+        hidden = (MARK, "PYTHONUNBUFFERED")
+        environment = {k: v for k, v in os.environ.items() if k not in hidden} | ({MARK: mark} if mark else {})
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_only_what_carries_the_mark_is_ended(start: Start) -> None:
+    ours, other, unmarked = start(SLEEP, "mark-a"), start(SLEEP, "mark-b"), start(SLEEP)
+    # A mark is the whole word.
+    longer = start(SLEEP, "mark-a-too")
+    assert [p.pid for p in marked("mark-a")] == [ours.pid]
+    end_marked("mark-a")
+    assert ours.wait(5) == -signal.SIGTERM
+    assert [p.poll() for p in (other, unmarked, longer)] == [None, None, None]
+    assert marked("mark-a") == []
+    end_marked("mark-a")  # nothing left to end
+
+
+def test_who_asks_is_spared(start: Start) -> None:
+    """The command marks itself, then cleans up after itself and still has to say how it went."""
+    code = "from xray_runtime.processes import end_marked, marked; print(len(marked('mark-c'))); end_marked('mark-c')"
+    process = start(code + "; print('still here')", "mark-c")
+    assert (said(process), said(process)) == ("0", "still here")
+
+
+def test_who_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    stubborn = start(STUBBORN, "mark-d")
+    assert said(stubborn) == "up"
+    begin = time.monotonic()
+    end_marked("mark-d")
+    assert stubborn.wait(5) == -signal.SIGKILL
+    # It had its time to end by itself.
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_what_was_started_by_a_child_that_is_gone_is_found(start: Start) -> None:
+    parent = start(ORPHAN, "mark-e")
+    orphan = int(said(parent))
+    assert parent.wait(10) == 0
+    assert [p.pid for p in marked("mark-e")] == [orphan]
+    end_marked("mark-e")
+    assert gone([orphan], 5)
+
+
+def begun(run: subprocess.Popen[str]) -> tuple[str, list[int], psutil.Process]:
+    """(mark, pids of children, watcher) of a run that is up."""
+    mark, pids = said(run), [int(pid) for pid in said(run).split()]
+    [watcher] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.processes" in p.cmdline()]
+    assert all(map(alive, pids))
+    assert {p.pid for p in marked(mark)} == set(pids)
+    return mark, pids, watcher
+
+
+def test_a_killed_run_leaves_nothing(start: Start) -> None:
+    run, bystander = start(RUN + WITH_A_STUBBORN_ONE + UNTIL_A_SIGNAL), start(SLEEP)
+    _, pids, watcher = begun(run)
+    assert len(pids) == 3
+    run.kill()
+    run.wait(5)
+    # The stubborn one has its time; the watcher goes when its work is done.
+    assert gone([*pids, watcher.pid], processes.GRACE_SECONDS + 20)
+    assert bystander.poll() is None
+
+
+def test_a_run_that_ends_by_itself_leaves_nothing(start: Start) -> None:
+    run = start(RUN + UNTIL_THE_END)
+    _, pids, watcher = begun(run)
+    assert run.communicate("\n", timeout=5) == ("", None)
+    assert run.returncode == 0
+    assert gone([*pids, watcher.pid], 20)
+
+
+def test_the_watcher_is_deaf_to_what_ends_a_terminal(start: Start) -> None:
+    run = start(RUN + UNTIL_A_SIGNAL)
+    _, pids, watcher = begun(run)
+    assert os.getsid(watcher.pid) == watcher.pid != os.getsid(run.pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        watcher.send_signal(number)
+    run.terminate()
+    assert run.wait(5) == -signal.SIGTERM
+    assert gone([*pids, watcher.pid], 20)
+
+
+def test_a_fork_does_not_keep_the_run_alive(start: Start) -> None:
+    """A forked copy of the run holds its open files, but the run has ended when the run has ended."""
+    run = start(RUN + WITH_A_FORK + "print(*pids, flush=True); print(forked, flush=True); time.sleep(120)")
+    _, pids, watcher = begun(run)
+    forked = psutil.Process(int(said(run)))
+    run.kill()
+    run.wait(5)
+    try:
+        assert gone([*pids, watcher.pid], 20)
+    finally:
+        forked.kill()
+
+
+def test_output_goes_to_the_file_also_from_children(tmp_path: Path, start: Start) -> None:
+    path = tmp_path / "deeper" / "noise.log"
+    path.parent.mkdir()
+    path.write_text("what was there\n")
+    code = f"""
+import os, pathlib, subprocess, sys
+from xray_runtime.processes import redirect_output
+print("before")  # still in Python's buffer: it belongs where output went until now
+redirect_output(pathlib.Path({str(path)!r}))
+print("from Python", flush=True)
+print("an error", file=sys.stderr, flush=True)
+os.write(1, b"from C\\n")
+subprocess.run([sys.executable, "-c", "print('from a child')"])
+redirect_output(pathlib.Path({str(tmp_path / "new" / "other.log")!r}))
+print("elsewhere")
+"""
+    process = start(code)
+    assert process.communicate(timeout=30)[0] == "before\n"
+    assert process.returncode == 0
+    assert path.read_text() == "what was there\nfrom Python\nan error\nfrom C\nfrom a child\n"
+    assert (tmp_path / "new" / "other.log").read_text() == "elsewhere\n"

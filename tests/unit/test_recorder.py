@@ -1,0 +1,51 @@
+"""A stage's records on disk, without any store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xray_runtime.lineage import recorder as module
+from xray_runtime.lineage.recorder import StageRecorder
+from xray_runtime.report.figures import read_metrics
+
+KEY = "ab" * 32
+
+
+def silent(*_: Any) -> None:
+    pass
+
+
+def test_an_attempt_starts_its_records_anew(tmp_path: Path) -> None:
+    first = StageRecorder(tmp_path, "sft", KEY, None, silent)
+    for step in range(3):
+        first.metrics({"sft/loss": 9.0}, step)
+    first.close()
+    second = StageRecorder(tmp_path, "sft", KEY, None, silent)
+    second.metrics({"sft/loss": 1.0}, 0)
+    second.close()
+    assert second.metrics_path == first.metrics_path
+    assert read_metrics(second.metrics_path) == {"sft/loss": [(0, 1.0)]}
+    # Another key is another place.
+    assert StageRecorder(tmp_path, "sft", "cd" * 32, None, silent).metrics_path != first.metrics_path
+
+
+def test_a_metric_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
+    recorder = StageRecorder(tmp_path, "sft", KEY, None, silent)
+    recorder.metrics({"sft/loss": 2}, 4)
+    assert json.loads(recorder.metrics_path.read_text()) == {"step": 4, "metrics": {"sft/loss": 2.0}}
+
+
+def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    seen: list[Any] = []
+    recorder = StageRecorder(tmp_path, "sft", KEY, None, lambda *progress: seen.append(progress))
+    for done in range(1, 11):
+        recorder.progress(done, 10, "steps", f"at {done}")
+        now += 0.06
+    # The first, then one in 0.2 s: at 0.24 s and 0.48 s; and the last, 0.06 s after that.
+    assert seen == [("sft", done, 10, "steps", f"at {done}") for done in (1, 5, 9, 10)]

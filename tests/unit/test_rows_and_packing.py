@@ -1,0 +1,133 @@
+"""Rows between actors: dealt, packed and put together again without losing, doubling or swapping one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xray_runtime.actors.rows import Rows, merge, num_rows, pad, split, take
+from xray_runtime.data.batching import micro_batches
+from xray_runtime.stages.common import closed, text_rows
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
+NUM_ROWS = st.integers(1, 30)
+PARTS = st.integers(1, 8)
+
+
+def table(n: int) -> Rows:
+    """Columns of each kind that travels, every row different."""
+    ids = np.arange(n)
+    return {
+        "input_ids": ids[:, None] * 100 + np.arange(4),
+        "lengths": ids + 1,
+        "old_logprobs": (-ids[:, None] - np.linspace(0, 0.5, 3)).astype(np.float32),
+        "response_mask": (ids[:, None] + np.arange(3)) % 3 == 0,
+        "trunk": np.arange(n * 6, dtype=np.float32).reshape(n, 3, 2),
+    }
+
+
+def assert_same(a: Rows, b: Rows) -> None:
+    assert list(a) == list(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        np.testing.assert_array_equal(a[name], b[name], strict=True)
+
+
+def test_pad_by_hand() -> None:
+    ids, lengths = pad(([7, 8, 9], [], [5]), value=3)
+    assert ids.tolist() == [[7, 8, 9], [3, 3, 3], [5, 3, 3]]
+    assert lengths.tolist() == [3, 0, 1]
+    assert (ids.dtype, lengths.dtype) == (np.int64, np.int64)
+    assert [x.shape for x in pad([], value=0)] == [(0, 0), (0,)]
+    assert [x.shape for x in pad([[], []], value=0)] == [(2, 0), (2,)]
+    # Read once: a generator will do.
+    assert pad((s for s in ([1], [2, 3])), value=0)[0].tolist() == [[1, 0], [2, 3]]
+
+
+@given(sequences=SEQUENCES, value=st.integers(-1, 9))
+def test_padding_gives_back_every_sequence(sequences: list[list[int]], value: int) -> None:
+    ids, lengths = pad(sequences, value)
+    assert ids.shape == (len(sequences), max(map(len, sequences), default=0))
+    assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == sequences
+    assert all((row[n:] == value).all() for row, n in zip(ids, lengths, strict=True))
+
+
+def test_rows_are_dealt_like_cards() -> None:
+    parts = split({"id": np.arange(7)}, 3)
+    assert [part["id"].tolist() for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [part["id"].tolist() for part in split({"id": np.arange(2)}, 3)] == [[0], [1], []]
+    assert merge(parts)["id"].tolist() == list(range(7))
+
+
+@given(n=NUM_ROWS, parts=PARTS)
+def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
+    rows = table(n)
+    dealt = split(rows, parts)
+    assert sum(map(num_rows, dealt)) == n
+    assert max(map(num_rows, dealt)) - min(map(num_rows, dealt)) <= 1
+    assert_same(merge(dealt), rows)
+
+
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
+def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> None:
+    """No part has more work than another by more than one longest row, however uneven the rows are."""
+    work = [int(part["lengths"].sum()) for part in split({"lengths": np.array(lengths)}, parts)]
+    assert max(work) - min(work) <= lengths[-1]
+
+
+@given(n=NUM_ROWS, parts=PARTS, data=st.data())
+def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: st.DataObject) -> None:
+    """As in a WholeModel: each Workhorse answers for its own rows, in micro-batches of like length, in any order."""
+    lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)))
+    max_tokens = data.draw(st.integers(1, 60))
+
+    def answer(rows: Rows) -> Rows:
+        out = np.zeros(num_rows(rows), dtype=np.int64)
+        for index in micro_batches(rows["lengths"].tolist(), max_tokens):
+            batch = take(rows, index)
+            out[index] += batch["id"] * 1000 + batch["lengths"]
+        return {"score": out}
+
+    rows = {"id": np.arange(n), "lengths": lengths}
+    scores = merge([answer(part) for part in split(rows, parts)])["score"]
+    assert scores.tolist() == [i * 1000 + length for i, length in enumerate(lengths.tolist())]
+
+
+def test_take_by_hand() -> None:
+    rows = {"id": np.arange(4), "pair": np.arange(8).reshape(4, 2)}
+    assert_same(take(rows, [2, 0, 2]), {"id": np.array([2, 0, 2]), "pair": np.array([[4, 5], [0, 1], [4, 5]])})
+    # An empty list has no type of its own: it must not turn into an index of floats.
+    assert_same(take(rows, []), {"id": np.zeros(0, int), "pair": np.zeros((0, 2), int)})
+    with pytest.raises(IndexError):
+        take(rows, [4])
+
+
+@given(n=NUM_ROWS, data=st.data())
+def test_taking_twice_is_taking_once(n: int, data: st.DataObject) -> None:
+    first = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
+    second = data.draw(st.lists(st.integers(0, len(first) - 1), max_size=20))
+    assert_same(take(take(table(n), first), np.array(second)), take(table(n), [first[i] for i in second]))
+
+
+def test_taking_copies() -> None:
+    rows: Any = {"id": np.arange(3)}
+    take(rows, [0, 1])["id"][0] = 99
+    assert rows["id"].tolist() == [0, 1, 2]
+
+
+def test_rows_of_prompt_and_reply() -> None:
+    rows = text_rows([([5, 6], [7]), ([8], [9, 10, 1]), ([4], [])], pad_token_id=0)
+    assert rows["input_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 1], [4, 0, 0, 0]]
+    assert rows["prompt_lengths"].tolist() == [2, 1, 1]
+    assert rows["lengths"].tolist() == [3, 4, 1]
+
+
+def test_a_reply_is_closed_once() -> None:
+    assert closed([5, 6], 1) == [5, 6, 1]
+    assert closed([5, 1], 1) == [5, 1]
+    assert closed([1, 5], 1) == [1, 5, 1]
+    assert closed([], 1) == [1]
