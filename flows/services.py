@@ -53,11 +53,12 @@ class Health:
     """Looks after what a run started: a dead Prefect server is started again, a dead Ray ends the run."""
 
     def __init__(self) -> None:
+        self.lost = False
+        """Whether the run failed because Ray had died."""
         self._ray: list[psutil.Process] = []
         self._ended = threading.Event()
 
-    def lost(self) -> bool:
-        """Whether a part of Ray that cannot be replaced has died."""
+    def _ray_is_dead(self) -> bool:
         return any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in self._ray)
 
     @contextlib.contextmanager
@@ -69,13 +70,16 @@ class Health:
         thread.start()
         try:
             yield
+        except Exception:
+            self.lost = self._ray_is_dead()
+            raise
         finally:
             self._ended.set()
             thread.join()
 
     def _watch(self, server: PrefectServer | None) -> None:
         while not self._ended.wait(WATCH_SECONDS):
-            if self.lost():
+            if self._ray_is_dead():
                 log.error("Ray died")
                 os._exit(LOST)
             if server is not None and server.process.poll() is not None:

@@ -39,7 +39,7 @@ def main(output: Path, *, as_json: bool) -> int:
         return INTERRUPTED
     except Exception as error:
         logging.getLogger(__name__).exception("the lifecycle failed")
-        if health.lost():
+        if health.lost:
             return LOST
         cause = root_cause(error)
         text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
