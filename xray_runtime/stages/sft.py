@@ -20,7 +20,7 @@ from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, t
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.spec import Recorder, StageSpec
 
-HELDOUT_ROWS = 512
+HELDOUT_ROWS = 256
 """Held-out pairs behind the reported held-out loss."""
 
 
@@ -60,7 +60,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
                 "sft/lr": lr_at(config, step, config.steps),
                 "speed/train_tokens_per_s": int(batch["lengths"].sum()) / seconds,
             }
-            if step + 1 == config.steps or step % max(config.steps // 10, 1) == 0:
+            if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 nll = ray.get(policy.score.remote(heldout_rows))["nll"]
                 metrics["sft/heldout_loss"] = float(nll.sum()) / heldout_tokens
             recorder.metrics(metrics, step)
