@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from flows.plan_command import plan
 from flows.services import quiet_environment, services
 from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.errors import root_cause
@@ -26,6 +27,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 @app.callback()
 def _root() -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
+
+
+app.command()(plan)
 
 
 @app.command()
