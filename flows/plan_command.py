@@ -176,7 +176,7 @@ def _read(
         count = _number("--params", params, 1e6, 1e13)
         assert count is not None
         if overrides:
-            raise ConfigError(f"--set: {overrides[0]!r} is not allowed: must be given with a CONFIG")
+            raise ConfigError(f"--set: {json.dumps(overrides[0])} is not allowed: must be given with a CONFIG")
         workload = from_parameters(count, int(length or 1024))
         return workload, _machine("auto", num_devices, memory)
     if length is not None:
