@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.determinism import verify_determinism
+from flows.plan_command import plan
 from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG
 from flows.supervisor import supervise
@@ -23,6 +24,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.callback()
 def _root() -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
+
+
+app.command()(plan)
 
 
 @app.command()

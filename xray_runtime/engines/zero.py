@@ -20,6 +20,8 @@ from xray_runtime.config import TrainingConfig
 
 TAG = "engine"
 """Name of the one checkpoint DeepSpeed finds in a snapshot's directory."""
+REDUCE_BUCKET = 500_000_000
+"""Most gradient elements that are reduced at a time."""
 
 
 class ZeroEngine:
@@ -43,7 +45,12 @@ class ZeroEngine:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            "zero_optimization": {
+                "stage": self.stage,
+                "overlap_comm": False,
+                # DeepSpeed allocates the whole bucket: 2 GB for its default of 5e8 elements, however small the model.
+                "reduce_bucket_size": min(REDUCE_BUCKET, sum(p.numel() for p in trainable)),
+            },
             "zero_allow_untested_optimizer": True,
             # ZeRO 0 clips in our hook below, which also tells the norm; DeepSpeed's own clipping there does not.
             "gradient_clipping": training.grad_clip if self.stage else 0.0,

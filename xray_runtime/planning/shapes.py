@@ -1,0 +1,199 @@
+"""Shapes of Llama-family models: what the memory model needs to know of a model, and its exact parameter count.
+
+Read from a Hugging Face config, a checkpoint directory, a GGUF file's header, our own `FreshBase`, or derived from
+nothing but a parameter count. Weights are never read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.config import FreshBase, PretrainedBase
+from xray_runtime.models.location import locate
+
+EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A Llama: RMSNorm, grouped-query attention (Ainslie et al. 2023), SwiGLU; Touvron et al. 2023."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    """Input and output embeddings are one matrix."""
+    extra_layer_parameters: int = 0
+    """Biases and norms of one layer that a Llama does not have."""
+
+    @property
+    def embedding_parameters(self) -> int:
+        """One embedding matrix, V·h."""
+        return self.vocab_size * self.hidden_size
+
+    def layer_parameters(self, tp: int = 1) -> int:
+        """One layer's share of one of `tp` tensor-parallel ranks: q, k, v, o, gate, up and down projections are split
+        (by whole heads; key-value heads are repeated where there are fewer of them than ranks), norms are not.
+        """
+        heads = _ceil(self.num_heads, tp) + _ceil(self.num_kv_heads, tp)
+        mlp = 3 * self.hidden_size * _ceil(self.intermediate_size, tp)
+        return 2 * self.hidden_size * self.head_size * heads + mlp + 2 * self.hidden_size + self.extra_layer_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the causal LM, a tied embedding once."""
+        embeddings = self.embedding_parameters * (1 if self.tied else 2)
+        return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
+
+
+def from_fresh(config: FreshBase) -> ModelShape:
+    """The shape of our own small Llama, at its largest vocabulary."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        tied=True,
+    )
+
+
+def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
+    """The shape in a Hugging Face `config.json`.
+
+    Raises:
+        ValueError: a field that a Llama has is missing, or the model is a mixture of experts.
+    """
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    absent = [name for name in names if not isinstance(config.get(name), int)]
+    family = config.get("model_type", "unknown")
+    if absent:
+        raise ValueError(f"a {family!r} model cannot be planned: its config has no {absent[0]}; plan with --params")
+    if any(config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise ValueError(f"a {family!r} model cannot be planned: mixtures of experts are not; plan with --params")
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or hidden // heads
+    q, kv, mlp = heads * head_size, kv_heads * head_size, config["intermediate_size"]
+    extra = 0
+    if config.get("attention_bias"):
+        extra += q + 2 * kv + hidden
+    elif family == "qwen2":
+        # Its biases on q, k and v stand nowhere in its config.
+        extra += q + 2 * kv
+    if config.get("mlp_bias"):
+        extra += 2 * mlp + hidden
+    if family == "qwen3":
+        extra += 2 * head_size
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        intermediate_size=mlp,
+        vocab_size=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        extra_layer_parameters=extra,
+    )
+
+
+def from_pretrained(config: PretrainedBase) -> ModelShape:
+    """The shape of a hub name, a directory, a .gguf file or a packaged model.
+
+    Raises:
+        ValueError: it cannot be found or read, or is no Llama-like model.
+    """
+    name, gguf = locate(config.model)
+    try:
+        if gguf is not None:
+            return _from_gguf(Path(name) / gguf)
+        if Path(name).is_dir():
+            return from_hf_config(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
+        import transformers
+
+        return from_hf_config(transformers.AutoConfig.from_pretrained(name).to_dict())
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"base.model: {config.model!r} cannot be planned ({reason})") from error
+
+
+def _from_gguf(path: Path) -> ModelShape:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    family = str(reader.fields["general.architecture"].contents())
+
+    def number(key: str) -> int:
+        if f"{family}.{key}" not in reader.fields:
+            raise ValueError(f"its header has no {family}.{key}")
+        return int(reader.fields[f"{family}.{key}"].contents())
+
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    hidden, heads = number("embedding_length"), number("attention.head_count")
+    shape = ModelShape(
+        num_layers=number("block_count"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=number("attention.head_count_kv"),
+        head_size=number("attention.key_length")
+        if f"{family}.attention.key_length" in reader.fields
+        else hidden // heads,
+        intermediate_size=number("feed_forward_length"),
+        vocab_size=sizes["token_embd.weight"] // hidden,
+        tied="output.weight" not in sizes,
+    )
+    return replace(shape, extra_layer_parameters=(sum(sizes.values()) - shape.num_parameters) // shape.num_layers)
+
+
+def from_parameter_count(count: float) -> ModelShape:
+    """A plausible Llama with `count` parameters (short of it by less than its number of layers).
+
+    Width and depth grow together as in the Llama 2 family (Touvron et al. 2023): hidden ≈ 128 × layers, 32,000 untied
+    tokens, heads of 128, and from 30 billion parameters on 8 key-value heads. The MLP takes up what is left.
+    """
+    total = int(count)
+    head_size, tied = (128, False) if total >= 10**9 else (64, True)
+    # Heads in multiples of 8 or 16, so that large models can be split.
+    step = 2048 if total >= 10**11 else 1024 if total >= 10**9 else 64
+    vocab = 32_000 if total >= 10**8 else 2_048
+
+    def shape(hidden: int) -> ModelShape:
+        heads = hidden // head_size
+        kv_heads = 8 if total >= 30 * 10**9 else heads
+        return ModelShape(
+            num_layers=1,
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            intermediate_size=8 * hidden // 3,
+            vocab_size=vocab,
+            tied=tied,
+        )
+
+    def layers(hidden: int) -> float:
+        one = shape(hidden)
+        return (total - one.num_parameters) / one.layer_parameters() + 1
+
+    widths = range(step, 40 * 1024, step)
+    hidden = min((w for w in widths if layers(w) >= 1), key=lambda w: abs(w / layers(w) - 128))
+    one = replace(shape(hidden), num_layers=max(round(layers(hidden)), 1))
+    spare = (total - one.num_parameters) // one.num_layers
+    one = replace(one, intermediate_size=one.intermediate_size + spare // (3 * hidden))
+    return replace(one, extra_layer_parameters=(total - one.num_parameters) // one.num_layers)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,226 @@
+"""What is to be planned: the models of a PPO stage, how much text they see at a time, and the machine they run on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import psutil
+
+from xray_runtime.config import FreshBase, LifecycleConfig
+from xray_runtime.planning.memory import (
+    FLOAT32_BYTES,
+    HALF_BYTES,
+    Layout,
+    Memory,
+    generation_memory,
+    scoring_memory,
+    training_memory,
+    trunk_bytes,
+)
+from xray_runtime.planning.shapes import ModelShape, from_fresh, from_parameter_count, from_pretrained
+
+GIB = 2**30
+USABLE = 0.9
+"""Share of a device's memory a plan may fill; fragmentation, communication and others on the machine take the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`num_devices` equal devices with `memory_bytes` each: GPUs, or CPU cores with their share of RAM."""
+
+    num_devices: int
+    memory_bytes: int
+    device: Literal["cpu", "cuda"] = "cuda"
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(USABLE * self.memory_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One model of the PPO loop."""
+
+    name: str
+    shape: ModelShape
+    use: Literal["train", "score", "generate"]
+    weight_bytes: int
+    """2 of a trained role means mixed precision: the optimizer works in float32."""
+    scores_tokens: bool = True
+    """Log-probabilities of tokens are wanted, so logits are made; a critic or reward model has one number instead."""
+    top_layers: int | None = None
+    reference_branch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The roles and what they see."""
+
+    roles: tuple[Role, ...]
+    sequence_tokens: int
+    """Longest prompt and reply together."""
+    response_tokens: int
+    """Longest reply."""
+    batch_size: int
+    """Sequences of one optimizer step; as many data-parallel ranks can be used."""
+    rollout_size: int
+    """Sequences of one rollout."""
+    micro_batch_tokens: int
+    score_tokens: int = 8192
+    """Tokens of one scoring pass."""
+    concurrent_sequences: int = 32
+    """Sequences of full length a generator should hold at a time; vLLM lets the others wait."""
+    reserved_kv_bytes: int = 0
+    """What vLLM takes for its KV cache however little is needed."""
+    lora_rank: int | None = None
+    offload: bool = False
+
+    def memory(self, role: Role, layout: Layout) -> Memory:
+        """What `role` needs on each of its devices."""
+        shape, width = role.shape, role.weight_bytes
+        if role.use == "generate":
+            return generation_memory(
+                shape,
+                width,
+                layout,
+                sequences=min(self.concurrent_sequences, _ceil(self.rollout_size, layout.dp)),
+                length=self.sequence_tokens,
+                reserved_kv_bytes=self.reserved_kv_bytes,
+            )
+        tokens, positions = self._pass(role, self.score_tokens)
+        scoring = scoring_memory(shape, width, layout, tokens=tokens, positions=positions)
+        if role.use == "score":
+            return scoring
+        tokens, positions = self._pass(role, self.micro_batch_tokens)
+        training = training_memory(
+            shape,
+            width,
+            layout,
+            tokens=tokens,
+            positions=positions,
+            top_layers=role.top_layers,
+            reference_branch=role.reference_branch,
+            lora_rank=self.lora_rank,
+            offload=self.offload,
+        )
+        # A trained model scores as well, at another time.
+        passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
+        activations, logits = max(passes, key=sum)
+        if role.top_layers is not None:
+            activations += trunk_bytes(shape, self.sequence_tokens * _ceil(self.rollout_size, layout.dp))
+        return replace(training, activations=activations, logits=logits)
+
+    def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
+        """(tokens, positions that get logits) of one pass: a sequence longer than `max_tokens` has one of its own."""
+        tokens = max(max_tokens, self.sequence_tokens)
+        return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
+
+    def with_sequence(self, tokens: int) -> Workload:
+        """The same with sequences of `tokens` tokens, replies shortened alike, one sequence in a micro-batch."""
+        response = max(self.response_tokens * tokens // self.sequence_tokens, 1)
+        return replace(
+            self,
+            sequence_tokens=tokens,
+            response_tokens=response,
+            micro_batch_tokens=min(self.micro_batch_tokens, tokens),
+        )
+
+
+def from_config(config: LifecycleConfig, device: str) -> Workload:
+    """The PPO stages of `config`, where all roles are at work at the same time; each quantity where it is largest.
+
+    Training is float32, as X-ray's engine trains; vLLM generates in bfloat16 on CUDA.
+
+    Raises:
+        ValueError: the base model cannot be found, read or planned.
+    """
+    base, stages = config.base, config.ppo.stages
+    shape = from_fresh(base) if isinstance(base, FreshBase) else from_pretrained(base)
+    top_layers = None if isinstance(base, FreshBase) else base.trainable_layers
+    if top_layers is not None and top_layers > shape.num_layers:
+        raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
+    sampled_bytes = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
+    roles = [
+        Role(
+            name="policy",
+            shape=shape,
+            use="train",
+            weight_bytes=FLOAT32_BYTES,
+            top_layers=top_layers,
+            reference_branch=top_layers is not None,
+        )
+    ]
+    if top_layers is None:
+        roles.append(Role(name="reference", shape=shape, use="score", weight_bytes=FLOAT32_BYTES))
+    if any(stage.critic == "separate" for stage in stages):
+        roles.append(
+            Role(
+                name="critic",
+                shape=shape,
+                use="train",
+                weight_bytes=FLOAT32_BYTES,
+                scores_tokens=False,
+                top_layers=top_layers,
+            )
+        )
+    roles.append(Role(name="reward", shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=False))
+    roles.append(Role(name="generator", shape=shape, use="generate", weight_bytes=sampled_bytes))
+    response = max(stage.max_new_tokens for stage in stages)
+    return Workload(
+        roles=tuple(roles),
+        sequence_tokens=config.data.max_prompt_tokens + response,
+        response_tokens=response,
+        batch_size=min(stage.minibatch_size for stage in stages),
+        rollout_size=max(stage.prompts_per_iteration for stage in stages),
+        micro_batch_tokens=max(stage.engine.micro_batch_tokens for stage in stages),
+        reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
+    )
+
+
+def from_parameters(count: float, sequence_tokens: int) -> Workload:
+    """PPO with five models of `count` parameters each in mixed precision, half of each sequence a reply, batches of 512
+    (as Ouyang et al. 2022).
+    """
+    shape = from_parameter_count(count)
+    uses: tuple[tuple[str, Literal["train", "score", "generate"], bool], ...] = (
+        ("policy", "train", True),
+        ("reference", "score", True),
+        ("critic", "train", False),
+        ("reward", "score", False),
+        ("generator", "generate", True),
+    )
+    return Workload(
+        roles=tuple(
+            Role(name=name, shape=shape, use=use, weight_bytes=HALF_BYTES, scores_tokens=tokens)
+            for name, use, tokens in uses
+        ),
+        sequence_tokens=sequence_tokens,
+        response_tokens=sequence_tokens // 2,
+        batch_size=512,
+        rollout_size=512,
+        micro_batch_tokens=4096,
+    )
+
+
+def this_machine(device: str = "auto") -> Machine:
+    """What is here: CUDA devices, or else the cores this process may use with equal shares of RAM.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+            return Machine(num_devices=torch.cuda.device_count(), memory_bytes=memory)
+        if device == "cuda":
+            raise ValueError("runtime.device is 'cuda' and this machine has no GPU: give --devices and --memory-gib")
+    cores = len(os.sched_getaffinity(0))
+    return Machine(num_devices=cores, memory_bytes=psutil.virtual_memory().total // cores, device="cpu")
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
