@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.checkpoints.manifest import MANIFEST, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.lineage.attestation import statement_sha256
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,6 +180,7 @@ class StageRun:
             "code_digest": manifest.code_digest,
             "seed": str(manifest.seed),
             "dataset_sha256": manifest.dataset or "",
+            "statement_sha256": statement_sha256(ref.path) or "",
         } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
         model = client.create_logged_model(
             self._tracker.experiment_id,
