@@ -32,7 +32,7 @@ def open_place(output: Path, tracking_uri: str | None) -> Place:
     """The output directory of lifecycles.
 
     Args:
-        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, else the store inside `output`, if there is one.
+        tracking_uri: MLflow's address; by default the store inside `output`, else MLFLOW_TRACKING_URI, if there is one.
 
     Raises:
         ConfigError: `output` holds no checkpoints.
@@ -42,7 +42,7 @@ def open_place(output: Path, tracking_uri: str | None) -> Place:
         raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
     database = output / "mlflow.db"
     own = f"sqlite:///{database.absolute()}" if database.is_file() else None
-    return Place(output, read_graph(store), tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
+    return Place(output, read_graph(store), tracking_uri or own or os.environ.get("MLFLOW_TRACKING_URI"))
 
 
 def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
@@ -83,9 +83,10 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[Place, Nod
 def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
     from xray_runtime.lineage.tracking_audit import registered_checkpoint
 
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = tracking_uri
     if uri is None and output is not None and (output / "mlflow.db").is_file():
         uri = f"sqlite:///{(output / 'mlflow.db').absolute()}"
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
     found = registered_checkpoint(uri, reference)

@@ -128,11 +128,20 @@ def check_tracking(place: Place, nodes: list[Node], everything: bool) -> Iterato
 def _check_node(snapshot: Snapshot, node: Node) -> Iterator[Finding]:
     models = snapshot.by_sha.get(node.sha256, [])
     digest = statement_sha256(node.directory)
-    # A checkpoint that was computed again has an older record too, with the statement of then.
-    model = next((m for m in models if m.params.get("statement_sha256") == digest), models[0] if models else None)
-    if model is None:
+    statement = node.statement
+    facts = statement.predicate.details.run if statement is not None else None
+    # A checkpoint that was computed again has other records too: with the statement of then, or of another run.
+    models = sorted(
+        models,
+        key=lambda m: (
+            m.params.get("statement_sha256") == digest,
+            facts is not None and m.source_run_id == facts.mlflow_run_id,
+        ),
+    )
+    if not models:
         yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
         return
+    model = models[-1]
     differing = sorted(
         name for name, value in _model_params(node, digest).items() if (model.params.get(name) or "") != value
     )
@@ -140,8 +149,6 @@ def _check_node(snapshot: Snapshot, node: Node) -> Iterator[Finding]:
         differing.append("uri")
     if differing:
         yield Finding(node.name, "mlflow-model-changed", f"params of {model.model_id}: {', '.join(differing)}")
-    statement = node.statement
-    facts = statement.predicate.details.run if statement is not None else None
     run_id = model.source_run_id
     if facts is not None and facts.mlflow_run_id in snapshot.runs and facts.mlflow_run_id != run_id:
         yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
