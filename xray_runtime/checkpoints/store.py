@@ -182,9 +182,12 @@ def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True)
         Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in sorted(set(listed) - set(safe))
     ]
     found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
-    with ThreadPoolExecutor() as pool:
-        checked = pool.map(lambda entry: _check_file(directory, entry, hashing), safe.values())
-        found += [damage for damage in checked if damage]
+    if hashing:
+        with ThreadPoolExecutor() as pool:
+            checked = list(pool.map(lambda entry: _check_file(directory, entry, True), safe.values()))
+    else:
+        checked = [_check_file(directory, entry, False) for entry in safe.values()]
+    found += [damage for damage in checked if damage]
     return found
 
 

@@ -96,7 +96,9 @@ def read_statement(directory: Path) -> Statement:
 def statement_sha256(directory: Path) -> str | None:
     """Digest of the statement, where there is one."""
     path = directory / ATTESTATION / STATEMENT
-    return file_sha256(path) if path.is_file() else None
+    if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
+        return None
+    return file_sha256(path)
 
 
 def _statement(

@@ -26,15 +26,15 @@ class Snapshot:
     """What an MLflow store says, read once and never written.
 
     Raises:
-        OSError: a SQLite file that is not there (MLflow would make an empty one).
+        OSError: a SQLite file that is not there.
+        ValueError: a file that is none of SQLite's.
     """
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        if uri.startswith("sqlite:///"):
-            os.stat(uri.removeprefix("sqlite:///"))
+        _check_sqlite(uri)
         import mlflow
         from mlflow.entities import ViewType
 
@@ -73,6 +73,14 @@ class Snapshot:
         return model.params.get("sha256") if model is not None else None
 
 
+def _check_sqlite(uri: str) -> None:
+    """MLflow would fill a file that is missing or empty with tables of its own."""
+    if uri.startswith("sqlite:///"):
+        with open(uri.removeprefix("sqlite:///"), "rb") as file:
+            if file.read(16) != b"SQLite format 3\0":
+                raise ValueError("no database of SQLite")
+
+
 def _pages(page: Any) -> list[Any]:
     found: list[Any] = []
     token = None
@@ -88,9 +96,8 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     """(sha256, directory) of `name@alias` or `name/version`; None when there is none."""
     from mlflow.exceptions import MlflowException
 
-    with contextlib.suppress(MlflowException, OSError):
-        if uri.startswith("sqlite:///"):
-            os.stat(uri.removeprefix("sqlite:///"))
+    with contextlib.suppress(MlflowException, OSError, ValueError):
+        _check_sqlite(uri)
         import mlflow
 
         client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
