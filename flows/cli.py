@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows import lineage_commands
+from flows import custody_commands, lineage_commands
 from flows.services import quiet_environment, services
 from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.errors import root_cause
@@ -21,6 +21,7 @@ from xray_runtime.stages.spec import plan_stages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 lineage_commands.register(app)
+custody_commands.register(app)
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 

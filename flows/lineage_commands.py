@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from flows.services import quiet_environment
 from xray_runtime.config_io import ConfigError
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.audit import Audit
 
 T = TypeVar("T")
 
@@ -47,9 +50,9 @@ def lineage(
     from xray_runtime.lineage.drawing import lineage_json, lineage_text, write_html
     from xray_runtime.lineage.reference import resolve
 
-    place, node = _checked(lambda: resolve(ref, output, tracking_uri))
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
     if html is not None:
-        _checked(lambda: write_html(html, place, node, descendants))
+        checked(lambda: write_html(html, place, node, descendants))
     if as_json:
         print(json.dumps(lineage_json(place.graph, node, descendants), indent=2))
     else:
@@ -66,8 +69,8 @@ def diff(
     from xray_runtime.lineage.difference import difference, difference_text
     from xray_runtime.lineage.reference import resolve
 
-    left = _checked(lambda: resolve(first, output, tracking_uri))
-    right = _checked(lambda: resolve(second, output, tracking_uri))
+    left = checked(lambda: resolve(first, output, tracking_uri))
+    right = checked(lambda: resolve(second, output, tracking_uri))
     content = difference(*left, *right)
     if as_json:
         print(json.dumps(content, indent=2))
@@ -76,7 +79,9 @@ def diff(
 
 
 def audit(
-    ref: Annotated[str | None, typer.Argument(metavar="REF", help="As in `xray lineage`; or use --all.")] = None,
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="As in `xray lineage`, or a bundle; or use --all.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything in --output DIR.")] = False,
     output: Output = None,
     tracking_uri: Tracking = None,
@@ -91,8 +96,13 @@ def audit(
     Exit codes: 0 sound, 1 something was found, 2 bad input.
     """
     from xray_runtime.lineage.audit import audit as run_audit
-    from xray_runtime.lineage.drawing import printable
+    from xray_runtime.lineage.bundle import audit_bundle
     from xray_runtime.lineage.reference import open_place, resolve
+
+    if ref is not None and not everything and Path(ref).is_file():
+        bundle = Path(ref)
+        report(checked(lambda: audit_bundle(bundle, public_key, hashing=hashing)), hashing, as_json)
+        return
 
     def chosen() -> tuple[Any, Any]:
         if everything == (ref is not None):
@@ -106,8 +116,14 @@ def audit(
         place, node = resolve(ref, output, tracking_uri)
         return place, [node]
 
-    place, starts = _checked(chosen)
-    result = run_audit(place, starts, public=public_key, hashing=hashing)
+    place, starts = checked(chosen)
+    report(run_audit(place, starts, public=public_key, hashing=hashing), hashing, as_json)
+
+
+def report(result: Audit, hashing: bool, as_json: bool) -> None:
+    """Print an audit and exit by what it found."""
+    from xray_runtime.lineage.drawing import printable
+
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         raise typer.Exit(0 if result.is_sound else BROKEN)
@@ -122,7 +138,7 @@ def audit(
     raise typer.Exit(0 if result.is_sound else BROKEN)
 
 
-def _checked(call: Callable[[], T]) -> T:
+def checked(call: Callable[[], T]) -> T:
     """What `call` returns; bad input is one line and exit code 2."""
     quiet_environment()
     try:

@@ -19,12 +19,13 @@ from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, SIGNATURE
 from xray_runtime.checkpoints.store import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.card import MODEL_KINDS
+from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.evaluation_audit import Prompts, check_dataset, check_evaluation
 from xray_runtime.lineage.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import Place
-from xray_runtime.lineage.signing import SignatureProblem, Verifier, public_key
+from xray_runtime.lineage.signing import SignatureProblem, Verifier, trusted_keys
 from xray_runtime.lineage.statement import Statement
 
 WORKERS = 8
@@ -94,7 +95,7 @@ def audit(
     found += _commits(sorted(commits))
     if everything:
         found += _record(place)
-    found += _decisions(place, verifier)
+    found += check_chain(place.output, verifier)
     if place.tracking_uri is not None:
         from xray_runtime.lineage.tracking_audit import check_tracking
 
@@ -138,12 +139,12 @@ def _structure(place: Place, order: list[str], everything: bool) -> Iterator[Fin
 
 
 def _verifier(place: Place, public: Path | None, found: list[Finding]) -> Verifier | None:
-    path = public or public_key(place.output)
+    paths = [public] if public else trusted_keys(place.output)
     try:
-        return Verifier(path)
+        return Verifier(paths)
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        found.append(Finding(str(path.name), "key-missing", f"{path}: {reason}"))
+        found.append(Finding("keys", "key-missing", reason))
         return None
 
 
@@ -266,17 +267,14 @@ def _record(place: Place) -> Iterator[Finding]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield Finding("lifecycle.json", "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
         return
+    removed = pruned(place.output)
     for name, (sha, parents) in stages.items():
         node = place.graph.nodes.get(sha)
+        if node is None and sha in removed:
+            continue
         if node is None:
             yield Finding("lifecycle.json", "record-differs", f"{name} {sha[:12]} is not in the store")
         elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
             yield Finding("lifecycle.json", "record-differs", f"{name}: stage or parents are not the checkpoint's")
         elif node.manifest.kind == "evaluate" and evaluation is not None and evaluation != node.results:
             yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")
-
-
-def _decisions(place: Place, verifier: Verifier | None) -> Iterator[Finding]:
-    from xray_runtime.lineage.decisions import check_chain
-
-    yield from check_chain(place.output, verifier)

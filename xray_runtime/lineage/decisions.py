@@ -6,6 +6,7 @@ statement in `decisions/NNNNNN.json`; an alias that does not point where the las
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -26,13 +27,18 @@ from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
 FOLDER = "decisions"
 START = "0" * 64
 
+Action = Literal["register", "promote", "rollback", "prune"]
+
 
 class Decision(BaseModel):
-    """One decision: `alias` of the registered model `name` now points to `version`, which is `checkpoint`."""
+    """One decision: `alias` of the registered model `name` now points to `version`, which is `checkpoint`.
+
+    With action `prune` it is about no model: `checkpoint` was removed from the store, and that was meant.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    action: Literal["register", "promote", "rollback"]
+    action: Action
     name: str
     alias: str
     version: str
@@ -59,10 +65,10 @@ def decide(
     output: Path,
     private_key: Path,
     *,
-    action: Literal["register", "promote", "rollback"],
-    name: str,
-    alias: str,
-    version: str,
+    action: Action,
+    name: str = "",
+    alias: str = "",
+    version: str = "",
     checkpoint: str,
     note: str = "",
     by: str | None = None,
@@ -99,11 +105,6 @@ def decide(
     sign(path, path.with_suffix(".sig"), private_key)
 
 
-def read_decisions(output: Path) -> list[Decision]:
-    """All decisions in order. Raises ValueError on one that cannot be read."""
-    return [_read(path) for path in _files(output)]
-
-
 def current(output: Path) -> dict[tuple[str, str], Decision]:
     """(registered model, alias) → the last decision about it; unreadable decisions are passed over."""
     found = {}
@@ -112,7 +113,19 @@ def current(output: Path) -> dict[tuple[str, str], Decision]:
             decision = _read(path)
         except (OSError, ValueError):
             continue
-        found[decision.name, decision.alias] = decision
+        if decision.action != "prune":
+            found[decision.name, decision.alias] = decision
+    return found
+
+
+def pruned(output: Path) -> set[str]:
+    """Checkpoints whose removal was decided; unreadable decisions are passed over."""
+    found = set()
+    for path in _files(output):
+        with contextlib.suppress(OSError, ValueError):
+            decision = _read(path)
+            if decision.action == "prune":
+                found.add(decision.checkpoint)
     return found
 
 

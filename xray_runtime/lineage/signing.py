@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from xray_runtime.checkpoints.store import read_bounded
 from xray_runtime.config_io import ConfigError
 
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
-PRIVATE, PUBLIC = "signing.pem", "signing.pub"
+PRIVATE, PUBLIC, TRUSTED = "signing.pem", "signing.pub", "trusted"
 
 
 class SignatureProblem(ValueError):
@@ -58,6 +59,21 @@ def public_key(output: Path) -> Path:
     return output / "keys" / PUBLIC
 
 
+def trusted_keys(output: Path) -> list[Path]:
+    """The public key of an output directory, and those of what was imported into it."""
+    others = output / "keys" / TRUSTED
+    imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
+    own = public_key(output)
+    return imported if imported and not own.exists() else [own, *imported]
+
+
+def trust(output: Path, public: Path) -> None:
+    """Trust another public key in `output`."""
+    folder = output / "keys" / TRUSTED
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / f"{fingerprint(public)[:16]}.pub").write_bytes(read_bounded(public))
+
+
 def fingerprint(public: Path) -> str:
     """sha256 of a public key as model-signing names it.
 
@@ -85,20 +101,20 @@ def sign(what: Path, signature: Path, private: Path) -> None:
 
 
 class Verifier:
-    """Checks signatures against one public key.
+    """Checks signatures against the public keys that are trusted.
 
     Raises:
-        ValueError: the public key cannot be used.
+        ValueError: a public key cannot be used.
+        OSError: it cannot be read.
     """
 
-    def __init__(self, public: Path) -> None:
-        from model_signing import verifying
-
-        self.fingerprint = fingerprint(public)
-        self._config = lambda: verifying.Config().use_elliptic_key_verifier(public_key=public)
+    def __init__(self, public: Sequence[Path]) -> None:
+        self._keys = {fingerprint(path): path for path in public}
 
     def check(self, what: Path, signature: Path) -> None:
-        """Raises SignatureProblem unless `signature` is this key's and covers every byte of `what`."""
+        """Raises SignatureProblem unless `signature` is a trusted key's and covers every byte of `what`."""
+        from model_signing import verifying
+
         try:
             bundle = json.loads(read_bounded(signature))
             hint = bundle["verificationMaterial"]["publicKey"]["hint"]
@@ -107,10 +123,10 @@ class Verifier:
         except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
             code = "malformed" if signature.is_symlink() or signature.exists() else "missing"
             raise SignatureProblem(code, f"the signature cannot be read ({type(error).__name__})") from None
-        if hint != self.fingerprint:
+        if not isinstance(hint, str) or hint not in self._keys:
             raise SignatureProblem("foreign", f"it was signed with another key ({str(hint)[:12]}…)")
         try:
-            self._config().verify(what, signature)
+            verifying.Config().use_elliptic_key_verifier(public_key=self._keys[hint]).verify(what, signature)
         # The library lets whatever its parsers raise through; each means the same here.
         except Exception as error:
             lines = str(error).splitlines()

@@ -238,3 +238,22 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[name] = str(item)
     return flat
+
+
+def registered_version(uri: str, name: str, sha256: str) -> str | None:
+    """The version of the registered model `name` that is the checkpoint `sha256`."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    # A name with a quote in it cannot be asked for; ours have none.
+    versions = client.search_model_versions(f"name = '{name}'") if "'" not in name else []
+    return next((str(v.version) for v in versions if v.tags.get("xray.sha256") == sha256), None)
+
+
+def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:
+    """Point each alias of the registered model `name` to its version."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    for alias, version in aliases.items():
+        client.set_registered_model_alias(name, alias, version)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.attestation import statement_sha256
-from xray_runtime.lineage.decisions import current
+from xray_runtime.lineage.decisions import current, pruned
 from xray_runtime.lineage.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place
@@ -280,13 +280,14 @@ def _check_registry(snapshot: Snapshot, place: Place, audited: set[str], everyth
 
 def _check_orphans(snapshot: Snapshot, place: Place) -> Iterator[Finding]:
     """LoggedModels of this output directory whose checkpoint is gone."""
+    removed = pruned(place.output)
     store = {node.directory.name for node in place.graph.nodes.values()}
     # A store inside the output directory moves with it; in a shared one only the path tells whose a model is.
     own = place.tracking_uri == f"sqlite:///{(place.output / 'mlflow.db').absolute()}"
     for sha, models in sorted(snapshot.by_sha.items()):
         for model in models:
             uri = Path(model.params.get("uri", ""))
-            if sha in place.graph.nodes or not (own or uri.parent.parent == place.output.absolute()):
+            if sha in place.graph.nodes or sha in removed or not (own or uri.parent.parent == place.output.absolute()):
                 continue
             if uri.name not in store:
                 stage = uri.name.rpartition("-")[0]

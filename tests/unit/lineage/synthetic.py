@@ -37,8 +37,19 @@ def weights(seed: str, size: int = 3000) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def evaluation_files(asked: list[str], win_rate: float = 0.6) -> dict[str, bytes]:
-    evaluation = {"samples": len(asked), "win_rate": win_rate, "win_rate_ci95": [0.4, 0.8], "kl": 1.25, "judge": "gold"}
+def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:
+    evaluation = {
+        "samples": len(asked),
+        "judge": "gold",
+        "win_rate": win_rate,
+        "win_rate_ci95": [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)],
+        "kl": 1.25,
+        "length_before": 8.0,
+        "length_after": 10.0,
+        "reward_before": 0.0,
+        "reward_after": 1.0,
+        "gold_delta": gold_delta,
+    }
     samples = [{"prompt": text, "before": "a", "after": "b"} for text in asked[:2]]
     return {
         "evaluation.json": json.dumps(evaluation).encode(),
@@ -109,7 +120,7 @@ class Lifecycle:
         self.done[stage] = ref
         return ref
 
-    def whole(self, asked: list[str] | None = None) -> Lifecycle:
+    def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2) -> Lifecycle:
         """prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate, registered."""
         model = {"config.json": b"{}"}
         data = {"train.jsonl": jsonl(range(50)), "heldout.jsonl": jsonl(range(50, 60)), "stats.json": b'{"pairs": 60}'}
@@ -126,27 +137,30 @@ class Lifecycle:
             roles = {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"}
             self.add(stage, "ppo", model | {"model.safetensors": weights(stage)}, roles)
             policy = stage
-        self.evaluate(asked or [f"question {i}" for i in range(50, 56)])
-        if self.tracker is not None:
-            ref = self.done["ppo-2"]
-            run_id = self.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
-            version = self.tracker.register(NAME, ref, run_id, ALIAS)
-            decide(
-                self.output,
-                self.key,
-                action="register",
-                name=NAME,
-                alias=ALIAS,
-                version=version,
-                checkpoint=ref.sha256,
-            )
+        self.evaluate(asked or [f"question {i}" for i in range(50, 56)], gold_delta=gold_delta)
+        self.register("ppo-2")
         self.record()
         return self
 
-    def evaluate(self, asked: list[str]) -> CheckpointRef:
-        roles = {"policy": "ppo-2", "sft": "sft", "reward": "reward", "dataset": "prepare"}
-        ref = self.add("evaluate", "evaluate", evaluation_files(asked), roles, {"asked": asked})
-        publish_card(ref.path, self.done["ppo-2"].path)
+    def register(self, stage: str) -> None:
+        if self.tracker is None:
+            return
+        ref = self.done[stage]
+        run_id = self.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
+        version = self.tracker.register(NAME, ref, run_id, ALIAS)
+        decide(self.output, self.key, action="register", name=NAME, alias=ALIAS, version=version, checkpoint=ref.sha256)
+
+    def evaluate(
+        self,
+        asked: list[str],
+        policy: str = "ppo-2",
+        stage: str = "evaluate",
+        win_rate: float = 0.6,
+        gold_delta: float = 0.2,
+    ) -> CheckpointRef:
+        roles = {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"}
+        ref = self.add(stage, "evaluate", evaluation_files(asked, win_rate, gold_delta), roles, {"asked": asked})
+        publish_card(ref.path, self.done[policy].path)
         return ref
 
     def record(self) -> None:
