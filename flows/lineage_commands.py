@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,11 @@ def audit(
         report(checked(lambda: audit_bundle(bundle, public_key, hashing=hashing)), hashing, as_json)
         return
 
+    unreadable = _unreadable(Path(ref)) if ref is not None and not everything else None
+    if unreadable is not None:
+        report(unreadable, hashing, as_json)
+        return
+
     def chosen() -> tuple[Any, Any]:
         if everything == (ref is not None):
             raise ConfigError("REF or --all: one of the two is required, and not both")
@@ -118,6 +124,22 @@ def audit(
 
     place, starts = checked(chosen)
     report(run_audit(place, starts, public=public_key, hashing=hashing), hashing, as_json)
+
+
+def _unreadable(directory: Path) -> Audit | None:
+    """The audit of a checkpoint whose manifest cannot even be read: that is a finding, no mistake of the user's."""
+    from xray_runtime.checkpoints.manifest import MANIFEST
+    from xray_runtime.checkpoints.store import read_manifest
+    from xray_runtime.lineage.audit import Audit
+    from xray_runtime.lineage.findings import Finding
+
+    if not directory.is_dir() or not os.path.lexists(directory / MANIFEST):
+        return None
+    try:
+        read_manifest(directory)
+    except ValueError as error:
+        return Audit(findings=[Finding(directory.name, "manifest-malformed", str(error))])
+    return None
 
 
 def report(result: Audit, hashing: bool, as_json: bool) -> None:
