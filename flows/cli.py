@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flows import custody_commands, lineage_commands
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.services import quiet_environment
@@ -19,6 +20,8 @@ from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+lineage_commands.register(app)
+custody_commands.register(app)
 
 
 @app.callback()

@@ -7,6 +7,7 @@ what is new; a checkpoint that is missing or damaged is noticed and computed aga
 from __future__ import annotations
 
 import concurrent.futures
+import getpass
 import logging
 import os
 import time
@@ -17,6 +18,7 @@ import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
@@ -30,6 +32,9 @@ from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.lineage.attestation import publish_card
+from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
@@ -51,6 +56,8 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says."""
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
+    # A key that cannot be used is noticed before anything is computed.
+    signing_key(root)
     before = unfinished(root, config)
     if before is not None:
         end_lost_flow_run(before["flow_run_id"])
@@ -68,8 +75,20 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
             done[plan.name] = result
             journal.stage_done(result, cached, time.perf_counter() - start)
         policy = done[plan_stages(config)[-1].parents["policy"]]
+        publish_card(done["evaluate"].checkpoint.path, policy.checkpoint.path)
         name = f"{config.project}-policy"
         version = tracker.register(name, policy.checkpoint, policy.mlflow_run_id, ALIAS)
+        decide(
+            root,
+            signing_key(root),
+            action="register",
+            name=name,
+            alias=ALIAS,
+            version=version,
+            checkpoint=policy.checkpoint.sha256,
+            by=context.trigger.get("by"),
+            note=f"flow run {context.flow_run_id}",
+        )
         journal.completed(done["evaluate"].checkpoint.path, {"name": name, "version": version, "alias": ALIAS})
         tracker.log_files(context.parent_run_id, journal.path, journal.report)
         tracker.finish(context.parent_run_id, "FINISHED")
@@ -95,7 +114,26 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         resolved_yaml(config),
         {"xray.output": str(root)},
     )
-    return tracker, RunContext(output=str(root), tracking_uri=uri, experiment=config.project, parent_run_id=run_id)
+    flow_run_id, trigger = _trigger()
+    return tracker, RunContext(
+        output=str(root),
+        tracking_uri=uri,
+        experiment=config.project,
+        parent_run_id=run_id,
+        flow_run_id=flow_run_id,
+        trigger=trigger,
+    )
+
+
+def _trigger() -> tuple[str | None, dict[str, str]]:
+    """Id of this flow run, and what started it: a schedule, a deployment (its page, the API), or a command."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    if run is None:
+        return None, {}
+    kind = "schedule" if run.auto_scheduled else "deployment" if run.deployment_id else "command"
+    by = run.created_by.display_value if run.created_by and run.created_by.display_value else getpass.getuser()
+    return str(run.id), {"kind": kind, "by": by} | ({"deployment": str(run.deployment_id)} if run.deployment_id else {})
 
 
 def _run_stage(

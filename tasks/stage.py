@@ -6,12 +6,14 @@ The task is a controller: the heavy work sits in the Workhorses it starts, which
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,9 @@ class RunContext(BaseModel):
     experiment: str
     parent_run_id: str
     """MLflow run of the lifecycle."""
+    flow_run_id: str | None = None
+    trigger: dict[str, str] = {}
+    """What started the flow, and who: for the record."""
 
 
 class StageResult(BaseModel):
@@ -85,12 +90,15 @@ def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
 def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     """Run one stage and publish its checkpoint; returns a `StageResult` as JSON."""
     from xray_runtime.checkpoints.store import Store, load_manifest
+    from xray_runtime.lineage.attestation import attest
     from xray_runtime.lineage.recorder import StageRecorder
+    from xray_runtime.lineage.signing import signing_key
+    from xray_runtime.lineage.statement import RunFacts
     from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.processes import redirect_output
     from xray_runtime.report.figures import read_metrics, training_figure
 
-    start = time.perf_counter()
+    start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
     run = Tracker(context.tracking_uri, context.experiment, None).stage_run(
@@ -103,6 +111,16 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     store = Store(output / "checkpoints")
     dataset = spec.parents["dataset"].sha256 if "dataset" in spec.parents else None
     parents = {role: parent.sha256 for role, parent in spec.parents.items()}
+    facts = RunFacts(
+        flow_run_id=context.flow_run_id,
+        task_run_id=_task_run_id(),
+        trigger=context.trigger,
+        attempts=recorder.attempt,
+        mlflow_run_id=run.run_id,
+        mlflow_parent_run_id=context.parent_run_id,
+    )
+    private_key = signing_key(output)
+    record = functools.partial(attest, parents=spec.parents, run=facts, started=started, private_key=private_key)
     try:
         # An attempt before this one may have published and been lost before it could say so.
         checkpoint = store.find(spec.name, spec.key)
@@ -120,6 +138,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
                     parents=parents,
                     dataset=dataset,
                     sections=spec.sections,
+                    attest=record,
                 )
         recorder.send()
         figure = training_figure(spec.kind, read_metrics(recorder.metrics_path))
@@ -175,6 +194,11 @@ def _on_sigterm(interrupt: Callable[[], None]) -> None:
     """A worker that is asked to end (a drained node, say) lets the stage make a snapshot first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: interrupt())
+
+
+def _task_run_id() -> str | None:
+    context = TaskRunContext.get()
+    return str(context.task_run.id) if context is not None else None
 
 
 class _Progress:

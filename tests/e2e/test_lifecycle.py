@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Outcome, run_tiny
+from tests.e2e.conftest import Outcome, run_tiny, xray
 from xray_runtime.checkpoints.store import verify
 
 pytestmark = pytest.mark.e2e
@@ -124,3 +124,18 @@ def test_a_change_computes_only_what_depends_on_it(first: Outcome, output: Path)
     assert [name for name in NAMES if before[name] != after[name]] == ["ppo-2", "evaluate"]
     assert places["reward"].with_name(places["reward"].name + ".damaged-1").is_dir()
     assert content["registered"]["version"] == "2"
+
+
+def test_the_audit_is_sound_after_all_that(first: Outcome, output: Path) -> None:
+    """…cached stages, a second policy, a checkpoint computed again; and it is not once a byte has changed."""
+    sound = xray("audit", "--all", "--output", str(output), "--json", timeout=120)
+    assert sound.code == 0, sound.out
+    assert json.loads(sound.out)["checkpoints"] == len(NAMES) + 2
+    tree = xray("lineage", "xray-tiny-policy@candidate", "--output", str(output), timeout=120)
+    assert tree.code == 0, tree.err
+    assert all(name in tree.out for name in NAMES[:-1])
+    card = next(output.glob("checkpoints/ppo-2-*/README.md"))
+    card.write_text(card.read_text() + "better than it is\n")
+    broken = xray("audit", "--all", "--output", str(output), timeout=120)
+    assert broken.code == 1
+    assert "card-changed" in broken.out

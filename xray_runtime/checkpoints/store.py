@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import psutil
 from pydantic import ValidationError
 
 from xray_runtime.checkpoints.identity import code_digest, digest, file_sha256, library_versions
-from xray_runtime.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, FileEntry, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
 
 log = logging.getLogger(__name__)
 
-MAX_MANIFEST_BYTES = 16 * 2**20
+MAX_RECORD_BYTES = 16 * 2**20
+"""A manifest, statement or signature larger than this is refused unread."""
 
 
 class Store:
@@ -75,8 +77,11 @@ class Store:
         parents: dict[str, str],
         dataset: str | None,
         sections: dict[str, Any],
+        attest: Callable[[Path, Manifest, str], None] | None = None,
     ) -> CheckpointRef:
         """Make `built` the checkpoint of `stage` under `key`; returns the reference to what is then there.
+
+        `attest(directory, manifest, sha256)` writes the record beside the files before anybody can see them.
 
         A sound checkpoint that is already there stays (with a warning, should its bytes differ: equal keys should mean
         equal bytes). A damaged one is moved aside, never deleted.
@@ -95,17 +100,14 @@ class Store:
             versions=library_versions(),
             files=_entries(built),
         )
-        for entry in manifest.files:
-            _fsync(built / entry.path)
         content = manifest.to_bytes()
-        with (built / MANIFEST).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        for directory in {built, *(p for p in built.rglob("*") if p.is_dir())}:
-            _fsync(directory)
-        place = self.directory(stage, key)
         sha256 = hashlib.sha256(content).hexdigest()
+        (built / MANIFEST).write_bytes(content)
+        if attest is not None:
+            attest(built, manifest, sha256)
+        for path in (built, *built.rglob("*")):
+            _fsync(path)
+        place = self.directory(stage, key)
         if place.exists():
             if not verify(place):
                 there = file_sha256(place / MANIFEST)
@@ -118,17 +120,46 @@ class Store:
         return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=kind, step=step)
 
 
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong with a checkpoint's files."""
+
+    code: str
+    """checkpoint-missing, manifest-malformed, manifest-replaced, unsafe-path, file-added, file-missing, file-changed or
+    file-link."""
+    path: str
+    """Of the file, relative to the checkpoint."""
+    text: str
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a small file of ours.
+
+    Raises:
+        ValueError: it is a link, no ordinary file, or larger than MAX_RECORD_BYTES.
+        OSError: it cannot be read.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()) or path.stat().st_size > MAX_RECORD_BYTES:
+        raise ValueError(f"{path}: a link, not a file, or larger than {MAX_RECORD_BYTES} bytes")
+    with path.open("rb") as file:
+        return file.read(MAX_RECORD_BYTES + 1)
+
+
 def load_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint directory.
 
     Raises:
         ValueError: it is missing, too large, or not a manifest.
     """
+    return read_manifest(directory)[0]
+
+
+def read_manifest(directory: Path) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint directory, and its sha256. Raises as `load_manifest`."""
     path = directory / MANIFEST
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"{path}: not a manifest (a link, or larger than {MAX_MANIFEST_BYTES} bytes)")
-        return Manifest.model_validate_json(path.read_bytes())
+        content = read_bounded(path)
+        return Manifest.model_validate_json(content), hashlib.sha256(content).hexdigest()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValidationError, RecursionError) as error:
@@ -141,43 +172,67 @@ def verify(directory: Path, sha256: str | None = None) -> list[str]:
     Args:
         sha256: what the checkpoint's digest must be, where it is known.
     """
-    if not directory.is_dir():
-        return [f"{directory} is missing"]
+    return [damage.text for damage in inspect(directory, sha256)]
+
+
+def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True) -> list[Damage]:
+    """As `verify`, with a code and a path for each. Without `hashing`, contents are judged by their size alone."""
+    if directory.is_symlink() or not directory.is_dir():
+        return [Damage("checkpoint-missing", "", f"{directory} is missing (or a link)")]
     try:
-        manifest = load_manifest(directory)
+        manifest, actual = read_manifest(directory)
     except ValueError as error:
-        return [str(error)]
-    findings = []
-    if sha256 is not None and file_sha256(directory / MANIFEST) != sha256:
-        findings.append(f"{MANIFEST} is not the one this checkpoint was published with")
+        return [Damage("manifest-malformed", MANIFEST, str(error))]
+    found = []
+    if sha256 is not None and actual != sha256:
+        text = f"{MANIFEST} is not the one this checkpoint was published with"
+        found.append(Damage("manifest-replaced", MANIFEST, text))
     listed = {entry.path: entry for entry in manifest.files}
     safe = {path: entry for path, entry in listed.items() if _is_safe(path)}
-    findings += [f"{path}: unsafe path in the manifest" for path in sorted(set(listed) - set(safe))]
-    present = {
-        p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_symlink() or not p.is_dir()
-    } - {MANIFEST}
-    findings += [f"{path} was added" for path in sorted(present - set(listed))]
-    with ThreadPoolExecutor() as pool:
-        findings += [f for f in pool.map(lambda entry: _check_file(directory, entry), safe.values()) if f]
-    return findings
+    found += [
+        Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in sorted(set(listed) - set(safe))
+    ]
+    found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
+    if hashing:
+        with ThreadPoolExecutor() as pool:
+            checked = list(pool.map(lambda entry: _check_file(directory, entry, True), safe.values()))
+    else:
+        checked = [_check_file(directory, entry, False) for entry in safe.values()]
+    found += [damage for damage in checked if damage]
+    return found
 
 
-def _check_file(directory: Path, entry: FileEntry) -> str | None:
+def _present(directory: Path) -> set[str]:
+    """Whatever lies in a checkpoint besides its manifest and its attestation; links are not followed."""
+    present = set()
+    for here, folders, files in os.walk(directory):
+        relative = Path(here).relative_to(directory)
+        links = [name for name in folders if (Path(here) / name).is_symlink()]
+        present |= {(relative / name).as_posix() for name in (*files, *links)}
+        if relative == Path() and ATTESTATION not in links:
+            folders[:] = [name for name in folders if name != ATTESTATION]
+    return present - {MANIFEST, CARD, SIGNATURE}
+
+
+def _check_file(directory: Path, entry: FileEntry, hashing: bool) -> Damage | None:
     path = directory / entry.path
-    if path.is_symlink() or any(parent.is_symlink() for parent in path.relative_to(directory).parents if parent.name):
-        return f"{entry.path} is a link"
+    if path.is_symlink() or any(
+        (directory / parent).is_symlink() for parent in Path(entry.path).parents if parent.name
+    ):
+        return Damage("file-link", entry.path, f"{entry.path} is a link")
     if not path.is_file():
-        return f"{entry.path} is missing"
-    if path.stat().st_size != entry.size:
-        return f"{entry.path} has {path.stat().st_size} bytes, not {entry.size}"
-    if file_sha256(path) != entry.sha256:
-        return f"{entry.path} was changed"
+        return Damage("file-missing", entry.path, f"{entry.path} is missing")
+    size = path.stat().st_size
+    if size != entry.size:
+        return Damage("file-changed", entry.path, f"{entry.path} has {size} bytes, not {entry.size}")
+    if hashing and file_sha256(path) != entry.sha256:
+        return Damage("file-changed", entry.path, f"{entry.path} was changed")
     return None
 
 
 def _is_safe(path: str) -> bool:
     parts = path.split("/")
-    return bool(path) and not path.startswith("/") and all(part not in ("", ".", "..") for part in parts)
+    return "\0" not in path and not path.startswith("/") and all(part not in ("", ".", "..") for part in parts)
 
 
 def _entries(directory: Path) -> list[FileEntry]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.checkpoints.manifest import MANIFEST, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.lineage.attestation import statement_sha256
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,6 +189,7 @@ class StageRun:
             "code_digest": manifest.code_digest,
             "seed": str(manifest.seed),
             "dataset_sha256": manifest.dataset or "",
+            "statement_sha256": statement_sha256(ref.path) or "",
         } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
         made = client.search_logged_models([self._tracker.experiment_id], f"source_run_id = '{self.run_id}'")
         # An attempt before this one may have come as far as here.
@@ -250,3 +252,22 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[name] = str(item)
     return flat
+
+
+def registered_version(uri: str, name: str, sha256: str) -> str | None:
+    """The version of the registered model `name` that is the checkpoint `sha256`."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    # A name with a quote in it cannot be asked for; ours have none.
+    versions = client.search_model_versions(f"name = '{name}'") if "'" not in name else []
+    return next((str(v.version) for v in versions if v.tags.get("xray.sha256") == sha256), None)
+
+
+def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:
+    """Point each alias of the registered model `name` to its version."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    for alias, version in aliases.items():
+        client.set_registered_model_alias(name, alias, version)

@@ -34,7 +34,8 @@ SIDES = ("before", "after")
 
 
 def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
-    """Writes evaluation.json (the `evaluation` of lifecycle.json) and samples.json (pairs a person can read)."""
+    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (pairs a person can read) and
+    prompts.json (all prompts it was done on, for whoever checks that none was trained on)."""
     config = EvaluateConfig.model_validate(spec.sections["evaluate"])
     sft, policy, reward = spec.parent("sft"), spec.parent("policy"), spec.parent("reward")
     tokenizer = load_tokenizer(sft)
@@ -76,6 +77,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         for i in range(min(config.num_samples_shown, len(asked)))
     ]
     (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
     (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
     recorder.metrics({f"evaluate/{k}": float(v) for k, v in evaluation.items() if isinstance(v, int | float)}, step=0)
     recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])

@@ -1,0 +1,52 @@
+"""The audit as a Prefect flow, to be scheduled: an artifact each time, and an event when something broke."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
+
+from xray_runtime.lineage.audit import Audit
+from xray_runtime.lineage.audit import audit as run_audit
+from xray_runtime.lineage.reference import open_place
+
+BROKEN_EVENT = "xray.audit.broken"
+
+
+class NotSound(RuntimeError):
+    """The audit found something."""
+
+
+@flow(name="audit", flow_run_name="audit {output}", persist_result=False)
+def audit(output: str, tracking_uri: str | None = None, public_key: str | None = None) -> dict[str, Any]:
+    """Audit everything in the output directory of lifecycles; the run fails when something is not as recorded."""
+    root = Path(output).absolute()
+    result = run_audit(open_place(root, tracking_uri), public=Path(public_key) if public_key else None)
+    create_markdown_artifact(markdown(result), key="audit", description=str(root))
+    content = result.to_json()
+    if not result.is_sound:
+        broken = [finding.to_json() for finding in result.findings if finding.is_broken]
+        emit_event(
+            BROKEN_EVENT,
+            resource={"prefect.resource.id": f"xray.output.{root}", "prefect.resource.name": root.name},
+            payload={"findings": broken[:50], "count": len(broken)},
+        )
+        raise NotSound(f"{len(broken)} findings, the first: {broken[0]['code']} {broken[0]['subject']}")
+    return content
+
+
+def markdown(result: Audit) -> str:
+    """An audit for Prefect's page."""
+    lines = [
+        f"**{'sound' if result.is_sound else 'NOT SOUND'}**: {result.checkpoints} checkpoints, {result.files} files"
+    ]
+    if result.findings:
+        lines += ["", "| | what | where | detail | how to mend |", "|---|---|---|---|---|"]
+    for finding in result.findings:
+        cells = [finding.code, finding.subject, finding.detail, str(finding.to_json()["mend"])]
+        escaped = [cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells]
+        lines.append(f"| {'broken' if finding.is_broken else 'note'} | {' | '.join(escaped)} |")
+    return "\n".join(lines)

@@ -1,0 +1,160 @@
+"""`xray promote`, `xray prune`, `xray export` and `xray import`: who is champion, what is kept, what travels."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import ValidationError
+
+from flows.lineage_commands import BROKEN, AsJson, Output, Ref, Tracking, checked, report
+from xray_runtime.config_io import ConfigError
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.promotion import Gates
+
+Name = Annotated[str, typer.Option("--name", help="Registered model.")]
+Note = Annotated[str, typer.Option("--note", help="Why: recorded with the decision.")]
+By = Annotated[str | None, typer.Option("--by", help="Who decides: recorded as a claim. Default: this user.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for name, command in (("promote", promote), ("prune", prune), ("export", export), ("import", import_)):
+        app.command(name)(command)
+
+
+def promote(
+    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
+    name: Name,
+    note: Note,
+    ref: Annotated[str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`.")] = None,
+    by: By = None,
+    gates: Annotated[
+        list[str] | None, typer.Option("--gate", metavar="NAME=VALUE", help="Another bound; `null` is none.")
+    ] = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Back to the previous champion.")] = False,
+    tracking_uri: Tracking = None,
+) -> None:
+    """Make a candidate champion: audit, gates, signed decision, aliases.
+
+    Exit codes: 0 promoted, 1 the audit or a gate stopped it, 2 bad input.
+    """
+    from xray_runtime.lineage.promotion import NotPromoted, roll_back
+    from xray_runtime.lineage.promotion import promote as run_promote
+    from xray_runtime.lineage.reference import open_place, resolve
+
+    who = by or getpass.getuser()
+    if rollback:
+        decision = checked(lambda: roll_back(open_place(output, tracking_uri), name=name, by=who, note=note))
+        print(f"champion of {name}: version {decision.version} {decision.checkpoint[:12]} again")
+        return
+
+    def run() -> None:
+        if ref is None:
+            raise ConfigError("REF: is required, unless --rollback is given")
+        bounds = _gates(gates or [])
+        place, node = resolve(ref, output, tracking_uri)
+        try:
+            held = run_promote(place, node, name=name, gates=bounds, by=who, note=note)
+        except NotPromoted as error:
+            print("not promoted:")
+            for reason in error.reasons:
+                print(f"  {reason}")
+            raise typer.Exit(BROKEN) from None
+        for gate in held:
+            print(f"  {gate.name}: {gate.reason}")
+        print(f"champion of {name}: {node.name}")
+
+    checked(run)
+
+
+def _gates(given: list[str]) -> Gates:
+    from xray_runtime.lineage.promotion import Gates
+
+    values = {}
+    for entry in given:
+        name, equals, text = entry.partition("=")
+        if name not in Gates.model_fields or not equals:
+            known = ", ".join(Gates.model_fields)
+            raise ConfigError(f"--gate {entry!r} is not allowed: must be NAME=VALUE with a name of {known}")
+        values[name] = text
+    try:
+        return Gates.model_validate({k: None if v == "null" else v for k, v in values.items()})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"--gate {problem['loc'][0]}: {problem['input']!r} is not allowed: {problem['msg']}"
+        ) from None
+
+
+def prune(
+    output: Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")],
+    keep: Annotated[list[str] | None, typer.Option("--keep", metavar="REF", help="Keep this too; repeatable.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove. Without it, only what would go is shown.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove checkpoints that no alias, no --keep and no evaluation needs; chains stay whole.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.drawing import printable
+    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.retention import plan_prune
+    from xray_runtime.lineage.retention import prune as run_prune
+
+    place = checked(lambda: open_place(output, None))
+    kept = checked(lambda: [resolve(ref, output, None)[1] for ref in keep or []])
+    plan = plan_prune(place, kept)
+    if yes:
+        checked(lambda: run_prune(place, plan))
+    if as_json:
+        names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
+        print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
+        return
+    for node in plan.remove:
+        print(f"{'removed' if yes else 'would go'}  {printable(node.name)}")
+    hint = "" if yes or not plan.remove else "; --yes removes them"
+    print(f"{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} checkpoints, {plan.bytes / 1e6:,.1f} MB{hint}")
+
+
+def export(
+    ref: Ref,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive to write, a .tar.")],
+    output: Output = None,
+    tracking_uri: Tracking = None,
+) -> None:
+    """Write a checkpoint with all it came from, its records and the public key to one archive.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.bundle import export as run_export
+    from xray_runtime.lineage.reference import resolve
+
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
+    count = checked(lambda: run_export(place, node, bundle))
+    print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
+
+
+def import_(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
+    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", help="The key it must be signed with. Default: the bundle's own.")
+    ] = None,
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a bundle into an output directory and its MLflow, if its audit is sound.
+
+    Exit codes: 0 done, 1 the audit found something and nothing was brought in, 2 bad input.
+    """
+    from xray_runtime.lineage.bundle import import_bundle
+
+    uri = tracking_uri or f"sqlite:///{(output / 'mlflow.db').absolute()}"
+    result = checked(lambda: import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key))
+    report(result, True, as_json)

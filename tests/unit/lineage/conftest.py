@@ -1,0 +1,28 @@
+"""One synthetic lifecycle, copied for every case."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.lineage.synthetic import Lifecycle
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("untouched") / "run"
+    Lifecycle(output).whole()
+    return output
+
+
+@pytest.fixture
+def fresh(untouched: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of the untouched output under a name of one's own."""
+
+    def copy(name: str = "run") -> Path:
+        return Path(shutil.copytree(untouched, tmp_path / name, symlinks=True))
+
+    return copy

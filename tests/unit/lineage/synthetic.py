@@ -1,0 +1,178 @@
+"""A lifecycle without training: the real store, records, signatures and MLflow around a few made-up bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.checkpoints.identity import stage_key
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.store import Store, load_manifest
+from xray_runtime.lineage.attestation import attest, publish_card
+from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.statement import RunFacts
+from xray_runtime.lineage.tracking import Tracker
+
+NAME, ALIAS = "synthetic-policy", "candidate"
+
+
+def prompt(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number}"}]
+
+
+def jsonl(numbers: range) -> bytes:
+    return "".join(
+        json.dumps({"id": str(i), "prompt": prompt(i), "response": f"answer {i}"}) + "\n" for i in numbers
+    ).encode()
+
+
+def weights(seed: str, size: int = 3000) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:
+    evaluation = {
+        "samples": len(asked),
+        "judge": "gold",
+        "win_rate": win_rate,
+        "win_rate_ci95": [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)],
+        "kl": 1.25,
+        "length_before": 8.0,
+        "length_after": 10.0,
+        "reward_before": 0.0,
+        "reward_after": 1.0,
+        "gold_delta": gold_delta,
+    }
+    samples = [{"prompt": text, "before": "a", "after": "b"} for text in asked[:2]]
+    return {
+        "evaluation.json": json.dumps(evaluation).encode(),
+        "samples.json": json.dumps(samples).encode(),
+        "prompts.json": json.dumps(asked).encode(),
+    }
+
+
+@dataclass
+class Lifecycle:
+    """Builds checkpoints into `output`; with `tracking` they are in MLflow too."""
+
+    output: Path
+    tracking: bool = True
+    done: dict[str, CheckpointRef] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.key = signing_key(self.output)
+        self.store = Store(self.output / "checkpoints")
+        self.tracker = None
+        self.run_id = None
+        if self.tracking:
+            uri = f"sqlite:///{self.output / 'mlflow.db'}"
+            self.tracker = Tracker(uri, "synthetic", self.output / "mlartifacts")
+            self.run_id = self.tracker.start_lifecycle("synthetic", {"seed": 0}, "seed: 0\n", {})
+
+    def add(
+        self,
+        stage: str,
+        kind: str,
+        files: Mapping[str, bytes],
+        parents: Mapping[str, str],
+        sections: Mapping[str, Any] | None = None,
+    ) -> CheckpointRef:
+        """Publish `stage`; `parents` maps roles to stages already there."""
+        refs = {role: self.done[name] for role, name in parents.items()}
+        shas = {role: ref.sha256 for role, ref in refs.items()}
+        sections = dict(sections or {"lr": 1e-3, "seed": 0})
+        key = stage_key(stage=stage, kind=kind, sections=sections, parents=shas)
+        run = self.tracker.stage_run(self.run_id, stage, key, sections) if self.tracker else None
+        facts = RunFacts(
+            flow_run_id="flow", mlflow_run_id=run.run_id if run else None, mlflow_parent_run_id=self.run_id
+        )
+        record = partial(attest, parents=refs, run=facts, started=datetime.now(UTC), private_key=self.key)
+        with self.store.building(stage, key) as built:
+            for name, content in files.items():
+                (built / name).parent.mkdir(exist_ok=True)
+                (built / name).write_bytes(content)
+            ref = self.store.publish(
+                built,
+                stage=stage,
+                kind=kind,
+                key=key,
+                step=1,
+                seed=0,
+                parents=shas,
+                dataset=shas.get("dataset"),
+                sections=sections,
+                attest=record,
+            )
+        if run is not None:
+            ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
+            if kind == "evaluate":
+                numbers = json.loads(files["evaluation.json"])
+                run.metrics({f"evaluate/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}, 0)
+            run.finish("FINISHED")
+        self.done[stage] = ref
+        return ref
+
+    def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2) -> Lifecycle:
+        """prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate, registered."""
+        model = {"config.json": b"{}"}
+        data = {"train.jsonl": jsonl(range(50)), "heldout.jsonl": jsonl(range(50, 60)), "stats.json": b'{"pairs": 60}'}
+        pairs = {"train.jsonl": jsonl(range(20)), "heldout.jsonl": jsonl(range(20, 25)), "stats.json": b'{"pairs": 25}'}
+        self.add("prepare", "prepare", data, {}, {"data": {"source": "own"}, "seed": 0})
+        self.add("base", "base", model | {"model.safetensors": weights("base")}, {"dataset": "prepare"})
+        self.add("sft", "sft", model | {"model.safetensors": weights("sft")}, {"base": "base", "dataset": "prepare"})
+        self.add("preferences", "preferences", pairs, {"sft": "sft", "dataset": "prepare"})
+        head = {"reward_head/head.safetensors": weights("head", 100), "reward.json": b'{"mean": 0, "std": 1}'}
+        reward = model | {"model.safetensors": weights("reward")} | head
+        self.add("reward", "reward", reward, {"sft": "sft", "dataset": "preferences"})
+        policy = "sft"
+        for stage in ("ppo-1", "ppo-2"):
+            roles = {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"}
+            self.add(stage, "ppo", model | {"model.safetensors": weights(stage)}, roles)
+            policy = stage
+        self.evaluate(asked or [f"question {i}" for i in range(50, 56)], gold_delta=gold_delta)
+        self.register("ppo-2")
+        self.record()
+        return self
+
+    def register(self, stage: str) -> None:
+        if self.tracker is None:
+            return
+        ref = self.done[stage]
+        run_id = self.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
+        version = self.tracker.register(NAME, ref, run_id, ALIAS)
+        decide(self.output, self.key, action="register", name=NAME, alias=ALIAS, version=version, checkpoint=ref.sha256)
+
+    def evaluate(
+        self,
+        asked: list[str],
+        policy: str = "ppo-2",
+        stage: str = "evaluate",
+        win_rate: float = 0.6,
+        gold_delta: float = 0.2,
+    ) -> CheckpointRef:
+        roles = {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"}
+        ref = self.add(stage, "evaluate", evaluation_files(asked, win_rate, gold_delta), roles, {"asked": asked})
+        publish_card(ref.path, self.done[policy].path)
+        return ref
+
+    def record(self) -> None:
+        """lifecycle.json, as far as an audit reads it."""
+        stages = [
+            {
+                "name": name,
+                "checkpoint": {"uri": ref.uri, "sha256": ref.sha256},
+                "parents": sorted(set(load_manifest(ref.path).parents.values())),
+            }
+            for name, ref in self.done.items()
+        ]
+        evaluation = json.loads((self.done["evaluate"].path / "evaluation.json").read_text())
+        content = {"run_id": self.run_id, "status": "completed", "stages": stages, "evaluation": evaluation}
+        (self.output / "lifecycle.json").write_text(json.dumps(content, indent=2))

@@ -1,0 +1,373 @@
+"""Ways to falsify a store and its MLflow, each with the codes of which one must be found."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.unit.lineage.synthetic import ALIAS, NAME
+from xray_runtime.checkpoints.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.lineage.signing import sign, signing_key
+
+Tampering = Callable[[random.Random, Path], set[str]]
+
+CASES: dict[str, Tampering] = {}
+
+SIGNED = {"signature-invalid", "signature-malformed", "signature-foreign", "signature-missing"}
+MANIFEST_CODES = {
+    "manifest-malformed",
+    "manifest-inconsistent",
+    "statement-contradicts",
+    "file-missing",
+    "unsafe-path",
+    "file-changed",
+}
+
+
+def case(function: Tampering) -> Tampering:
+    CASES[function.__name__] = function
+    return function
+
+
+def checkpoints(output: Path) -> list[Path]:
+    return sorted((output / "checkpoints").iterdir())
+
+
+def payload(directory: Path) -> list[Path]:
+    """The files a manifest lists."""
+    names = [entry["path"] for entry in json.loads((directory / MANIFEST).read_text())["files"]]
+    return [directory / name for name in sorted(names)]
+
+
+def flip(rng: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(data))
+
+
+def sql(output: Path, statement: str, *values: object) -> None:
+    with sqlite3.connect(output / "mlflow.db") as database:
+        changed = database.execute(statement, values).rowcount
+        assert changed, statement
+    database.close()
+
+
+def rows(output: Path, query: str, *values: object) -> list[tuple]:
+    with sqlite3.connect(output / "mlflow.db") as database:
+        found = database.execute(query, values).fetchall()
+    database.close()
+    return found
+
+
+@case
+def a_bit_of_a_file(rng: random.Random, output: Path) -> set[str]:
+    flip(rng, rng.choice(payload(rng.choice(checkpoints(output)))))
+    return {"file-changed"}
+
+
+@case
+def a_bit_of_a_manifest(rng: random.Random, output: Path) -> set[str]:
+    flip(rng, rng.choice(checkpoints(output)) / MANIFEST)
+    return MANIFEST_CODES
+
+
+@case
+def a_bit_of_a_statement(rng: random.Random, output: Path) -> set[str]:
+    flip(rng, rng.choice(checkpoints(output)) / ATTESTATION / "statement.json")
+    return {"signature-invalid"}
+
+
+@case
+def a_bit_of_a_signature(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(checkpoints(output)) / SIGNATURE
+    bundle = json.loads(path.read_text())
+    envelope = bundle["dsseEnvelope"]
+    where, name = rng.choice([(envelope, "payload"), (envelope["signatures"][0], "sig")])
+    text = list(where[name])
+    # The last digits of base64 may hold no bits of the value.
+    place = rng.randrange(len(text) - 8)
+    text[place] = "A" if text[place] != "A" else "B"
+    where[name] = "".join(text)
+    path.write_text(json.dumps(bundle))
+    return SIGNED
+
+
+@case
+def a_bit_of_a_card(rng: random.Random, output: Path) -> set[str]:
+    flip(rng, rng.choice(sorted(output.glob("checkpoints/*/README.md"))))
+    return {"card-changed"}
+
+
+@case
+def a_card_removed(rng: random.Random, output: Path) -> set[str]:
+    rng.choice(sorted(output.glob("checkpoints/*/README.md"))).unlink()
+    return {"card-missing"}
+
+
+@case
+def a_file_added(rng: random.Random, output: Path) -> set[str]:
+    folder = rng.choice(["", "extra", ATTESTATION, f"{ATTESTATION}/deep"])
+    path = rng.choice(checkpoints(output)) / folder / rng.choice(["x.bin", ".gitignore", ".git"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"x")
+    return {"file-added"}
+
+
+@case
+def a_file_removed(rng: random.Random, output: Path) -> set[str]:
+    rng.choice(payload(rng.choice(checkpoints(output)))).unlink()
+    return {"file-missing"}
+
+
+@case
+def a_file_of_another_checkpoint(rng: random.Random, output: Path) -> set[str]:
+    a, b = rng.sample(sorted(output.glob("checkpoints/*/model.safetensors")), 2)
+    shutil.copy(a, b)
+    return {"file-changed"}
+
+
+@case
+def a_file_made_a_link(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(payload(rng.choice(checkpoints(output))))
+    elsewhere = output / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    return {"file-link"}
+
+
+@case
+def checkpoints_swapped(rng: random.Random, output: Path) -> set[str]:
+    a, b = rng.sample(checkpoints(output), 2)
+    aside = output / "aside"
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+    return {"misplaced"}
+
+
+@case
+def a_checkpoint_removed(rng: random.Random, output: Path) -> set[str]:
+    shutil.rmtree(rng.choice(checkpoints(output)))
+    return {"parent-missing", "checkpoint-missing"}
+
+
+@case
+def a_parent_rewritten(rng: random.Random, output: Path) -> set[str]:
+    place = rng.choice([p for p in checkpoints(output) if json.loads((p / MANIFEST).read_text())["parents"]])
+    content = json.loads((place / MANIFEST).read_text())
+    role = rng.choice(sorted(content["parents"]))
+    content["parents"][role] = rng.randbytes(32).hex()
+    (place / MANIFEST).write_text(json.dumps(content))
+    return {"manifest-inconsistent"}
+
+
+@case
+def a_config_value_rewritten(rng: random.Random, output: Path) -> set[str]:
+    place = rng.choice(checkpoints(output))
+    content = json.loads((place / MANIFEST).read_text())
+    content["sections"]["seed"] = 99
+    (place / MANIFEST).write_text(json.dumps(content))
+    return {"manifest-inconsistent"}
+
+
+@case
+def a_statement_rewritten(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(checkpoints(output)) / ATTESTATION / "statement.json"
+    content = json.loads(path.read_text())
+    content["predicate"]["runDetails"]["xray_run"]["trigger"] = {"kind": "schedule", "by": "nobody"}
+    path.write_text(json.dumps(content))
+    return {"signature-invalid"}
+
+
+@case
+def a_statement_signed_with_another_key(rng: random.Random, output: Path) -> set[str]:
+    place = rng.choice(checkpoints(output))
+    path = place / ATTESTATION / "statement.json"
+    content = json.loads(path.read_text())
+    content["predicate"]["buildDefinition"]["internalParameters"]["environment"]["host"] = "elsewhere"
+    path.write_text(json.dumps(content))
+    sign(place / ATTESTATION, place / SIGNATURE, signing_key(output / "intruder"))
+    shutil.rmtree(output / "intruder")
+    return {"signature-foreign"}
+
+
+@case
+def a_statement_signed_again_with_the_key(rng: random.Random, output: Path) -> set[str]:
+    """Who has the key can sign anything; MLflow still knows the first statement."""
+    place = rng.choice(checkpoints(output))
+    path = place / ATTESTATION / "statement.json"
+    content = json.loads(path.read_text())
+    content["predicate"]["buildDefinition"]["internalParameters"]["environment"]["host"] = "elsewhere"
+    path.write_text(json.dumps(content))
+    sign(place / ATTESTATION, place / SIGNATURE, signing_key(output))
+    return {"mlflow-model-changed"}
+
+
+@case
+def a_statement_of_another_checkpoint(rng: random.Random, output: Path) -> set[str]:
+    a, b = rng.sample(checkpoints(output), 2)
+    shutil.rmtree(b / ATTESTATION)
+    shutil.copytree(a / ATTESTATION, b / ATTESTATION)
+    shutil.copy(a / SIGNATURE, b / SIGNATURE)
+    return {"statement-contradicts"}
+
+
+@case
+def a_record_removed(rng: random.Random, output: Path) -> set[str]:
+    place = rng.choice(checkpoints(output))
+    if rng.random() < 0.5:
+        (place / SIGNATURE).unlink()
+        return {"signature-missing"}
+    shutil.rmtree(place / ATTESTATION)
+    return {"statement-missing"}
+
+
+@case
+def a_line_of_a_dataset(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(sorted(output.glob("checkpoints/*/train.jsonl")))
+    lines = path.read_text().splitlines(keepends=True)
+    del lines[rng.randrange(len(lines))]
+    path.write_text("".join(lines))
+    return {"file-changed"}
+
+
+@case
+def the_public_key_replaced(rng: random.Random, output: Path) -> set[str]:
+    signing_key(output / "intruder")
+    shutil.copy(output / "intruder" / "keys" / "signing.pub", output / "keys" / "signing.pub")
+    shutil.rmtree(output / "intruder")
+    return {"signature-foreign"}
+
+
+@case
+def a_param_of_a_model(rng: random.Random, output: Path) -> set[str]:
+    keys = ("key", "config_digest", "code_digest", "seed", "dataset_sha256", "statement_sha256", "uri")
+    key, models = rng.choice(keys), rows(output, "select model_id from logged_models")
+    model = rng.choice(models)[0]
+    statement = "update logged_model_params set param_value = 'x' where param_key = ? and model_id = ?"
+    sql(output, statement, key, model)
+    return {"mlflow-model-changed"}
+
+
+@case
+def the_identity_of_a_model(rng: random.Random, output: Path) -> set[str]:
+    model = rng.choice(rows(output, "select model_id from logged_models"))[0]
+    statement = "update logged_model_params set param_value = ? where param_key = 'sha256' and model_id = ?"
+    sql(output, statement, rng.randbytes(32).hex(), model)
+    return {"mlflow-model-missing"}
+
+
+@case
+def a_param_of_a_run(rng: random.Random, output: Path) -> set[str]:
+    key, run = rng.choice(
+        rows(output, "select p.key, run_uuid from params p join tags using (run_uuid) where tags.key = 'xray.key'")
+    )
+    sql(output, "update params set value = 'x' where key = ? and run_uuid = ?", key, run)
+    return {"mlflow-run-changed"}
+
+
+@case
+def a_tag_of_a_run(rng: random.Random, output: Path) -> set[str]:
+    tags = "('xray.key', 'xray.stage', 'mlflow.parentRunId')"
+    key, run = rng.choice(rows(output, f"select key, run_uuid from tags where key in {tags}"))
+    sql(output, "update tags set value = 'x' where key = ? and run_uuid = ?", key, run)
+    return {"mlflow-run-changed"}
+
+
+@case
+def a_late_input(rng: random.Random, output: Path) -> set[str]:
+    def ancestors(model: str) -> set[str]:
+        query = "select destination_id from inputs where source_type = 'RUN_INPUT' and source_id = ?"
+        return {row[0] for row in rows(output, query, made[model])} | {model}
+
+    made = dict(rows(output, "select model_id, source_run_id from logged_models"))
+    model = rng.choice(sorted(made))
+    late = rng.choice(sorted(set(made) - ancestors(model)))
+    values = (rng.randbytes(16).hex(), "RUN_INPUT", made[model], "MODEL_INPUT", late, 0)
+    sql(output, "insert into inputs values (?, ?, ?, ?, ?, ?)", *values)
+    return {"mlflow-input-added"}
+
+
+@case
+def an_input_removed(rng: random.Random, output: Path) -> set[str]:
+    kinds = "('RUN_INPUT', 'DATASET')"
+    uuid = rng.choice(rows(output, f"select input_uuid from inputs where source_type in {kinds}"))[0]
+    sql(output, "delete from inputs where input_uuid = ?", uuid)
+    return {"mlflow-input-missing"}
+
+
+@case
+def a_dataset_in_mlflow(rng: random.Random, output: Path) -> set[str]:
+    if rng.random() < 0.5:
+        sql(output, "update datasets set digest = 'x'")
+    else:
+        sql(output, "update input_tags set value = 'x' where name = 'xray.sha256'")
+    return {"mlflow-dataset-changed"}
+
+
+@case
+def a_parent_deleted_in_mlflow(rng: random.Random, output: Path) -> set[str]:
+    query = "select distinct destination_id from inputs where source_type = 'RUN_INPUT'"
+    model = rng.choice(rows(output, query))[0]
+    sql(output, "update logged_models set lifecycle_stage = 'deleted' where model_id = ?", model)
+    return {"mlflow-model-missing"}
+
+
+@case
+def a_run_deleted(rng: random.Random, output: Path) -> set[str]:
+    run = rng.choice(rows(output, "select run_uuid from runs"))[0]
+    sql(output, "update runs set lifecycle_stage = 'deleted' where run_uuid = ?", run)
+    return {"mlflow-run-deleted"}
+
+
+@case
+def a_number_of_the_evaluation(rng: random.Random, output: Path) -> set[str]:
+    key, run = rng.choice(rows(output, "select key, run_uuid from latest_metrics where key like 'evaluate/%'"))
+    sql(output, "update latest_metrics set value = value + 0.1 where key = ? and run_uuid = ?", key, run)
+    return {"mlflow-metric-changed"}
+
+
+@case
+def a_registered_version(rng: random.Random, output: Path) -> set[str]:
+    others = rows(output, "select model_id from logged_models where model_type != 'ppo'")
+    sql(output, "update model_versions set source = ? where name = ?", f"models:/{rng.choice(others)[0]}", NAME)
+    return {"registry-changed"}
+
+
+@case
+def a_tag_of_a_registered_version(rng: random.Random, output: Path) -> set[str]:
+    key = rng.choice(["xray.sha256", "xray.uri"])
+    sql(output, "update model_version_tags set value = 'x' where key = ? and name = ?", key, NAME)
+    return {"registry-changed"}
+
+
+@case
+def an_alias_moved_or_removed(rng: random.Random, output: Path) -> set[str]:
+    if rng.random() < 0.5:
+        sql(output, "delete from registered_model_aliases where alias = ?", ALIAS)
+    else:
+        sql(output, "update registered_model_aliases set alias = 'champion' where alias = ?", ALIAS)
+    return {"alias-moved"}
+
+
+@case
+def a_decision_rewritten(rng: random.Random, output: Path) -> set[str]:
+    path = output / "decisions" / "000001.json"
+    path.write_text(path.read_text().replace('"note": ""', '"note": "approved"'))
+    return {"decision-broken"}
+
+
+@case
+def the_record_of_the_run(rng: random.Random, output: Path) -> set[str]:
+    path = output / "lifecycle.json"
+    content = json.loads(path.read_text())
+    if rng.random() < 0.5:
+        content["evaluation"]["win_rate"] = 0.99
+    else:
+        rng.choice(content["stages"])["checkpoint"]["sha256"] = rng.randbytes(32).hex()
+    path.write_text(json.dumps(content))
+    return {"record-differs"}

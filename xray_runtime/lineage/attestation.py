@@ -1,0 +1,207 @@
+"""What lies beside the files of a checkpoint: the statement, uncommitted code, the model card, and the signature.
+
+    manifest.json, model.safetensors, …   the checkpoint, as its manifest lists it
+    README.md                             the model card (models alone)
+    attestation/statement.json            how this copy was made: in-toto with SLSA provenance
+    attestation/code.diff                 what was not committed, where anything was not
+    attestation/card.md                   in an evaluation: the card of the policy with its results
+    attestation.sig                       signs attestation/, which lists every other file by sha256
+
+It is written before the checkpoint is published, so there is none without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.checkpoints.identity import file_sha256
+from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.store import read_bounded, read_manifest
+from xray_runtime.lineage import provenance
+from xray_runtime.lineage.card import MODEL_KINDS, model_card
+from xray_runtime.lineage.signing import sign
+from xray_runtime.lineage.statement import RunFacts, Statement
+
+STATEMENT, DIFF, EVALUATED_CARD = "statement.json", "code.diff", "card.md"
+
+
+def attest(
+    directory: Path,
+    manifest: Manifest,
+    sha256: str,
+    *,
+    parents: Mapping[str, CheckpointRef],
+    run: RunFacts,
+    started: datetime,
+    private_key: Path,
+) -> None:
+    """Write and sign the record of a checkpoint that is about to be published.
+
+    Args:
+        directory: where its files and its manifest are.
+        parents: role → checkpoint.
+        started: when the stage started.
+        private_key: see `signing.signing_key`.
+    """
+    record = directory / ATTESTATION
+    record.mkdir()
+    code, diff = provenance.code()
+    if diff:
+        (record / DIFF).write_bytes(diff)
+    sources = _sources(manifest)
+    statement = _statement(directory, manifest, sha256, parents, run, started, code, sources)
+    if manifest.kind in MODEL_KINDS:
+        (directory / CARD).write_text(model_card(manifest, sha256, statement, None), encoding="utf-8")
+        card = {"name": CARD, "digest": {"sha256": file_sha256(directory / CARD)}}
+        statement = Statement.model_validate(
+            statement.model_dump() | {"subject": [*(s.model_dump() for s in statement.subject), card]}
+        )
+    if manifest.kind == "evaluate":
+        card_text = _evaluated_card(directory, parents["policy"].path)
+        if card_text is not None:
+            (record / EVALUATED_CARD).write_text(card_text, encoding="utf-8")
+    (record / STATEMENT).write_bytes(statement.to_bytes())
+    sign(record, directory / SIGNATURE, private_key)
+
+
+def publish_card(evaluation: Path, policy: Path) -> None:
+    """Put the card with the results of `evaluation` beside the weights of the policy it judged."""
+    card = evaluation / ATTESTATION / EVALUATED_CARD
+    if not card.is_file():
+        return
+    content = read_bounded(card)
+    temporary = policy / f"{CARD}.writing"
+    temporary.write_bytes(content)
+    os.replace(temporary, policy / CARD)
+
+
+def read_statement(directory: Path) -> Statement:
+    """The statement beside a checkpoint.
+
+    Raises:
+        ValueError: it is malformed.
+        OSError: there is none.
+    """
+    if (directory / ATTESTATION).is_symlink():
+        raise ValueError(f"{directory / ATTESTATION} is a link")
+    return Statement.read(directory / ATTESTATION / STATEMENT)
+
+
+def statement_sha256(directory: Path) -> str | None:
+    """Digest of the statement, where there is one."""
+    path = directory / ATTESTATION / STATEMENT
+    if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
+        return None
+    return file_sha256(path)
+
+
+def _statement(
+    directory: Path,
+    manifest: Manifest,
+    sha256: str,
+    parents: Mapping[str, CheckpointRef],
+    run: RunFacts,
+    started: datetime,
+    code: Mapping[str, str | None],
+    sources: list[dict[str, Any]],
+) -> Statement:
+    subjects = [(MANIFEST, sha256), *((f.path, f.sha256) for f in manifest.files)]
+    dependencies = [
+        {
+            "name": role,
+            "uri": f"xray:{parent.stage}",
+            "digest": {"sha256": parent.sha256},
+            "annotations": _data_files(parent.path) if role == "dataset" else {},
+        }
+        for role, parent in sorted(parents.items())
+    ]
+    return Statement.model_validate(
+        {
+            "subject": [{"name": name, "digest": {"sha256": value}} for name, value in subjects],
+            "predicate": {
+                "build": {
+                    "external": {
+                        "stage": manifest.stage,
+                        "kind": manifest.kind,
+                        "seed": manifest.seed,
+                        "sections": manifest.sections,
+                    },
+                    "internal": {
+                        "checkpoint": sha256,
+                        "key": manifest.key,
+                        "step": manifest.step,
+                        "config_digest": manifest.config_digest,
+                        "code_digest": manifest.code_digest,
+                        "code": code,
+                        "environment": provenance.environment(),
+                        "origins": _origins(manifest, sha256, parents),
+                    },
+                    "dependencies": dependencies + sources,
+                },
+                "details": {
+                    "builder": {"id": "urn:xray", "version": {"xray": code["package_sha256"]}},
+                    "metadata": {
+                        "invocation_id": run.task_run_id or run.flow_run_id,
+                        "started": started.isoformat(timespec="seconds"),
+                        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+                    },
+                    "run": run.model_dump(),
+                },
+            },
+        }
+    )
+
+
+def _sources(manifest: Manifest) -> list[dict[str, Any]]:
+    """What the stage read from outside the store."""
+    sections = manifest.sections
+    found = {
+        "source": sections.get("data", {}).get("source"),
+        "pairs": sections.get("preferences", {}).get("path"),
+        "model": sections.get("base", {}).get("model"),
+    }
+    return [provenance.outside_source(name, value) for name, value in found.items() if value]
+
+
+def _origins(manifest: Manifest, sha256: str, parents: Mapping[str, CheckpointRef]) -> dict[str, list[str]]:
+    """Names of base models and datasets, its own and its parents'; a fresh model is named by its digest."""
+    sections = manifest.sections
+    models = {sections.get("base", {}).get("model")}
+    if manifest.kind == "base" and models == {None}:
+        models = {f"fresh-{sha256[:12]}"}
+    datasets = {sections.get("data", {}).get("source"), sections.get("preferences", {}).get("path")}
+    for parent in parents.values():
+        try:
+            origins = read_statement(parent.path).predicate.build.internal.origins
+        except (OSError, ValueError):
+            continue
+        models |= set(origins.get("base_models", []))
+        datasets |= set(origins.get("datasets", []))
+    return {"base_models": sorted(m for m in models if m), "datasets": sorted(d for d in datasets if d)}
+
+
+def _data_files(dataset: Path) -> dict[str, Any]:
+    """Rows and sha256 of a dataset's files."""
+    manifest, _ = read_manifest(dataset)
+    files: dict[str, Any] = {}
+    for entry in manifest.files:
+        if entry.path.endswith(".jsonl"):
+            with (dataset / entry.path).open("rb") as file:
+                rows = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
+            files[entry.path] = {"sha256": entry.sha256, "rows": rows}
+    return {"files": files}
+
+
+def _evaluated_card(evaluation: Path, policy: Path) -> str | None:
+    try:
+        statement = read_statement(policy)
+    except (OSError, ValueError):
+        return None
+    manifest, sha256 = read_manifest(policy)
+    return model_card(manifest, sha256, statement, json.loads((evaluation / "evaluation.json").read_text()))

@@ -1,0 +1,132 @@
+"""Bundles: a checkpoint with all it came from, its records and the public key in one archive.
+
+A bundle is a tar of an output directory's layout. It is checked on any machine, without MLflow, by the same audit; and
+it can be brought into another output directory and its MLflow, where the lineage stands as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from xray_runtime.config_io import ConfigError
+from xray_runtime.lineage.audit import Audit, audit
+from xray_runtime.lineage.graph import CHECKPOINTS, Node
+from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.retention import with_history
+from xray_runtime.lineage.signing import public_key, trust, trusted_keys
+
+
+def export(place: Place, node: Node, path: Path) -> int:
+    """Write `node`, its ancestors and their evaluations to `path`; returns how many checkpoints.
+
+    Raises:
+        ConfigError: an ancestor is not in the store.
+    """
+    chosen = with_history(place.graph, [node.sha256])
+    missing = [sha[:12] for sha in chosen if sha not in place.graph.nodes]
+    if missing:
+        raise ConfigError(f"REF: its ancestors {', '.join(missing)} are not in {place.output}: the chain is broken")
+    temporary = path.with_name(f"{path.name}.writing")
+    with tarfile.open(temporary, "w") as archive:
+        for number, key in enumerate(trusted_keys(place.output)):
+            name = "signing.pub" if number == 0 else f"trusted/{key.name}"
+            archive.add(key, f"keys/{name}", recursive=False)
+        for sha in chosen:
+            directory = place.graph.nodes[sha].directory
+            archive.add(directory, f"{CHECKPOINTS}/{directory.name}")
+    os.replace(temporary, path)
+    return len(chosen)
+
+
+@contextlib.contextmanager
+def opened(path: Path, beside: Path | None = None) -> Iterator[Place]:
+    """The content of a bundle as an output directory, in a temporary place.
+
+    Raises:
+        ConfigError: it is no bundle, or holds links, devices or names that lead out of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=beside) as temporary:
+        output = Path(temporary)
+        try:
+            with tarfile.open(path, "r:") as archive:
+                for member in archive:
+                    if not (member.isfile() or member.isdir()):
+                        raise ConfigError(f"bundle: {path} holds {member.name!r}, neither a file nor a directory")
+                    archive.extract(member, output, filter="data")
+        except (tarfile.TarError, OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
+        if not (output / CHECKPOINTS).is_dir():
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
+        place = open_place(output, None)
+        # Whatever MLflow this machine has knows nothing of the bundle.
+        yield Place(place.output, place.graph, None)
+
+
+def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
+    """The audit of everything in a bundle."""
+    with opened(path) as place:
+        return audit(place, public=public, hashing=hashing)
+
+
+def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: str, public: Path | None) -> Audit:
+    """Bring a bundle into `output` and its MLflow; nothing is brought in unless its audit is sound.
+
+    Args:
+        public: the key its records must be signed with; by default the bundle's own, which is then trusted.
+    """
+    store = output / CHECKPOINTS
+    store.mkdir(parents=True, exist_ok=True)
+    with opened(path, beside=output) as place:
+        result = audit(place, public=public)
+        if not result.is_sound:
+            return result
+        for key in [public] if public else trusted_keys(place.output):
+            if not public_key(output).exists() or key.read_bytes() != public_key(output).read_bytes():
+                trust(output, key)
+        order = place.graph.ancestors(list(place.graph.nodes))
+        for sha in order:
+            directory = place.graph.nodes[sha].directory
+            if not (store / directory.name).exists():
+                os.rename(directory, store / directory.name)
+    _record(open_place(output, tracking_uri), order, tracking_uri, experiment)
+    return result
+
+
+def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) -> None:
+    """Log what MLflow does not know yet, parents first, with the same inputs and params as where it was made."""
+    from xray_runtime.checkpoints.ref import CheckpointRef
+    from xray_runtime.lineage.tracking import Tracker
+    from xray_runtime.lineage.tracking_audit import Snapshot
+
+    local = tracking_uri == f"sqlite:///{(place.output / 'mlflow.db').absolute()}"
+    tracker = Tracker(tracking_uri, experiment, place.output.absolute() / "mlartifacts" if local else None)
+    known = Snapshot(tracking_uri).by_sha
+    parent = tracker.start_lifecycle("import", {}, "", {"xray.imported": "true"})
+    refs: dict[str, CheckpointRef] = {}
+    for sha in order:
+        node = place.graph.nodes[sha]
+        manifest = node.manifest
+        ref = CheckpointRef(
+            uri=str(node.directory.absolute()),
+            sha256=sha,
+            stage=manifest.stage,
+            kind=manifest.kind,
+            step=manifest.step,
+            mlflow_model_id=known[sha][0].model_id if known.get(sha) else None,
+        )
+        if ref.mlflow_model_id is None:
+            run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.sections)
+            ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])
+            numbers = {k: v for k, v in node.results.items() if isinstance(v, int | float)}
+            if manifest.kind == "evaluate":
+                run.metrics({f"evaluate/{k}": float(v) for k, v in numbers.items()}, 0)
+            run.finish("FINISHED")
+        refs[sha] = ref
+    tracker.finish(parent, "FINISHED")

@@ -1,0 +1,72 @@
+"""The model card beside the weights, in Hugging Face form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from xray_runtime.checkpoints.manifest import Manifest
+from xray_runtime.lineage.statement import Statement
+
+MODEL_KINDS = {
+    "base": "the model everything starts from",
+    "sft": "supervised fine-tuning on people's replies",
+    "reward": "a reward model (its head lies in `reward_head/`)",
+    "ppo": "a policy after PPO (its value head, where there is one, lies in `value_head/`)",
+}
+"""Kinds of checkpoint that hold a model, and what it is."""
+
+RESULTS = {
+    "win_rate": "win rate over the SFT model",
+    "gold_delta": "difference in gold score to the SFT model",
+    "reward_after": "learned reward, in deviations",
+    "kl": "KL to the SFT model, nats a reply",
+    "length_after": "length, tokens",
+}
+"""Fields of an evaluation that stand on the card."""
+
+
+def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation: dict[str, Any] | None) -> str:
+    """README.md of a model: front matter as the Hugging Face hub reads it, then the same for people.
+
+    Args:
+        evaluation: the content of evaluation.json, where this policy has been evaluated.
+    """
+    origins = statement.predicate.build.internal.origins
+    results = {name: evaluation[name] for name in RESULTS if evaluation and evaluation.get(name) is not None}
+    front: dict[str, Any] = {"library_name": "transformers", "tags": ["x-ray", "rlhf", manifest.kind]}
+    if manifest.kind != "reward":
+        front["pipeline_tag"] = "text-generation"
+    ancestors = [name for name in origins["base_models"] if name != f"fresh-{sha256[:12]}"]
+    if ancestors:
+        front["base_model"] = ancestors
+    if origins["datasets"]:
+        front["datasets"] = origins["datasets"]
+    if results:
+        metrics = [{"type": name, "name": RESULTS[name], "value": value} for name, value in results.items()]
+        task = {"type": "text-generation"}
+        data = {"name": "held-out prompts", "type": (origins["datasets"] or ["own"])[0]}
+        front["model-index"] = [
+            {"name": manifest.stage, "results": [{"task": task, "dataset": data, "metrics": metrics}]}
+        ]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
+    lines += [f"# {manifest.stage}", "", f"Made by X-ray: {MODEL_KINDS[manifest.kind]}.", ""]
+    lines += ["| what | |", "|---|---|", f"| checkpoint | `{sha256}` |"]
+    lines += [f"| {role} | `{parent}` |" for role, parent in sorted(manifest.parents.items())]
+    lines += [f"| seed | {manifest.seed} |", f"| updates | {manifest.step} |"]
+    lines += [f"| {RESULTS[name]} | {_number(evaluation, name)} |" for name in results]
+    lines += [
+        "",
+        "`manifest.json` lists every file and its sha256; `attestation/statement.json` says how it was made, and",
+        "`attestation.sig` signs it. `xray audit` checks all of it, back to the first dataset.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _number(evaluation: dict[str, Any] | None, name: str) -> str:
+    assert evaluation is not None
+    interval = evaluation.get(f"{name}_ci95")
+    text = f"{evaluation[name]:.4g}"
+    return f"{text} (95%: {interval[0]:.4g} to {interval[1]:.4g})" if interval else text

@@ -1,0 +1,141 @@
+"""The lineage graph: every checkpoint of a store and which came from which, read from the manifests alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.checkpoints.manifest import Manifest
+from xray_runtime.checkpoints.store import read_bounded, read_manifest
+from xray_runtime.lineage.attestation import read_statement
+from xray_runtime.lineage.statement import Statement
+
+CHECKPOINTS = "checkpoints"
+IGNORED = (".building-", ".damaged-")
+"""Directories that are no checkpoints: being built, or moved aside."""
+
+RESULT_FILES = ("evaluation.json", "reward.json", "stats.json")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One checkpoint on disk."""
+
+    sha256: str
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """What people call it: stage and the start of its digest."""
+        return f"{self.manifest.stage} {self.sha256[:12]}"
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its directory is the one its stage and key belong to."""
+        return self.directory.name == f"{self.manifest.stage}-{self.manifest.key[:12]}"
+
+    @cached_property
+    def statement(self) -> Statement | None:
+        """None where there is none that can be read."""
+        try:
+            return read_statement(self.directory)
+        except (OSError, ValueError):
+            return None
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Numbers the stage left beside its files: evaluation, reward summary, counts of a dataset."""
+        listed = {entry.path for entry in self.manifest.files}
+        for name in RESULT_FILES:
+            if name in listed:
+                with contextlib.suppress(OSError, ValueError, RecursionError):
+                    content = json.loads(read_bounded(self.directory / name))
+                    return content if isinstance(content, dict) else {}
+        return {}
+
+
+@dataclass
+class Graph:
+    """Checkpoints by digest. Every walk keeps a visited set: it ends on any input, in time linear in the edges."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    unreadable: dict[Path, str] = field(default_factory=dict)
+    """Directories that should hold a checkpoint, and why they do not."""
+    duplicates: list[Node] = field(default_factory=list)
+    """Further copies of a checkpoint that is in `nodes`."""
+
+    def add(self, node: Node) -> None:
+        there = self.nodes.get(node.sha256)
+        if there is None:
+            self.nodes[node.sha256] = node
+        elif node.is_at_home and not there.is_at_home:
+            self.nodes[node.sha256] = node
+            self.duplicates.append(there)
+        else:
+            self.duplicates.append(node)
+        self.__dict__.pop("children", None)
+
+    @cached_property
+    def children(self) -> dict[str, list[tuple[str, str]]]:
+        """Digest → (role, digest) of what was made from it."""
+        found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for node in self.nodes.values():
+            for role, parent in node.manifest.parents.items():
+                found[parent].append((role, node.sha256))
+        return dict(found)
+
+    def parents(self, sha256: str) -> list[tuple[str, str]]:
+        """(role, digest) of what a checkpoint was made from; a parent need not be in the store."""
+        node = self.nodes.get(sha256)
+        return sorted(node.manifest.parents.items()) if node else []
+
+    def ancestors(self, starts: Iterable[str]) -> list[str]:
+        """`starts` and all they came from, also what is missing, each before what was made from it."""
+        return self._walk(starts, lambda sha: [parent for _, parent in self.parents(sha)])
+
+    def descendants(self, starts: Iterable[str]) -> list[str]:
+        """`starts` and all that was made from them, each before what was made from it."""
+        return self._walk(starts, lambda sha: [child for _, child in self.children.get(sha, [])])[::-1]
+
+    def _walk(self, starts: Iterable[str], following: Any) -> list[str]:
+        """Depth first, what follows before what is followed."""
+        order: list[str] = []
+        seen: set[str] = set()
+        for start in starts:
+            pending = [(start, False)]
+            while pending:
+                sha, expanded = pending.pop()
+                if expanded:
+                    order.append(sha)
+                elif sha not in seen:
+                    seen.add(sha)
+                    pending.append((sha, True))
+                    pending += [(other, False) for other in reversed(following(sha)) if other not in seen]
+        return order
+
+
+def read_graph(store: Path) -> Graph:
+    """The graph of all checkpoints directly below `store`; links are not followed."""
+    graph = Graph()
+    for entry in sorted(os.scandir(store), key=lambda entry: entry.name) if store.is_dir() else []:
+        path = store / entry.name
+        if any(mark in entry.name for mark in IGNORED) or entry.is_file(follow_symlinks=False):
+            continue
+        if entry.is_symlink():
+            graph.unreadable[path] = "it is a link"
+            continue
+        try:
+            manifest, sha256 = read_manifest(path)
+        except ValueError as error:
+            graph.unreadable[path] = str(error)
+        else:
+            graph.add(Node(sha256, path, manifest))
+    return graph

@@ -1,0 +1,126 @@
+"""Facts about where and with what a stage ran: code, packages, hardware, environment variables, outside sources."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from xray_runtime.checkpoints.identity import digest, file_sha256
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("flows", "tasks", "xray_runtime")
+GIT_SECONDS = 60
+
+RELEVANT = re.compile(
+    r"^(CUBLAS|CUDA|DEEPSPEED|DS|GLOO|HF|KMP|MALLOC|MKL|MLFLOW|NCCL|NVIDIA|OMP|PREFECT|PYTHON|RAY|TOKENIZERS|TORCH|"
+    r"TRANSFORMERS|VLLM|XRAY)(_|$)|^(LD_PRELOAD|PYTHONHASHSEED)$"
+)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|HEADER|PRIVATE", re.IGNORECASE)
+USERINFO = re.compile(r"://[^/@\s]*@")
+
+
+@cache
+def code() -> tuple[dict[str, str | None], bytes]:
+    """(git commit, digest of uncommitted changes, digest of the package), and the uncommitted changes themselves.
+
+    Outside of a git checkout of X-ray there is no commit; the package's digest is always known.
+    """
+    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "xray_runtime/__init__.py") else b""
+    diff = b""
+    if commit:
+        diff = _git("diff", "--binary", "HEAD", "--", *PACKAGES, "pyproject.toml")
+        for path in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *PACKAGES).split(b"\0"):
+            if path:
+                diff += _git("diff", "--binary", "--no-index", "--", os.devnull, os.fsdecode(path))
+    facts = {
+        "git_commit": commit.decode().strip() or None,
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
+        "package_sha256": _package_digest(),
+    }
+    return facts, diff
+
+
+def environment() -> dict[str, Any]:
+    """Package versions, hardware and the environment variables that can matter, secrets left out."""
+    return {
+        "packages": _packages(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu": _cpu(),
+        "cpus": os.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+        "variables": variables(os.environ),
+    }
+
+
+def variables(values: Any) -> dict[str, str]:
+    """The variables that can matter: nothing whose name sounds like a secret, no user or password in an address."""
+    return {
+        name: USERINFO.sub("://", value)
+        for name, value in sorted(values.items())
+        if RELEVANT.search(name) and not SECRET.search(name)
+    }
+
+
+def outside_source(name: str, value: str) -> dict[str, Any]:
+    """A resource the stage read from outside the store: a file or directory by its bytes, anything else by name."""
+    path = Path(value)
+    resource: dict[str, Any] = {"name": name, "uri": value}
+    if path.is_file():
+        resource["digest"] = {"sha256": file_sha256(path)}
+    elif path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+        resource["digest"] = {"sha256": digest([[p.relative_to(path).as_posix(), file_sha256(p)] for p in files])}
+    elif value == "chitchat":
+        resource["uri"] = f"pkg:pypi/chitchat-dataset@{importlib.metadata.version('chitchat-dataset')}"
+    return resource
+
+
+@cache
+def _package_digest() -> str:
+    files = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".html"))
+    return digest([[p.relative_to(ROOT).as_posix(), file_sha256(p)] for p in files])
+
+
+@cache
+def _packages() -> dict[str, str]:
+    return dict(sorted((d.metadata["Name"].lower(), d.version) for d in importlib.metadata.distributions()))
+
+
+def _git(*arguments: str) -> bytes:
+    """What git prints; nothing where there is no git, no repository, or it takes too long."""
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=GIT_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""
+
+
+@cache
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+@cache
+def _gpus() -> list[str]:
+    # Asking the driver's files does not open a CUDA context in this process.
+    found = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        lines = path.read_text().splitlines()
+        found += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+    return found

@@ -1,0 +1,112 @@
+"""REF on the command line → a checkpoint and the store it lies in."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from xray_runtime.checkpoints.manifest import MANIFEST
+from xray_runtime.checkpoints.store import read_manifest
+from xray_runtime.config_io import ConfigError
+from xray_runtime.lineage.graph import CHECKPOINTS, Graph, Node, read_graph
+
+ALLOWED = (
+    "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
+    "registered model NAME@ALIAS or NAME/VERSION"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An output directory with its graph and its tracking store."""
+
+    output: Path
+    graph: Graph
+    tracking_uri: str | None
+    """None where no store of MLflow is known."""
+
+
+def open_place(output: Path, tracking_uri: str | None) -> Place:
+    """The output directory of lifecycles.
+
+    Args:
+        tracking_uri: MLflow's address; by default the store inside `output`, else MLFLOW_TRACKING_URI, if there is one.
+
+    Raises:
+        ConfigError: `output` holds no checkpoints.
+    """
+    store = output / CHECKPOINTS
+    if not store.is_dir():
+        raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
+    database = output / "mlflow.db"
+    own = f"sqlite:///{database.absolute()}" if database.is_file() else None
+    return Place(output, read_graph(store), tracking_uri or own or os.environ.get("MLFLOW_TRACKING_URI"))
+
+
+def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
+    """What `reference` names. Raises ConfigError with what is allowed when it names nothing, or several things."""
+    as_path = Path(reference)
+    if as_path.is_dir() and (output is None or os.sep in reference or not (output / CHECKPOINTS).is_dir()):
+        return _by_directory(as_path.absolute(), tracking_uri)
+    if "@" in reference or re.fullmatch(r"[^/]+/\d+", reference):
+        return _by_registry(reference, output, tracking_uri)
+    if output is None:
+        raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
+    place = open_place(output, tracking_uri)
+    return place, _in_place(reference, place)
+
+
+def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[Place, Node]:
+    if not (directory / MANIFEST).is_file():
+        if (directory / CHECKPOINTS).is_dir():
+            raise ConfigError(f"REF: {str(directory)!r} holds many checkpoints: name one, or use --output and --all")
+        raise ConfigError(f"REF: {str(directory)!r} is not allowed: there is no {MANIFEST} in it")
+    try:
+        manifest, sha256 = read_manifest(directory)
+    except ValueError as error:
+        raise ConfigError(f"REF: {error}") from None
+    if directory.parent.name == CHECKPOINTS:
+        place = open_place(directory.parent.parent, tracking_uri)
+        return place, next(
+            (n for n in (*place.graph.nodes.values(), *place.graph.duplicates) if n.directory == directory),
+            Node(sha256, directory, manifest),
+        )
+    graph = read_graph(directory.parent)
+    node = Node(sha256, directory, manifest)
+    if sha256 not in graph.nodes:
+        graph.add(node)
+    return Place(directory.parent, graph, tracking_uri), node
+
+
+def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
+    from xray_runtime.lineage.tracking_audit import registered_checkpoint
+
+    uri = tracking_uri
+    if uri is None and output is not None and (output / "mlflow.db").is_file():
+        uri = f"sqlite:///{(output / 'mlflow.db').absolute()}"
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:
+        raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
+    found = registered_checkpoint(uri, reference)
+    if found is None:
+        raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {uri}")
+    sha256, directory = found
+    place = open_place(output or directory.parent.parent, uri)
+    return place, _in_place(sha256, place)
+
+
+def _in_place(reference: str, place: Place) -> Node:
+    nodes = place.graph.nodes
+    if re.fullmatch(r"[0-9a-f]{6,64}", reference):
+        matches = [node for sha, node in nodes.items() if sha.startswith(reference)]
+    else:
+        matches = [node for node in nodes.values() if reference in (node.manifest.stage, node.directory.name)]
+    if not matches:
+        stages = ", ".join(sorted({node.manifest.stage for node in nodes.values()})) or "none"
+        raise ConfigError(f"REF: {reference!r} names nothing in {place.output}; its stages: {stages}")
+    if len(matches) > 1:
+        choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
+        raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
+    return matches[0]

@@ -1,0 +1,69 @@
+"""Retention: what may go without breaking a chain.
+
+Kept is what a registered alias points to, what is asked for, all their ancestors and all evaluations of what is kept;
+the rest may go. What goes is renamed first, then deleted, children before parents, so that a crash never leaves a
+checkpoint without its parents.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from xray_runtime.lineage.decisions import current, decide
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.signing import signing_key
+
+
+@dataclass(frozen=True)
+class Prune:
+    """What would go, children before parents, and how many bytes that frees."""
+
+    remove: list[Node]
+    keep: list[Node]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.size for node in self.remove for entry in node.manifest.files)
+
+
+def plan_prune(place: Place, keep: Iterable[Node]) -> Prune:
+    """What to remove so that `keep`, every decided alias and all behind them stay whole."""
+    graph = place.graph
+    wanted = {node.sha256 for node in keep}
+    wanted |= {decision.checkpoint for decision in current(place.output).values()}
+    kept = set(with_history(graph, sorted(wanted)))
+    order = graph.ancestors(list(graph.nodes))
+    return Prune(
+        remove=[graph.nodes[sha] for sha in reversed(order) if sha in graph.nodes and sha not in kept],
+        keep=[graph.nodes[sha] for sha in order if sha in graph.nodes and sha in kept],
+    )
+
+
+def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
+    """`starts`, all they came from, and the evaluations of any of them; each before what was made from it."""
+    chosen = graph.ancestors(starts)
+    return graph.ancestors([*chosen, *sorted(_evaluations(graph, set(chosen)))])
+
+
+def prune(place: Place, plan: Prune) -> None:
+    """Remove what `plan` says. Each removal is a signed decision, so that no audit takes it for a loss."""
+    key = signing_key(place.output)
+    for node in plan.remove:
+        decide(place.output, key, action="prune", checkpoint=node.sha256, note=node.name)
+        # A name that no reader takes for a checkpoint, should the deletion be cut short.
+        aside = node.directory.with_name(f"{node.directory.name}.damaged-pruned-{os.getpid()}")
+        os.rename(node.directory, aside)
+        shutil.rmtree(aside)
+
+
+def _evaluations(graph: Graph, kept: set[str]) -> set[str]:
+    return {
+        child
+        for sha in kept
+        for role, child in graph.children.get(sha, [])
+        if role == "policy" and graph.nodes[child].manifest.kind == "evaluate"
+    }

@@ -1,0 +1,164 @@
+"""The statement beside every checkpoint: an in-toto Statement v1 with SLSA provenance of how it was made.
+
+The manifest says what a checkpoint is and follows from the inputs alone; the statement says how this copy of it came
+to be: which run, which code, which machine. It may differ between two machines that computed the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xray_runtime.checkpoints.manifest import Manifest, Sha256
+from xray_runtime.checkpoints.store import read_bounded
+
+STATEMENT_TYPE: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"
+BUILD_TYPE: Literal["urn:xray:stage:v1"] = "urn:xray:stage:v1"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Digests(_Model):
+    sha256: Sha256
+
+
+class Subject(_Model):
+    """One file the statement is about."""
+
+    name: str
+    digest: Digests
+
+
+class Resource(_Model):
+    """One thing a stage used: a parent checkpoint (named by its role), an outside source."""
+
+    name: str
+    uri: str | None = None
+    digest: Digests | None = None
+    annotations: dict[str, Any] = Field(default_factory=dict)
+
+
+class External(_Model):
+    """What the user asked for."""
+
+    stage: str
+    kind: str
+    seed: int
+    sections: dict[str, Any]
+
+
+class Code(_Model):
+    git_commit: str | None
+    diff_sha256: Sha256 | None
+    """Of attestation/code.diff: what was changed and not committed."""
+    package_sha256: Sha256
+    """Over the files of flows, tasks and xray_runtime as installed."""
+
+
+class Internal(_Model):
+    """What X-ray and the machine added to it."""
+
+    checkpoint: Sha256
+    key: Sha256
+    step: int
+    config_digest: Sha256
+    code_digest: Sha256
+    code: Code
+    environment: dict[str, Any]
+    origins: dict[str, list[str]]
+    """`base_models` and `datasets` this goes back to, by their own names."""
+
+
+class Build(_Model):
+    build_type: Literal["urn:xray:stage:v1"] = Field(BUILD_TYPE, alias="buildType")
+    external: External = Field(alias="externalParameters")
+    internal: Internal = Field(alias="internalParameters")
+    dependencies: list[Resource] = Field(alias="resolvedDependencies")
+
+
+class RunFacts(_Model):
+    """Which run made it."""
+
+    flow_run_id: str | None = None
+    task_run_id: str | None = None
+    trigger: dict[str, str] = Field(default_factory=dict)
+    """`kind`: command, schedule or deployment; `by`: who."""
+    attempts: int = 1
+    mlflow_run_id: str | None = None
+    mlflow_parent_run_id: str | None = None
+
+
+class Metadata(_Model):
+    invocation_id: str | None = Field(alias="invocationId")
+    started: str = Field(alias="startedOn")
+    finished: str = Field(alias="finishedOn")
+
+
+class Details(_Model):
+    builder: dict[str, Any]
+    metadata: Metadata
+    run: RunFacts = Field(alias="xray_run")
+
+
+class Predicate(_Model):
+    build: Build = Field(alias="buildDefinition")
+    details: Details = Field(alias="runDetails")
+
+
+class Statement(_Model):
+    """See https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1."""
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
+    subject: list[Subject]
+    predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(PREDICATE_TYPE, alias="predicateType")
+    predicate: Predicate
+
+    def to_bytes(self) -> bytes:
+        """The one text of this statement."""
+        value = self.model_dump(mode="json", by_alias=True)
+        return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The statement in `path`. Raises ValueError when it is missing, too large or malformed."""
+        content = read_bounded(path)
+        try:
+            return cls.model_validate_json(content)
+        except (ValidationError, RecursionError) as error:
+            raise ValueError(f"{path}: not a statement ({str(error).splitlines()[0]})") from error
+
+    def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
+        """Names of the facts in which this statement and a checkpoint's manifest differ."""
+        external, internal = self.predicate.build.external, self.predicate.build.internal
+        pairs = {
+            "checkpoint": (internal.checkpoint, sha256),
+            "stage": (external.stage, manifest.stage),
+            "kind": (external.kind, manifest.kind),
+            "seed": (external.seed, manifest.seed),
+            "sections": (external.sections, manifest.sections),
+            "key": (internal.key, manifest.key),
+            "step": (internal.step, manifest.step),
+            "config_digest": (internal.config_digest, manifest.config_digest),
+            "code_digest": (internal.code_digest, manifest.code_digest),
+            "parents": (self.parents, manifest.parents),
+            "files": (
+                {s.name: s.digest.sha256 for s in self.subject if s.name not in ("manifest.json", "README.md")},
+                {f.path: f.sha256 for f in manifest.files},
+            ),
+        }
+        return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+    @property
+    def parents(self) -> dict[str, str]:
+        """Role → checkpoint sha256."""
+        return {
+            d.name: d.digest.sha256
+            for d in self.predicate.build.dependencies
+            if d.digest and (d.uri or "").startswith("xray:")
+        }
