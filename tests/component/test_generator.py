@@ -63,6 +63,10 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     np.testing.assert_array_equal(some["response_ids"], first["response_ids"][[4, 1]])
     np.testing.assert_array_equal(some["rollout_logprobs"], first["rollout_logprobs"][[4, 1]])
 
+    # More prompts than vLLM takes in at a time.
+    many = generate(models, take(prompts, [0, 1, 2, 3, 4, 5] * 250), 0)
+    np.testing.assert_array_equal(many["rollout_logprobs"][-NUM_PROMPTS:], first["rollout_logprobs"])
+
     # Log-probabilities are those of an independent forward, at the sampling temperature.
     replies = [r[m].tolist() for r, m in zip(first["response_ids"], first["response_mask"], strict=True)]
     asked = [ids[:n].tolist() for ids, n in zip(prompts["input_ids"], prompts["lengths"], strict=True)]

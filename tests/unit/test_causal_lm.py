@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.config import FreshBase
-from xray_runtime.models import causal_lm
+from xray_runtime.models import location
 from xray_runtime.models.causal_lm import (
     fresh_llama,
     load_model,
@@ -167,6 +167,6 @@ def test_a_family_built_otherwise_is_refused(tmp_path: Path, tiny_tokenizer: Any
 
 
 def test_a_packaged_model_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(causal_lm.PACKAGED_MODELS, "tiny-1m", ("package_of_nobody", "tiny.gguf"))
+    monkeypatch.setitem(location.PACKAGED_MODELS, "tiny-1m", ("package_of_nobody", "tiny.gguf"))
     with pytest.raises(ValueError, match="'tiny-1m' needs the package package-of-nobody"):
         load_pretrained("tiny-1m")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.errors import is_users_error, root_cause
+from xray_runtime.errors import may_retry, root_cause
 
 
 class Wrapper(Exception):
@@ -75,4 +75,4 @@ def test_a_circle_of_causes_ends() -> None:
     ],
 )
 def test_only_the_input_is_not_tried_again(error: BaseException, users: bool) -> None:
-    assert is_users_error(error) is users
+    assert may_retry(error) is not users

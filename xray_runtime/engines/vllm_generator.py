@@ -13,6 +13,10 @@ from xray_runtime.config import RuntimeConfig
 from xray_runtime.weights.plasma import WeightUpdate, pack, verify
 
 
+PREFILL_TOKENS = 8192
+"""Prompt tokens vLLM takes in at a time."""
+
+
 class StaleWeightsError(RuntimeError):
     """The generator does not hold the policy version it was asked to generate with."""
 
@@ -65,6 +69,9 @@ class VLLMGenerator:
             enforce_eager=device == "cpu",
             max_model_len=max_length,
             enable_prefix_caching=False,
+            # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
+            enable_chunked_prefill=device != "cpu",
+            max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
             **options,

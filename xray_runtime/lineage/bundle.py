@@ -10,6 +10,7 @@ import contextlib
 import os
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) 
     local = tracking_uri == f"sqlite:///{(place.output / 'mlflow.db').absolute()}"
     tracker = Tracker(tracking_uri, experiment, place.output.absolute() / "mlartifacts" if local else None)
     known = Snapshot(tracking_uri).by_sha
-    parent = tracker.start_lifecycle("import", {}, "", {"xray.imported": "true"})
+    parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
     for sha in order:
         node = place.graph.nodes[sha]
@@ -126,7 +127,7 @@ def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) 
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])
             numbers = {k: v for k, v in node.results.items() if isinstance(v, int | float)}
             if manifest.kind == "evaluate":
-                run.metrics({f"evaluate/{k}": float(v) for k, v in numbers.items()}, 0)
+                run.metrics([(0, int(time.time() * 1000), {f"evaluate/{k}": float(v) for k, v in numbers.items()})])
             run.finish("FINISHED")
         refs[sha] = ref
     tracker.finish(parent, "FINISHED")

@@ -75,7 +75,7 @@ class Lifecycle:
         if self.tracking:
             uri = f"sqlite:///{self.output / 'mlflow.db'}"
             self.tracker = Tracker(uri, "synthetic", self.output / "mlartifacts")
-            self.run_id = self.tracker.start_lifecycle("synthetic", {"seed": 0}, "seed: 0\n", {})
+            self.run_id = self.tracker.start_lifecycle(None, "synthetic", {"seed": 0}, "seed: 0\n", {})
 
     def add(
         self,
@@ -115,7 +115,8 @@ class Lifecycle:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
             if kind == "evaluate":
                 numbers = json.loads(files["evaluation.json"])
-                run.metrics({f"evaluate/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}, 0)
+                values = {f"evaluate/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
+                run.metrics([(0, 1, values)])
             run.finish("FINISHED")
         self.done[stage] = ref
         return ref
