@@ -28,18 +28,15 @@ class Stable:
 
     def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
         """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
-        self._reap()
         want = (kind.__name__, runtime.model_dump_json())
         for entry in [e for e in self._idle if e[0] == want]:
             self._idle.remove(entry)
             if _alive(entry[1]):
                 self._lent.append((borrower, entry[1]))
                 return entry[1]
+        self._reap()
         if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
-            # Those that wait must not starve those that are wanted.
-            for _, workhorse in self._idle:
-                ray.kill(workhorse)
-            self._idle.clear()
+            self.make_room()
         workhorse = start(kind, runtime, 0.0)
         self._lent.append((borrower, workhorse))
         return workhorse
@@ -49,13 +46,22 @@ class Stable:
         self._lent = [entry for entry in self._lent if entry[1] != workhorse]
         self._idle.append(((kind.__name__, runtime.model_dump_json()), workhorse))
 
+    def make_room(self) -> None:
+        """End those that wait: they must not starve those that are wanted."""
+        for _, workhorse in self._idle:
+            ray.kill(workhorse)
+        self._idle.clear()
+
     def _reap(self) -> None:
         """End what a dead borrower (a killed stage) left behind."""
-        for borrower, workhorse in list(self._lent):
-            done, _ = ray.wait([borrower.ping.remote()], timeout=PING_SECONDS)
-            if done and not _answered(done[0]):
-                ray.kill(workhorse)
-                self._lent.remove((borrower, workhorse))
+        pings = {borrower.ping.remote(): (borrower, workhorse) for borrower, workhorse in self._lent}
+        if not pings:
+            return
+        # Who is busy does not answer in time; all are asked at once, so that many busy ones cost no more than one.
+        for ping in ray.wait(list(pings), num_returns=len(pings), timeout=PING_SECONDS)[0]:
+            if not _answered(ping):
+                ray.kill(pings[ping][1])
+                self._lent.remove(pings[ping])
 
 
 def open_stable() -> Any:

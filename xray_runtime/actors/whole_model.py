@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from xray_runtime.weights.plasma import WeightUpdate
 
 LOG_TAIL_LINES = 15
+START_SECONDS = 10.0
+"""A Workhorse that is not up by then may be waiting for CPUs that idle ones hold."""
 
 
 class WorkhorseError(RuntimeError):
@@ -48,10 +50,20 @@ class WholeModel:
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
-        host, port = self._get([self._workhorses[0].rendezvous.remote()])[0]
+        host, port = self._meet()
         size = len(self._workhorses)
         places = [Rank(self._role, rank, size, host, port, self._log_dir) for rank in range(size)]
         self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
+
+    def _meet(self) -> tuple[str, int]:
+        """Where the process group meets, as soon as every Workhorse is up."""
+        up = [w.rendezvous.remote() for w in self._workhorses]
+        stable = find_stable()
+        if stable is not None and len(ray.wait(up, num_returns=len(up), timeout=START_SECONDS)[0]) < len(up):
+            # What Ray says of free CPUs lags behind what was just started, so the stable may have kept too many.
+            ray.get(stable.make_room.remote())
+        place: tuple[str, int] = self._get(up)[0]
+        return place
 
     def score(self, rows: Rows, width: int = 0) -> Rows:
         """`Learner.score` of all rows, in order."""

@@ -61,11 +61,11 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            points = record["metrics"].items()
+            step, points = record["step"], record["metrics"].items()
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             continue
         for name, value in points:
-            series.setdefault(name, []).append((record["step"], value))
+            series.setdefault(name, []).append((step, value))
     return series
 
 

@@ -1,0 +1,270 @@
+"""The report: figures from small metrics, one file that needs nothing else, and no text that becomes markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xray_runtime.report.figures import PANELS, StageRecord, read_metrics, training_figure
+from xray_runtime.report.html import lineage_graph, write_report
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} {% raw %} 日本 ]]> --> &amp; <svg onload=x>"
+SHAS = {name: digit * 64 for name, digit in zip(("prepare", "base", "sft", "ppo-1"), "abcd", strict=True)}
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: elements with their attributes, and the visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def stage(name: str, parents: list[str], cached: bool = False) -> dict[str, Any]:
+    checkpoint = {"uri": f"/out/{name}", "sha256": SHAS[name]}
+    parents = [SHAS[parent] for parent in parents]
+    return {"name": name, "checkpoint": checkpoint, "parents": parents, "cached": cached, "seconds": 12.34}
+
+
+def lifecycle(**evaluation: Any) -> dict[str, Any]:
+    return {
+        "project": "demo",
+        "seed": 3,
+        "status": "completed",
+        "seconds": 61.6,
+        "run_id": "run-1",
+        "registered": {"name": "demo-policy", "version": "4", "alias": "candidate"},
+        "stages": [
+            stage("prepare", []),
+            stage("base", []),
+            stage("sft", ["base", "prepare"], cached=True),
+            stage("ppo-1", ["sft", "prepare"]),
+        ],
+        "evaluation": {
+            "gold_before": 0.1,
+            "gold_after": 0.25,
+            "gold_delta": 0.15,
+            "gold_delta_ci95": [0.05, 0.25],
+            "judge": "gold",
+            "win_rate": 0.625,
+            "win_rate_ci95": [0.55, 0.7],
+            "samples": 64,
+            "reward_before": -0.2,
+            "reward_after": 0.9,
+            "kl": 3.5,
+            "length_before": 8.25,
+            "length_after": 9.75,
+            "distinct_2_before": 0.5,
+            "distinct_2_after": 0.4,
+        }
+        | evaluation,
+    }
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    texts = {"prompt": "how are you?", "before": "fine", "after": "very well, thanks"}
+    numbers = {"gold_before": 0.0, "gold_after": 0.5, "reward_before": -1.0, "reward_after": 1.25}
+    return texts | numbers | changes
+
+
+def records(directory: Path) -> list[StageRecord]:
+    """Records of one stage of each kind; a base has no curves."""
+    made = []
+    for kind in ("base", *PANELS):
+        path = directory / f"{kind}.jsonl"
+        names = [name for _, panel in PANELS.get(kind, []) for name in panel] or ["base/parameters"]
+        lines = [{"step": step, "metrics": dict.fromkeys(names, step + 0.5)} for step in range(3)]
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        made.append(StageRecord(f"{kind} curves", kind, path))
+    return made
+
+
+def write(
+    tmp_path: Path,
+    samples: list[dict[str, Any]] | None = None,
+    config: str = "",
+    curves: bool = False,
+    **evaluation: Any,
+) -> str:
+    path = tmp_path / "report.html"
+    shown = records(tmp_path) if curves else []
+    write_report(path, lifecycle(**evaluation), shown, samples or [sample()], config)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", list(PANELS))
+def test_a_figure_has_a_panel_for_each_subject(kind: str) -> None:
+    series = {name: [(0, 1.0), (1, 2.0)] for _, names in PANELS[kind] for name in names}
+    figure = training_figure(kind, series)
+    assert figure is not None
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [title for title, _ in PANELS[kind]]
+    for axes, (title, names) in zip(figure.axes, PANELS[kind], strict=True):
+        drawn = axes.containers if title.startswith("seconds") else axes.lines
+        assert len(drawn) == len(names)
+        # Where there are several, each has its name and its colour.
+        legend = axes.get_legend()
+        assert (legend is not None) == (len(names) > 1)
+        if legend is not None:
+            expected = [name.split("/")[1].replace("_", " ") for name in names]
+            assert [text.get_text() for text in legend.get_texts()] == expected
+
+
+def test_a_curve_has_the_points_that_were_recorded() -> None:
+    series = {"sft/loss": [(0, 4.0), (10, 2.5), (20, 2.0)], "sft/heldout_loss": [(20, 2.25)]}
+    figure = training_figure("sft", series)
+    assert figure is not None
+    [axes] = figure.axes
+    points = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
+    assert points == [[(0, 4.0), (10, 2.5), (20, 2.0)], [(20, 2.25)]]
+    # One point alone is no line: it needs a marker to be seen.
+    assert axes.lines[1].get_marker() == "o"
+
+
+def test_phases_are_stacked() -> None:
+    # Step 1 has no sync: what comes above it starts at the bottom there.
+    series = {"seconds/sync": [(0, 2.0)], "seconds/generate": [(0, 3.0), (1, 4.0)], "seconds/update": [(1, 0.5)]}
+    figure = training_figure("ppo", series)
+    assert figure is not None
+    [axes] = figure.axes
+    bars = [[(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in c] for c in axes.containers]
+    assert [[tuple(round(x, 9) for x in bar) for bar in group] for group in bars] == [
+        [(0, 0, 2)],
+        [(0, 2, 3), (1, 0, 4)],
+        [(1, 4, 0.5)],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["prepare", "base", "preferences", "evaluate", "sft"])
+def test_nothing_recorded_is_no_figure(kind: str) -> None:
+    assert training_figure(kind, {"other/metric": [(0, 1.0)]}) is None
+
+
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = '{"step": 1, "metrics": {"sft/loss": 2.0}}'
+    cut = '{"step": 2, "metrics": {"sft/lo'
+    odd = ["", "3", "null", "[]", '{"step": 4}', '{"metrics": {"sft/loss": 9.0}}', '{"step": 5, "metrics": [1]}', cut]
+    path.write_text("\n".join([good, *odd, '{"step": 6, "metrics": {"sft/loss": 1.0, "sft/lr": 0.5}}', cut]))
+    assert read_metrics(path) == {"sft/loss": [(1, 2.0), (6, 1.0)], "sft/lr": [(6, 0.5)]}
+    assert read_metrics(tmp_path / "nowhere.jsonl") == {}
+
+
+def test_the_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
+    html = write(tmp_path, curves=True)
+    page = Page(html)
+    fetching = {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "image",
+        "video",
+        "audio",
+        "source",
+    }
+    assert fetching.isdisjoint(tag for tag, _ in page.elements)
+    for tag, attributes in page.elements:
+        for name, value in attributes.items():
+            # References within the file alone: glyphs, clips, arrow heads.
+            assert name not in ("src", "href", "srcset", "data"), (tag, name)
+            if name == "xlink:href" or "url(" in (value or ""):
+                assert re.search(r"(^|url\()#", value or ""), (tag, value)
+    assert "@import" not in html
+    assert not re.search(r"url\((?!#)", html)
+    # Written beside its place and moved there whole.
+    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".jsonl")] == ["report.html"]
+
+
+def test_the_report_says_what_happened(tmp_path: Path) -> None:
+    page = Page(write(tmp_path, config="seed: 3\n", curves=True))
+    text = " ".join(page.text.split())
+    assert "demo seed 3" in text
+    assert "completed in 62 s · demo-policy version 4 @candidate · MLflow run run-1" in text
+    assert "+0.100 → +0.250" in text
+    assert "difference +0.150, 95% +0.050 to +0.250" in text
+    assert "62.5%" in text
+    assert "95% 55.0 to 70.0%, 64 held-out prompts" in text
+    assert "-0.20 → +0.90" in text
+    assert "how are you?" in text
+    assert "seed: 3" in text
+    for name, sha in SHAS.items():
+        assert name in text
+        assert sha in text
+    assert "sft (cached)" in text
+    # Beside the lineage a figure for each stage that has curves, below its name.
+    assert [tag for tag, _ in page.elements].count("svg") == 1 + len(PANELS)
+    assert [name for name in ("base", *PANELS) if f"{name} curves" in text] == list(PANELS)
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"), [([0.1, 0.2], "good"), ([-0.2, -0.1], "bad"), ([-0.1, 0.2], ""), ([0.0, 0.2], "")]
+)
+def test_only_what_is_certain_is_coloured(tmp_path: Path, interval: list[float], verdict: str) -> None:
+    page = Page(write(tmp_path, gold_delta_ci95=interval))
+    classes = [a.get("class") for tag, a in page.elements if tag == "span" and "class" in a]
+    assert classes == [verdict]
+
+
+def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
+    none = dict.fromkeys(("gold_before", "gold_after", "gold_delta", "gold_delta_ci95"))
+    html = write(tmp_path, [sample(gold_before=None, gold_after=None)], judge="reward", **none)
+    text = Page(html).text
+    assert "gold score" not in text
+    assert "None" not in text
+    assert "win rate over the SFT model (by reward)" in text
+
+
+@pytest.mark.parametrize("field", ["prompt", "before", "after"])
+def test_text_of_a_model_stays_text(tmp_path: Path, field: str) -> None:
+    page, plain = Page(write(tmp_path, [sample(**{field: HOSTILE})])), Page(write(tmp_path))
+    # The reader sees exactly what the model wrote…
+    assert page.text.count(HOSTILE) == 1
+    # …and the browser nothing of it: not an element, not an attribute more.
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+
+
+def test_text_of_a_config_stays_text(tmp_path: Path) -> None:
+    page, plain = Page(write(tmp_path, config=f"source: '</pre>{HOSTILE}'\n")), Page(write(tmp_path))
+    assert f"</pre>{HOSTILE}" in page.text
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+
+
+def test_lineage_stands_in_order_and_apart() -> None:
+    graph = lineage_graph(lifecycle()["stages"])
+    place = {node["name"]: (node["x"], node["y"]) for node in graph["nodes"]}
+    # Each right of its parents; those of one column one below the other.
+    assert place["prepare"][0] == place["base"][0] < place["sft"][0] < place["ppo-1"][0]
+    assert place["base"][1] - place["prepare"][1] > graph["node_height"]
+    assert place["sft"][0] - place["base"][0] > graph["node_width"]
+    assert [node["cached"] for node in graph["nodes"]] == [False, False, True, False]
+    assert graph["nodes"][0]["sha"] == "a" * 12
+    # base → sft, prepare → sft, sft → ppo-1, prepare → ppo-1: from a right edge to a left edge.
+    assert len(graph["edges"]) == 4
+    ends = [tuple(float(x) for x in re.findall(r"-?[\d.]+", edge))[:2] for edge in graph["edges"]]
+    assert ends[0] == (place["base"][0] + graph["node_width"], place["base"][1] + graph["node_height"] / 2)
+    # Everything is inside the picture.
+    assert all(x + graph["node_width"] <= graph["width"] for x, _ in place.values())
+    assert all(y + graph["node_height"] <= graph["height"] for _, y in place.values())
+
+
+def test_a_parent_from_elsewhere_has_no_arrow() -> None:
+    alone = {**stage("sft", ["base"]), "parents": ["f" * 64]}
+    assert lineage_graph([alone])["edges"] == []
+    assert lineage_graph([])["nodes"] == []
