@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.services import quiet_environment
 from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import MAX_DEVICES, Plan, RolePlan, make_plan
@@ -56,6 +57,7 @@ def plan(
 
     Exit codes: 0 planned (whether it fits is in the plan), 2 bad input.
     """
+    quiet_environment()
     try:
         workload, machine = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
@@ -141,7 +143,9 @@ def _show(console: Console, chosen: Plan, workload: Workload, content: dict[str,
         table.add_row(p.role.name, _span(p.devices), _words(p), *cells)
     console.print(table)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
-    console.print(f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False)
+    console.print(
+        f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False, soft_wrap=True
+    )
     for title, lines in (
         ("limit", content["limits"]),
         ("not", content["reasons"]),

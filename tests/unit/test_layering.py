@@ -25,6 +25,7 @@ FORBIDDEN = {
     "xray_runtime": {"prefect", "prefect_ray", "flows", "tasks"},
     "tasks": {"flows"},
     "xray_runtime/algorithms": {"ray", "deepspeed", "vllm", "transformers", "mlflow", "numpy", "pathlib", "os"},
+    "xray_runtime/planning": {"ray", "deepspeed", "vllm", "mlflow"},
     "xray_runtime/checkpoints": {"torch", "ray", "mlflow", "vllm", "deepspeed", "transformers"},
 }
 

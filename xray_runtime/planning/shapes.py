@@ -120,7 +120,8 @@ def from_pretrained(config: PretrainedBase) -> ModelShape:
         if gguf is not None:
             return _from_gguf(Path(name) / gguf)
         if Path(name).is_dir():
-            return from_hf_config(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
+            config_json = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+            return from_hf_config(config_json if isinstance(config_json, dict) else {})
         import transformers
 
         return from_hf_config(transformers.AutoConfig.from_pretrained(name).to_dict())
@@ -133,12 +134,16 @@ def _from_gguf(path: Path) -> ModelShape:
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
-    family = str(reader.fields["general.architecture"].contents())
+
+    def field(key: str) -> Any:
+        if key not in reader.fields:
+            raise ValueError(f"its header has no {key}")
+        return reader.fields[key].contents()
+
+    family = field("general.architecture")
 
     def number(key: str) -> int:
-        if f"{family}.{key}" not in reader.fields:
-            raise ValueError(f"its header has no {family}.{key}")
-        return int(reader.fields[f"{family}.{key}"].contents())
+        return int(field(f"{family}.{key}"))
 
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     hidden, heads = number("embedding_length"), number("attention.head_count")

@@ -1,0 +1,339 @@
+"""The memory model: published figures, hand arithmetic, what transformers builds and what autograd really holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xray_runtime.config import FreshBase, PretrainedBase
+from xray_runtime.planning.memory import (
+    Layout,
+    activation_bytes,
+    device_parameters,
+    kv_cache_bytes,
+    layer_activation_bytes,
+    lora_parameters,
+    model_states,
+    training_memory,
+)
+from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count, from_pretrained
+
+SMALL = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=32,
+    intermediate_size=128,
+    vocab_size=320,
+    tied=True,
+)
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+LLAMA_3_8B = LLAMA_2_7B | {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+
+
+# --- model states
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_papers_figure_1(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters, 64 devices, mixed-precision Adam (Rajbhandari et al. 2020)."""
+    assert round(sum(model_states(7.5e9, 7.5e9, 2, stage, 64)) / 1e9, 1) == gigabytes
+
+
+def test_states_of_a_float32_model() -> None:
+    # 1,000 parameters: 4 bytes of weight, 4 of gradient, 8 of moments; ZeRO 1 and 2 add a master copy of 4.
+    assert [sum(model_states(1000, 1000, 4, stage, 4)) for stage in range(4)] == [
+        4000 + 4000 + 8000,
+        4000 + 4000 + 12000 / 4,
+        4000 + 4000 / 4 + 12000 / 4,
+        (4000 + 4000 + 8000) / 4,
+    ]
+
+
+def test_lora_trains_its_adapters_alone() -> None:
+    # A layer's projections, in + out: q 64+64, k and v 64+32, o 64+64, gate, up and down 64+128; rank 4, two layers.
+    assert lora_parameters(SMALL, 4) == 4 * 2 * (128 + 2 * 96 + 128 + 3 * 192)
+    adapters = lora_parameters(SMALL, 4)
+    memory = training_memory(SMALL, 2, Layout(), tokens=8, positions=0, lora_rank=4)
+    assert memory.weights == 2 * (SMALL.num_parameters + adapters)
+    assert memory.gradients == 2 * adapters
+    assert memory.optimizer == 12 * adapters
+
+
+def test_a_frozen_trunk_has_weights_only() -> None:
+    trained = SMALL.layer_parameters() + 64  # the top layer and the final norm
+    memory = training_memory(SMALL, 4, Layout(), tokens=8, positions=0, top_layers=1, reference_branch=True)
+    assert memory.weights == 4 * (SMALL.num_parameters + trained)
+    assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
+
+
+def test_offload_leaves_no_optimizer_on_the_device() -> None:
+    assert training_memory(SMALL, 2, Layout(zero_stage=2, dp=2), tokens=8, positions=0, offload=True).optimizer == 0
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (LLAMA_2_7B, 6_738_415_616),
+        (LLAMA_3_8B, 8_030_261_248),
+        (
+            LLAMA_2_7B
+            | {
+                "model_type": "qwen2",
+                "num_hidden_layers": 28,
+                "hidden_size": 3584,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "intermediate_size": 18944,
+                "vocab_size": 152064,
+            },
+            7_615_616_512,
+        ),
+    ],
+    ids=["Llama-2-7B", "Llama-3-8B", "Qwen2-7B"],
+)
+def test_published_parameter_counts(config: dict[str, Any], parameters: int) -> None:
+    assert from_hf_config(config).num_parameters == parameters
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        {"head_dim": 32, "attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["plain", "tied, grouped", "odd heads, biases"],
+)
+def test_parameters_are_counted_as_transformers_builds_them(family: str, options: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    if family != "llama":
+        options = {
+            k: v for k, v in options.items() if not k.endswith("_bias") or (family, k) == ("qwen3", "attention_bias")
+        }
+    sizes = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.AutoConfig.for_model(family, **(sizes | options))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert from_hf_config(config.to_dict()).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_our_own_llama_and_the_packaged_one() -> None:
+    import torch
+    import transformers
+
+    fresh = from_fresh(FreshBase())
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=2048,
+                hidden_size=160,
+                num_hidden_layers=4,
+                num_attention_heads=5,
+                num_key_value_heads=5,
+                intermediate_size=448,
+                tie_word_embeddings=True,
+            )
+        )
+    assert fresh.num_parameters == sum(p.numel() for p in model.parameters())
+    smollm = from_pretrained(PretrainedBase(model="smollm2-135m"))
+    assert smollm.num_parameters == 134_515_008
+    assert (smollm.num_layers, smollm.num_heads, smollm.num_kv_heads, smollm.tied) == (30, 9, 3, True)
+
+
+def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert from_pretrained(PretrainedBase(model=str(tmp_path))).num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2", "intermediate_size": None}, "'gpt2' model cannot be planned: its config has no interm"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+    ],
+)
+def test_what_is_no_llama_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(LLAMA_2_7B | change)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "[1]", "'unknown' model cannot be planned: its config has no num_hidden_layers"),
+        ("config.json", "{", "cannot be planned"),
+        ("other.txt", "", "cannot be planned"),
+        ("model.gguf", "no GGUF", "cannot be planned"),
+    ],
+)
+def test_what_cannot_be_read_names_the_field_and_the_model(
+    tmp_path: Path, file: str, content: str, message: str
+) -> None:
+    (tmp_path / file).write_text(content)
+    model = tmp_path / file if file.endswith(".gguf") else tmp_path
+    with pytest.raises(ValueError, match=r"base\.model: '.*' ") as caught:
+        from_pretrained(PretrainedBase(model=str(model)))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.floats(min_value=1e6, max_value=1e13))
+def test_a_count_becomes_a_plausible_llama(count: float) -> None:
+    shape = from_parameter_count(count)
+    assert 0 <= int(count) - shape.num_parameters < shape.num_layers
+    assert shape.num_heads * shape.head_size == shape.hidden_size
+    assert shape.num_heads % shape.num_kv_heads == 0
+    if count > 1e8:
+        assert 50 < shape.hidden_size / shape.num_layers < 200
+        assert 2.4 < shape.intermediate_size / shape.hidden_size < 3.2
+
+
+# --- activations and KV cache
+
+
+def test_a_layers_activations_by_hand() -> None:
+    # One token, float32. Norms: 2 · (64 · (4 + 4 + 4) + 4) = 1,544. Attention: q and output 2 · 64, k and v 2 · 32, of
+    # 4 bytes each, and 2 log-sums of 4: 776. MLP: 4 · 128 · 4 = 2,048.
+    assert layer_activation_bytes(SMALL, 1, 4) == 1544 + 776 + 2048
+    assert layer_activation_bytes(SMALL, 10, 4) == 10 * (1544 + 776 + 2048)
+    # bfloat16: norms 2 · (64 · (4 + 2 + 2) + 4) = 1,032; attention 192 · 2 + 8 = 392; MLP 1,024.
+    assert layer_activation_bytes(SMALL, 1, 2) == 1032 + 392 + 1024
+    # Two tensor-parallel ranks: one head each, the one key-value head on both; 32 + 32 + 2 · 32, and one log-sum.
+    assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 128 + 4) + 1024
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: int, checkpointing: bool) -> None:
+    import torch
+    import transformers
+
+    shape = replace(SMALL, num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=kv_heads, intermediate_size=320)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        use_cache=False,
+    )
+    model = transformers.LlamaModel(config).to(getattr(torch, dtype)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    rows, length = 3, 40
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(input_ids=torch.zeros((rows, length), dtype=torch.int64)).last_hidden_state
+    keep(out)
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    tables = rows * length * 8  # the token ids
+    if not checkpointing:
+        tables += 2 * length * 32 * width  # cosines and sines of the positions, the same for all rows and layers
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) - tables
+    predicted = activation_bytes(shape, rows * length, width, Layout(checkpointing=checkpointing))
+    if checkpointing:
+        # The forward pass keeps no layer's inside; the backward pass makes one at a time.
+        predicted -= layer_activation_bytes(shape, rows * length, width)
+    assert measured == pytest.approx(predicted, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocabulary", "rows"), [(2, 320, 32), (6, 512, 32), (2, 8000, 16)], ids=["small", "deep", "wide logits"]
+)
+def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: int) -> None:
+    """Gradients, activations and logits of a real forward and backward pass, by torch's record of every allocation."""
+    import torch
+    import transformers
+    from torch.profiler import ProfilerActivity, profile
+
+    from xray_runtime.models.heads import HeadedLM
+    from xray_runtime.models.objectives import SFTObjective
+
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = HeadedLM(transformers.LlamaForCausalLM(config)).eval()
+    batch = {
+        "input_ids": torch.zeros((rows, 64), dtype=torch.int64),
+        "prompt_lengths": torch.full((rows,), 32),
+        "lengths": torch.full((rows,), 64),
+    }
+
+    def step() -> None:
+        loss, _ = SFTObjective().loss(model, batch, {"tokens": 1.0})
+        loss.backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    memory = training_memory(from_hf_config(config.to_dict()), 4, Layout(), tokens=rows * 64, positions=rows * 32)
+    # Not all gradients exist yet when activations are at their most, so the sum is a little too much; never too little.
+    assert peak <= memory.gradients + memory.activations + memory.logits <= 1.15 * peak
+
+
+def test_kv_cache_by_hand() -> None:
+    # Llama 2 7B in 16 bits: 2 · 32 layers · 32 heads · 128 · 2 bytes = 512 KiB a token; Llama 3 8B has 8 heads of them.
+    assert kv_cache_bytes(from_hf_config(LLAMA_2_7B), 1, 2) == 512 * 1024
+    eight = from_hf_config(LLAMA_3_8B)
+    assert kv_cache_bytes(eight, 1000, 2) == 1000 * 128 * 1024
+    assert kv_cache_bytes(eight, 1000, 2, tp=4, pp=2) == 1000 * 16 * 1024
+    # More ranks than heads: each head is held twice.
+    assert kv_cache_bytes(eight, 1, 2, tp=16) == kv_cache_bytes(eight, 1, 2, tp=8)
+
+
+def test_the_fullest_pipeline_stage_counts() -> None:
+    shape = replace(SMALL, num_layers=5)
+    layer, embeddings = shape.layer_parameters(), 320 * 64
+    assert device_parameters(shape, pp=2) == 3 * layer + embeddings + 64
+    assert device_parameters(replace(shape, tied=False)) == 5 * layer + 2 * embeddings + 64
+    # Two ranks: q and o halve, the one key-value head stays, the MLP halves; norms stay.
+    assert shape.layer_parameters(tp=2) == 2 * 64 * 32 * 2 + 3 * 64 * 64 + 2 * 64
