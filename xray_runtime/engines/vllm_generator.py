@@ -12,7 +12,6 @@ import numpy as np
 from xray_runtime.config import RuntimeConfig
 from xray_runtime.weights.plasma import WeightUpdate, pack, verify
 
-
 PREFILL_TOKENS = 8192
 """Prompt tokens vLLM takes in at a time."""
 
