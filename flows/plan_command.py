@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -132,7 +131,7 @@ def _show(console: Console, chosen: Plan, workload: Workload, content: dict[str,
     verdict = "" if chosen.fits else "[red]nothing fits; nearest:[/red] "
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
-    table = Table(title="GB on one device", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(title="GB on one device", title_justify="left", box=None, pad_edge=False)
     for name in ("role", "on", "layout"):
         table.add_column(name, no_wrap=True)
     for name in (*COLUMNS, "total"):
@@ -225,7 +224,7 @@ def _span(devices: range) -> str:
 
 def _short(size: int) -> str:
     gb = size / 1e9
-    return "" if not size else f"{gb:.1f}" if gb >= 10 else f"{gb:.2f}"
+    return "" if not size else f"{gb:.{0 if gb >= 100 else 1 if gb >= 10 else 2}f}"
 
 
 def _gb(size: float) -> float:

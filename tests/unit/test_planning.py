@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import validate
-from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory
+from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.planning.plan import make_plan
 from xray_runtime.planning.suggestions import suggest
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
@@ -86,6 +86,16 @@ def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, lengt
         assert max(needed) <= 0.9 * gib * GIB
     if plan.placement == "separate":
         assert sum(len(p.devices) for p in plan.roles) == len({d for p in plan.roles for d in p.devices})
+
+
+def test_the_cache_holds_enough_and_no_more() -> None:
+    # In tokens: 32 sequences of 1,024; of longer ones as many as make 65,536 tokens; one in any case; a small rollout.
+    def cached(length: int, dp: int = 1) -> float:
+        workload = from_parameters(7e9, length)
+        memory = workload.memory(workload.roles[-1], Layout(dp=dp))
+        return memory.kv_cache / kv_cache_bytes(workload.roles[-1].shape, 1, 2)
+
+    assert (cached(1024), cached(8192), cached(100_000), cached(1024, dp=256)) == (32 * 1024, 65_536, 100_000, 2 * 1024)
 
 
 # --- placement

@@ -211,10 +211,16 @@ def scoring_memory(shape: ModelShape, weight_bytes: int, layout: Layout, *, toke
 
 
 def generation_memory(
-    shape: ModelShape, weight_bytes: int, layout: Layout, *, sequences: int, length: int, reserved_kv_bytes: int = 0
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    *,
+    sequences: int,
+    cached_tokens: int,
+    reserved_kv_bytes: int = 0,
 ) -> Memory:
-    """vLLM with a KV cache of `sequences` prompts and replies of `length` tokens, `reserved_kv_bytes` at least."""
-    kv_cache = kv_cache_bytes(shape, sequences * length, weight_bytes, layout.tp, layout.pp)
+    """vLLM with a KV cache of `cached_tokens`, `reserved_kv_bytes` at least, sampling for `sequences` at a time."""
+    kv_cache = kv_cache_bytes(shape, cached_tokens, weight_bytes, layout.tp, layout.pp)
     return Memory(
         weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
         activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),

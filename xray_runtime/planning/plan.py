@@ -177,8 +177,7 @@ class _Solver:
         least = [self._least(party) for party in parties]
         for party, n in zip(parties, least, strict=True):
             if n is None:
-                names = " and ".join(role.name for role in party.roles)
-                return f"{names} would not fit, however many devices there were"
+                return f"{', '.join(role.name for role in party.roles)} would not fit on any number of devices"
         counts = [n for n in least if n is not None]
         spare = self.machine.num_devices - sum(counts)
         if spare < 0:

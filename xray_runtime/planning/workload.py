@@ -25,6 +25,10 @@ GIB = 2**30
 USABLE = 0.9
 """Share of a device's memory a plan may fill; fragmentation, communication and others on the machine take the rest."""
 
+CACHED_SEQUENCES, CACHED_TOKENS = 32, 65_536
+"""What a generator's KV cache should hold: so many sequences of full length, but no more than so many tokens, and one
+sequence in any case. vLLM lets the others wait."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -70,8 +74,6 @@ class Workload:
     micro_batch_tokens: int
     score_tokens: int = 8192
     """Tokens of one scoring pass."""
-    concurrent_sequences: int = 32
-    """Sequences of full length a generator should hold at a time; vLLM lets the others wait."""
     reserved_kv_bytes: int = 0
     """What vLLM takes for its KV cache however little is needed."""
     lora_rank: int | None = None
@@ -81,12 +83,14 @@ class Workload:
         """What `role` needs on each of its devices."""
         shape, width = role.shape, role.weight_bytes
         if role.use == "generate":
+            sequences = min(CACHED_SEQUENCES, _ceil(self.rollout_size, layout.dp))
+            cached = max(min(sequences * self.sequence_tokens, CACHED_TOKENS), self.sequence_tokens)
             return generation_memory(
                 shape,
                 width,
                 layout,
-                sequences=min(self.concurrent_sequences, _ceil(self.rollout_size, layout.dp)),
-                length=self.sequence_tokens,
+                sequences=sequences,
+                cached_tokens=cached,
                 reserved_kv_bytes=self.reserved_kv_bytes,
             )
         tokens, positions = self._pass(role, self.score_tokens)
