@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from tasks.stage import StageResult
 from xray_runtime.checkpoints.identity import digest
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.files import write_whole
 from xray_runtime.lineage.recorder import records_directory
 
 LIFECYCLE = "lifecycle.json"
@@ -96,9 +96,4 @@ class Journal:
 
     def _write(self) -> None:
         self.content["seconds"] = time.perf_counter() - self._start
-        temporary = self.path.with_suffix(".json.writing")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(self.content, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_whole(self.path, json.dumps(self.content, indent=2))

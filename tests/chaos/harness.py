@@ -42,7 +42,7 @@ OVERRIDES = (
     "runtime.retries=3",
     "runtime.retry_delay_s=0.5",
     "runtime.restarts=10",
-    "runtime.stall_timeout_s=60",
+    "runtime.stall_timeout_s=45",
 )
 LIMIT_SECONDS = 1200
 TIMINGS = ("seconds/", "speed/")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.checkpoints.identity import file_sha256
+from xray_runtime.files import sync, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class Snapshots:
         self.directory, self._every = directory, every
         directory.mkdir(parents=True, exist_ok=True)
         self._token = uuid.uuid4().hex
-        _write(directory / OWNER, self._token.encode())
-        for left in directory.glob("*.writing-*"):
+        write_whole(directory / OWNER, self._token)
+        for left in directory.glob("step-*.writing-*"):
             log.warning("%s: a snapshot that was never finished; removed", left)
             shutil.rmtree(left, ignore_errors=True)
         self._start, self._spent = time.monotonic(), 0.0
@@ -94,17 +95,17 @@ class Snapshots:
         try:
             temporary.mkdir()
             yield temporary
-            _write(temporary / STATE, json.dumps(state).encode())
+            write_whole(temporary / STATE, json.dumps(state))
             paths = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
             with ThreadPoolExecutor() as pool:
-                digests = list(pool.map(lambda path: _sync(temporary / path), paths))
-            _write(temporary / FILES, json.dumps(dict(zip(paths, digests, strict=True))).encode())
+                digests = list(pool.map(lambda path: _synced_sha256(temporary / path), paths))
+            write_whole(temporary / FILES, json.dumps(dict(zip(paths, digests, strict=True))))
             self.check()
             if place.exists():
                 # The same steps were done before, by an attempt whose snapshot did not pass.
                 shutil.rmtree(place)
             os.rename(temporary, place)
-            _sync_directory(self.directory)
+            sync(self.directory)
         except OSError as error:
             raise OSError(
                 error.errno, f"{self.directory}: the snapshot after step {step} cannot be written ({error.strerror})"
@@ -132,27 +133,6 @@ def _problem(place: Path) -> str | None:
     return None
 
 
-def _sync(path: Path) -> str:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _synced_sha256(path: Path) -> str:
+    sync(path)
     return file_sha256(path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from xray_runtime.checkpoints.identity import code_digest, digest, file_sha256, library_versions
 from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, FileEntry, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Store:
         if attest is not None:
             attest(built, manifest, sha256)
         for path in (built, *built.rglob("*")):
-            _fsync(path)
+            sync(path)
         place = self.directory(stage, key)
         if place.exists():
             if not verify(place):
@@ -116,7 +117,7 @@ class Store:
                 return CheckpointRef(uri=str(place), sha256=there, stage=stage, kind=kind, step=step)
             _move_aside(place)
         os.rename(built, place)
-        _fsync(self.root)
+        sync(self.root)
         return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=kind, step=step)
 
 
@@ -243,14 +244,6 @@ def _entries(directory: Path) -> list[FileEntry]:
         FileEntry(path=path, sha256=sha256, size=(directory / path).stat().st_size)
         for path, sha256 in zip(paths, hashes, strict=True)
     ]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sweep(place: Path) -> None:

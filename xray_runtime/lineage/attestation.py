@@ -13,7 +13,6 @@ It is written before the checkpoint is published, so there is none without it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ from xray_runtime.checkpoints.identity import file_sha256
 from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import read_bounded, read_manifest
+from xray_runtime.files import write_whole
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import MODEL_KINDS, model_card
 from xray_runtime.lineage.signing import sign
@@ -76,9 +76,7 @@ def publish_card(evaluation: Path, policy: Path) -> None:
     if not card.is_file():
         return
     content = read_bounded(card)
-    temporary = policy / f"{CARD}.writing"
-    temporary.write_bytes(content)
-    os.replace(temporary, policy / CARD)
+    write_whole(policy / CARD, content)
 
 
 def read_statement(directory: Path) -> Statement:

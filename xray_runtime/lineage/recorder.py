@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.checkpoints.snapshots import Snapshot, Snapshots
 from xray_runtime.errors import StageInterruptedError
+from xray_runtime.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,9 +70,7 @@ class StageRecorder:
     def _count_attempt(self) -> int:
         path = self._directory / "attempts"
         attempt = int(path.read_text()) + 1 if path.exists() else 1
-        temporary = path.with_suffix(".writing")
-        temporary.write_text(str(attempt))
-        os.replace(temporary, path)
+        write_whole(path, str(attempt))
         return attempt
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from xray_runtime.files import write_whole
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ def write_report(
         samples=samples,
         config=config_yaml,
     )
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(html, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, html)
 
 
 def _svg(figure: Figure) -> Markup:

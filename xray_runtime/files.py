@@ -1,0 +1,27 @@
+"""Files that are whole or not there, also after the power went."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write `path` beside its place, bring it to disk, and rename it: a reader finds the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.writing-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
