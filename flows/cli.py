@@ -18,6 +18,7 @@ from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
+from xray_runtime.files import write_whole
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 lineage_commands.register(app)
@@ -64,16 +65,16 @@ def run(
         directory = (output or Path("runs") / config.stem).absolute()
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+        if fresh:
+            _move_away(directory, console)
+        directory.mkdir(parents=True, exist_ok=True)
+        if verify:
+            raise typer.Exit(verify_determinism(resolved, directory, console))
+        write_whole(directory / CONFIG, resolved_yaml(resolved))
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    if verify:
-        raise typer.Exit(verify_determinism(resolved, directory, console))
-    left = fresh and _move_away(directory, console)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(resolved_yaml(resolved), encoding="utf-8")
-    if not left:
-        _say_what_is_there(directory, console)
+    _say_what_is_there(directory, console)
     code = supervise(
         directory,
         as_json=as_json,
@@ -84,24 +85,21 @@ def run(
     raise typer.Exit(code)
 
 
-def _move_away(directory: Path, console: Console) -> bool:
+def _move_away(directory: Path, console: Console) -> None:
     if not directory.exists() or not any(directory.iterdir()):
-        return False
+        return
     number = 1
     while directory.with_name(f"{directory.name}.before-{number}").exists():
         number += 1
     aside = directory.with_name(f"{directory.name}.before-{number}")
     directory.rename(aside)
     console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
-    return True
 
 
 def _say_what_is_there(directory: Path, console: Console) -> None:
-    snapshots = sorted((directory / "snapshots").glob("*/step-*")) if (directory / "snapshots").is_dir() else []
-    for snapshot in snapshots:
-        if snapshot.name.removeprefix("step-").isdigit():
-            stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
-            console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
+    for snapshot in sorted(directory.glob("snapshots/*/step-" + "[0-9]" * 10)):
+        stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
+        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
 
 
 @app.command()
