@@ -34,7 +34,6 @@ def shortened(config: LifecycleConfig) -> LifecycleConfig:
 def verify_determinism(config: LifecycleConfig, directory: Path, console: Console) -> int:
     """Run the shortened lifecycle twice below `directory`; exit code 0 where every checkpoint has the same bytes."""
     short = shortened(config)
-    directory.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="determinism-") as root:
         for name in ("first", "second"):
