@@ -11,7 +11,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from xray_runtime.actors.rows import Rows, merge, pad, split, take
+from xray_runtime.actors.rows import Rows, pad, take
 from xray_runtime.actors.whole_model import WorkhorseError, open_models
 from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.config import EngineConfig, PPOStageConfig, RuntimeConfig, SFTConfig
@@ -95,14 +95,22 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
         assert (scores[i, len(expected) :] == 0).all()
 
 
-def test_a_shared_trunk_scores_and_trains_like_the_whole(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainable", [1, 2], ids=["the upper layer learns", "all but the embeddings learn"])
+def test_a_shared_trunk_scores_and_trains_like_the_whole(
+    cluster: None, tiny_model: Path, tmp_path: Path, trainable: int
+) -> None:
     """With the trunk cached the policy moves as with the trunk computed anew; the reference does not move."""
     config = PPOStageConfig(lr=1e-2)
     rows = text(num_rows=8)
     rows["id"] = np.arange(8)
     width = int((rows["lengths"] - rows["prompt_lengths"]).max())
     shared = ModelSpec(
-        tiny_model, PPOObjective(config), training=config, new_head=True, trainable_layers=1, reference=tiny_model
+        tiny_model,
+        PPOObjective(config),
+        training=config,
+        new_head=True,
+        trainable_layers=trainable,
+        reference=tiny_model,
     )
     with open_models(RUNTIME, tmp_path, {"cached": shared, "fresh": shared}) as models:
         before = ray.get(models["cached"].score.remote(rows, width))
@@ -141,10 +149,3 @@ def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, t
         ray.get(models["policy"].stop.remote())
         with pytest.raises(WorkhorseError, match=r"a Workhorse of 'policy' died[\s\S]*policy-0\.log"):
             ray.get(models["policy"].score.remote(text()))
-
-
-def test_rows_are_dealt_and_put_together_again() -> None:
-    rows = text(num_rows=7)
-    for parts in (1, 2, 3, 7):
-        again = merge(split(rows, parts))
-        assert all((again[name] == rows[name]).all() for name in rows)

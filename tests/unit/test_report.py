@@ -189,6 +189,9 @@ def test_the_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
             if name == "xlink:href" or "url(" in (value or ""):
                 assert re.search(r"(^|url\()#", value or ""), (tag, value)
     assert "@import" not in html
+    # A figure's own heads, of XML and of SVG, have no place inside a page.
+    assert "<?xml" not in html
+    assert html.lower().count("<!doctype") == 1
     assert not re.search(r"url\((?!#)", html)
     # Written beside its place and moved there whole.
     assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".jsonl")] == ["report.html"]
