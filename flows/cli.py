@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 from rich.console import Console
@@ -68,6 +69,7 @@ def run(
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
         if verify:
             raise typer.Exit(verify_determinism(resolved, directory, console))
         write_whole(directory / CONFIG, resolved_yaml(resolved))
@@ -82,7 +84,18 @@ def run(
         stall_timeout_s=resolved.runtime.stall_timeout_s,
         console=console,
     )
+    lock.close()
     raise typer.Exit(code)
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Keep others out of `directory`; the system lets go of it with this process, however that ends."""
+    file = (directory / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--output: another xray run is at work in {str(directory)!r}") from None
+    return file
 
 
 def _move_away(directory: Path, console: Console) -> None:

@@ -78,6 +78,9 @@ def _left(mark: str) -> list[str]:
 def test_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
     process, mark = _started(tmp_path)
     assert len(_left(mark)) > 5
+    second = xray("run", "configs/tiny.yaml", "--output", str(tmp_path), timeout=60)
+    assert second.code == 2
+    assert "another xray run is at work" in second.err
     os.kill(process.pid, number)
     process.wait(timeout=100)
     deadline = time.monotonic() + 20
