@@ -131,19 +131,12 @@ def test_every_attempt_at_a_key_is_one_run(tracker: Tracker, lifecycle: str) -> 
 
 def test_metrics_keep_their_steps(tracker: Tracker, lifecycle: str) -> None:
     run = tracker.stage_run(lifecycle, "sft", "01" * 32, {})
-<<<<<<< HEAD
-    # More in all than MLflow takes in one request.
+    # More in all, and in one step, than MLflow takes in one request.
     points = [(step, 1000 + step, {"sft/loss": 1.0 / (step + 1), "sft/lr": step * 0.5}) for step in range(600)]
     run.metrics([*points, (600, 1600, {"sft/odd": math.nan})])
+    run.metrics([(0, 1, {f"many/m{i}": i for i in range(1200)})])
     # Sent again, as after an interruption: nothing is doubled.
     run.metrics(points)
-=======
-    # More in all, and in one step, than MLflow takes in one request.
-    run.metrics({f"many/m{i}": i for i in range(1200)}, 0)
-    for step in range(600):
-        run.metrics({"sft/loss": 1.0 / (step + 1), "sft/lr": step * 0.5}, step)
-    run.metrics({"sft/odd": math.nan}, 600)
->>>>>>> h-tests
     run.finish("FINISHED")
     history = tracker.client.get_metric_history(run.run_id, "sft/loss")
     assert sorted((m.step, m.value) for m in history) == [(step, 1.0 / (step + 1)) for step in range(600)]
