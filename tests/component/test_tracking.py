@@ -162,6 +162,7 @@ def test_a_checkpoint_is_linked_to_what_it_came_from(tracker: Tracker, lifecycle
         "uri": ref.uri,
         "key": manifest.key,
         "config_digest": digest({"lr": 1e-3}),
+        "statement_sha256": "",  # published without one
         "code_digest": manifest.code_digest,
         "seed": "3",
         "dataset_sha256": dataset.sha256,

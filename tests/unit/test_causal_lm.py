@@ -157,13 +157,20 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path, content: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_family_built_otherwise_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_a_family_built_otherwise_works_whole(tmp_path: Path, tiny_tokenizer: Any) -> None:
     import transformers
 
-    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=300))
-    save_model(lm, tiny_tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="is a GPT2LMHeadModel, which X-ray does not support"):
-        load_pretrained(str(tmp_path))
+    from xray_runtime.models.heads import HeadedLM
+
+    made = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=300))
+    save_model(made, tiny_tokenizer, tmp_path)
+    lm, _ = load_pretrained(str(tmp_path))
+    lm.eval()
+    ids = torch.tensor([[5, 7, 11]])
+    module = HeadedLM(lm, scalar_head=True)
+    torch.testing.assert_close(module.logits(module.hidden(ids)), lm(ids).logits)
+    with pytest.raises(ValueError, match=r"base\.trainable_layers: 1 is not allowed.*GPT2LMHeadModel"):
+        HeadedLM(lm, trainable_layers=1)
 
 
 def test_a_packaged_model_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

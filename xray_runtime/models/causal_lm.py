@@ -62,8 +62,6 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
         raise ValueError(f"base.model: {model!r} has no weights for {sorted(report['missing_keys'])[0]}")
-    if not _built_like_llama(lm):
-        raise ValueError(f"base.model: {model!r} is a {type(lm).__name__}, which X-ray does not support")
     if gguf:
         lm = _without_quantization(lm)
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
@@ -76,12 +74,6 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return lm, tokenizer
-
-
-def _built_like_llama(lm: Any) -> bool:
-    # What `HeadedLM` takes a model apart by.
-    parts = ("embed_tokens", "layers", "norm")
-    return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)
 
 
 def _without_quantization(lm: Any) -> nn.Module:

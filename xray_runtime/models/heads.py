@@ -47,6 +47,11 @@ class HeadedLM(nn.Module):
         self.reference_layers: nn.ModuleList | None = None
         self.reference_norm: nn.Module | None = None
         if trainable_layers is not None:
+            if not _built_like_llama(lm):
+                raise ValueError(
+                    f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
+                    f"taken apart, not a {type(lm).__name__}"
+                )
             layers = lm.model.layers
             if trainable_layers > len(layers):
                 raise ValueError(
@@ -81,7 +86,7 @@ class HeadedLM(nn.Module):
     def hidden(self, input_ids: Tensor, trunk: Tensor | None = None) -> Tensor:
         """Last hidden states [B, S, H]; from `trunk` states where they are given."""
         if not self.has_trunk:
-            states: Tensor = self.lm.model(input_ids=input_ids).last_hidden_state
+            states: Tensor = self.lm.base_model(input_ids=input_ids).last_hidden_state
             return states
         states = self.trunk(input_ids) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
@@ -112,7 +117,7 @@ class HeadedLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [N, V] of hidden states [N, H]."""
-        out: Tensor = self.lm.lm_head(hidden)
+        out: Tensor = self.lm.get_output_embeddings()(hidden)
         return out
 
     def scalars(self, hidden: Tensor) -> Tensor:
@@ -120,3 +125,8 @@ class HeadedLM(nn.Module):
         assert self.scalar is not None
         out: Tensor = self.scalar(hidden).squeeze(-1)
         return out
+
+
+def _built_like_llama(lm: Any) -> bool:
+    parts = ("embed_tokens", "layers", "norm")
+    return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)
