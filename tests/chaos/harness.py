@@ -36,6 +36,8 @@ TARGETS = {
     "prefect": "prefect.server.api.server:create_app",
     "supervisor": "",
 }
+ELSEWHERE = {"sft": {"generator"}, "reward": {"generator"}, "preferences": {"learner"}}
+"""Targets that a stage does not have."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 OVERRIDES = (
     "runtime.snapshot_every=1",
@@ -45,6 +47,10 @@ OVERRIDES = (
     "runtime.stall_timeout_s=45",
 )
 LIMIT_SECONDS = 1200
+APPEAR_SECONDS = 15.0
+"""How long the target of a case may take to start."""
+MAX_DELAY_SECONDS = 4.0
+"""From then on, to the blow: a tiny stage is not much longer."""
 TIMINGS = ("seconds/", "speed/")
 """Metrics that measure the machine: their points must be there, their values may differ."""
 
@@ -61,10 +67,10 @@ class Case:
 def draw(seed: int, stage: str) -> Case:
     """The case of `seed`, in `stage`."""
     rng = random.Random(seed)
-    target = rng.choice(sorted(TARGETS))
+    target = rng.choice(sorted(TARGETS.keys() - ELSEWHERE.get(stage, set())))
     # A stopped process is only noticed by the missing progress, which takes a while: fewer of these.
     action = rng.choices(sorted(ACTIONS), weights=[3, 1, 2])[0]
-    return Case(seed, target, action, stage, rng.uniform(0.0, 8.0))
+    return Case(seed, target, action, stage, rng.uniform(0.0, MAX_DELAY_SECONDS))
 
 
 def start(output: Path) -> subprocess.Popen[bytes]:
@@ -89,6 +95,9 @@ def run(output: Path, cases: list[Case]) -> list[str]:
     deadline = time.monotonic() + LIMIT_SECONDS
     for case in sorted(cases, key=lambda c: STAGES.index(c.stage)):
         process = _await_stage(process, output, case.stage, deadline)
+        appeared = time.monotonic() + APPEAR_SECONDS
+        while not _find(process, case) and time.monotonic() < appeared:
+            time.sleep(0.1)
         time.sleep(case.delay_s)
         victims = _find(process, case)
         for victim in victims:

@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
     stable = open_stable()
     yield
-    ray.kill(stable)
+    del stable  # it lives as long as somebody holds it
     ray.shutdown()
     end_marked(mark)
 

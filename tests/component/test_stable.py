@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import ray
 
 from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.stable import PING_SECONDS, find_stable
+from xray_runtime.actors.stable import PING_SECONDS, find_stable, open_stable
 from xray_runtime.actors.whole_model import WholeModel, open_models
 from xray_runtime.actors.workhorse import Generator, Learner, ModelSpec, Workhorse
 from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
@@ -24,6 +25,8 @@ from xray_runtime.models.objectives import SFTObjective
 
 SECONDS = 120
 numbers = itertools.count(2)
+stables: list[Any] = []
+"""Those opened here: a stable lives as long as somebody holds it."""
 
 
 def a_runtime(**fields: Any) -> RuntimeConfig:
@@ -136,6 +139,23 @@ def test_one_that_died_while_it_waited_is_not_lent(open_model: Callable[..., Any
     assert gone(before)
     [after] = pids(open_model(runtime))
     assert psutil.pid_exists(after)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_without_its_stable_a_model_gets_processes_of_its_own(
+    open_model: Callable[..., Any], number: signal.Signals
+) -> None:
+    stable = find_stable()
+    assert stable is not None
+    os.kill(ray.get(stable.__ray_call__.remote(lambda _: os.getpid())), number)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(stable.ping.remote())
+    assert find_stable() is None
+    [pid] = pids(open_model(a_runtime()))
+    assert psutil.pid_exists(pid)
+    stables.append(open_stable())
+    assert stables[-1] != stable
+    assert find_stable() is not None
 
 
 def test_who_waits_does_not_starve_who_is_wanted(

@@ -26,6 +26,9 @@ class Stable:
         self._idle: list[tuple[Any, Any]] = []
         self._lent: list[tuple[Any, Any]] = []
 
+    def ping(self) -> None:
+        """Answers where the stable lives."""
+
     def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
         """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
         want = (kind.__name__, runtime.model_dump_json())
@@ -66,13 +69,19 @@ class Stable:
 
 def open_stable() -> Any:
     """The stable of this cluster, made where there is none. It lives as long as the process that made it."""
-    return ray.remote(Stable).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
+    while True:
+        stable = ray.remote(Stable).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
+        if _answered(stable.ping.remote()):
+            return stable
+        # Ray keeps the name for a dead actor, until it is killed too.
+        ray.kill(stable)
 
 
 def find_stable() -> Any | None:
-    """The stable, or None where nobody opened one."""
+    """The stable, or None where nobody opened one, or it died."""
     with contextlib.suppress(ValueError):
-        return ray.get_actor(NAME, namespace=NAMESPACE)
+        stable = ray.get_actor(NAME, namespace=NAMESPACE)
+        return stable if _answered(stable.ping.remote()) else None  # by its name Ray finds a dead actor too
     return None
 
 
