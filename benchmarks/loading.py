@@ -2,14 +2,15 @@
 
     python -m benchmarks.loading [--mib 128] [--readers 1 8]
 
-Every way runs in fresh readers (actors that have imported everything), which load at the same time and then read every
-weight once. Time: until the last reader has its model, and until it has read it. Memory of all readers: USS (their own)
-and PSS (with their parts of what they share, the object store included).
+Readers are actors that have imported everything; they load at the same time, then read every weight once. Time: until
+the last reader has its model, and until it has read it. Memory of all readers: USS (their own), PSS (with their part
+of what they share, the object store included).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -57,10 +58,12 @@ class Reader:
         torch.set_num_threads(1)
         self._llama = transformers.LlamaForCausalLM
         self._config = transformers.AutoConfig
-        self._uss, self._pss = own_bytes(), share_bytes()
 
     def ready(self) -> None:
-        """Answers when everything is imported."""
+        """Forget the model before."""
+        self._model: Any = None
+        gc.collect()
+        self._uss, self._pss = own_bytes(), share_bytes()
 
     def load(self, way: str, directory: Path, shared: Any) -> None:
         import torch
@@ -91,9 +94,8 @@ class Reader:
         return own_bytes() - self._uss, share_bytes() - self._pss
 
 
-def measure(way: str, count: int, directory: Path, shared: Any) -> tuple[float, float, float, float, float]:
-    """Seconds to load, seconds to have read, MiB of USS and PSS of `count` new readers, and what they read."""
-    readers = [ray.remote(Reader).options(num_cpus=0).remote() for _ in range(count)]
+def measure(way: str, readers: list[Any], directory: Path, shared: Any) -> tuple[float, float, float, float, float]:
+    """Seconds to load, seconds to have read, MiB of USS and PSS of all `readers`, and what they read."""
     ray.get([r.ready.remote() for r in readers])
     start = time.perf_counter()
     ray.get([r.load.remote(way, directory, shared) for r in readers])
@@ -101,8 +103,7 @@ def measure(way: str, count: int, directory: Path, shared: Any) -> tuple[float, 
     sums = ray.get([r.read.remote() for r in readers])
     done = time.perf_counter() - start
     memory = ray.get([r.memory.remote() for r in readers])
-    for reader in readers:
-        ray.kill(reader)
+    ray.get([r.ready.remote() for r in readers])
     return loaded, done, sum(m[0] for m in memory) / MIB, sum(m[1] for m in memory) / MIB, sums[0]
 
 
@@ -124,13 +125,14 @@ def main() -> None:
         shared = share(load_model(directory))
         put = time.perf_counter() - begin
         print(f"{machine()}; model of {size:.0f} MiB; read and put into the object store once in {put:.2f} s\n")
+        readers = [ray.remote(Reader).options(num_cpus=0).remote() for _ in range(max(args.readers))]
         rows = []
         results: dict[tuple[str, int], list[tuple[float, float, float, float, float]]] = {}
         for _ in range(args.repeats):
             # Turn by turn, so that a machine that changes its speed changes it for all.
             for count in args.readers:
                 for way in WAYS:
-                    results.setdefault((way, count), []).append(measure(way, count, directory, shared))
+                    results.setdefault((way, count), []).append(measure(way, readers[:count], directory, shared))
         sums = {round(r[4], 1) for runs in results.values() for r in runs}
         assert len(sums) == 1, f"the ways read different weights: {sums}"
         for (way, count), runs in results.items():
