@@ -307,6 +307,25 @@ class EvaluateConfig(Section):
     """Sample pairs in the report's table."""
 
 
+class GeneratorConfig(Section):
+    """What samples replies. Each library and each split rounds in its own way, so all of it is in the key of every
+    stage that samples."""
+
+    engine: Literal["vllm", "deepspeed", "transformers"] = "vllm"
+    """`vllm`; `deepspeed`: DeepSpeed Inference; `transformers`: `generate`."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Split the model over so many Workhorses (vllm and deepspeed); must divide the model's attention heads."""
+
+    @model_validator(mode="after")
+    def _splittable(self) -> Self:
+        if self.engine == "transformers" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} must be 1 with engine 'transformers' (vllm and "
+                "deepspeed can split a model)"
+            )
+        return self
+
+
 class RuntimeConfig(Section):
     """Where and how the work runs. `device` and `threads` are in every stage key; nothing else changes a result."""
 
@@ -318,6 +337,8 @@ class RuntimeConfig(Section):
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
     """Ray GPUs one Workhorse reserves on CUDA."""
+    generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
@@ -358,6 +379,7 @@ class LifecycleConfig(Section):
     reward: RewardConfig = RewardConfig()
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    generator: GeneratorConfig = GeneratorConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")
@@ -370,6 +392,12 @@ class LifecycleConfig(Section):
                 "only those conversations carry ratings"
             )
         if isinstance(self.base, FreshBase):
+            degree = self.generator.tensor_parallel
+            if self.base.num_heads % degree or self.base.num_kv_heads % degree:
+                raise ValueError(
+                    f"generator.tensor_parallel = {degree} must divide base.num_heads = {self.base.num_heads} and "
+                    f"base.num_kv_heads = {self.base.num_kv_heads}"
+                )
             limit = self.base.max_positions
             new_tokens = [stage.max_new_tokens for stage in self.ppo.stages]
             new_tokens += [self.sft.max_response_tokens, self.evaluate.max_new_tokens]

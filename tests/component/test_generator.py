@@ -1,9 +1,11 @@
-"""Real vLLM behind a WholeModel: deterministic replies, verified weights, versions that must match."""
+"""Every engine behind a WholeModel: deterministic replies, verified weights, versions that must match."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,37 @@ from safetensors.torch import load_file
 from xray_runtime.actors.rows import pad, take
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
-from xray_runtime.config import RuntimeConfig
-from xray_runtime.engines.vllm_generator import Sampling, StaleWeightsError
+from xray_runtime.config import GeneratorConfig, RuntimeConfig
+from xray_runtime.engines.generation import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.weights import plasma
-from xray_runtime.weights.plasma import WeightTransferError, pack, unpack, verify
+from xray_runtime.weights.held import StaleWeightsError
+from xray_runtime.weights.plasma import WeightTransferError, pack
 
+ENGINES = {
+    "vllm": (GeneratorConfig(), 1),
+    "vllm split in two": (GeneratorConfig(tensor_parallel=2), 1),
+    "transformers, two replicas": (GeneratorConfig(engine="transformers"), 2),
+    "deepspeed split in two": (GeneratorConfig(engine="deepspeed", tensor_parallel=2), 1),
+}
+"""Name → config, replicas."""
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, eos_token_id=1, pad_token_id=0)
 NUM_PROMPTS = 6
 
 
-@pytest.fixture(scope="module")
-def models(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module", params=ENGINES)
+def models(
+    cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Any]]:
+    config, replicas = ENGINES[request.param]
     specs = {
-        "generator": GeneratorSpec(tiny_model, 32),
+        "generator": GeneratorSpec(tiny_model, 32, config),
         "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
     }
-    with open_models(RUNTIME, tmp_path_factory.mktemp("logs"), specs) as handles:
+    with open_models(
+        RUNTIME.model_copy(update={"generator_replicas": replicas}), tmp_path_factory.mktemp("logs"), specs
+    ) as handles:
         yield handles
 
 
@@ -45,8 +59,10 @@ def prompts() -> dict[str, np.ndarray]:
     return {"input_ids": ids, "lengths": lengths, "seed": np.arange(100, 100 + NUM_PROMPTS)}
 
 
-def generate(models: dict[str, Any], rows: dict[str, np.ndarray], version: int) -> dict[str, np.ndarray]:
-    return ray.get(models["generator"].generate.remote(rows, SAMPLING, version))
+def generate(
+    models: dict[str, Any], rows: dict[str, np.ndarray], version: int, sampling: Sampling = SAMPLING
+) -> dict[str, np.ndarray]:
+    return ray.get(models["generator"].generate.remote(rows, sampling, version))
 
 
 def tensors(tiny_model: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
@@ -58,13 +74,19 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     first = generate(models, prompts, 0)
     assert (first["response_mask"].sum(1) >= 1).all()
 
+    # As the temperature goes to 0, replies are transformers' greedy ones.
+    cold = generate(models, prompts, 0, dataclasses.replace(SAMPLING, temperature=0.01))
+    assert [r[m].tolist() for r, m in zip(cold["response_ids"], cold["response_mask"], strict=True)] == _greedy(
+        tiny_model, prompts
+    )
+
     # A reply depends on its own seed alone, not on its neighbours.
     some = generate(models, take(prompts, [4, 1]), 0)
     np.testing.assert_array_equal(some["response_ids"], first["response_ids"][[4, 1]])
     np.testing.assert_array_equal(some["rollout_logprobs"], first["rollout_logprobs"][[4, 1]])
 
-    # More prompts than vLLM takes in at a time.
-    many = generate(models, take(prompts, [0, 1, 2, 3, 4, 5] * 250), 0)
+    # More prompts than an engine takes in at a time.
+    many = generate(models, take(prompts, [0, 1, 2, 3, 4, 5] * 20), 0)
     np.testing.assert_array_equal(many["rollout_logprobs"][-NUM_PROMPTS:], first["rollout_logprobs"])
 
     # Log-probabilities are those of an independent forward, at the sampling temperature.
@@ -89,6 +111,16 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
         ray.get(models["generator"].load_weights.remote(bad))
     assert isinstance(root_cause(corrupt.value), WeightTransferError)
     np.testing.assert_array_equal(generate(models, prompts, 0)["response_ids"], first["response_ids"])
+
+    # One that breaks off inside the engine's load, after some layers took it over, is undone.
+    misfit = [
+        (n, t[:-1].clone() if n == "model.layers.1.mlp.up_proj.weight" else t) for n, t in tensors(tiny_model, 3.0)
+    ]
+    with pytest.raises(Exception, match=r"(?i)size|shape|tensor"):
+        ray.get(models["generator"].load_weights.remote(pack(misfit, version=1)))
+    again = generate(models, prompts, 0)
+    np.testing.assert_array_equal(again["response_ids"], first["response_ids"])
+    np.testing.assert_array_equal(again["rollout_logprobs"], first["rollout_logprobs"])
 
     # The whole update arrives: replies are now those of the new weights, also through the tied output layer.
     assert ray.get(models["generator"].load_weights.remote(good)) == 1
@@ -124,21 +156,83 @@ def _logprobs(
     return expected
 
 
-def test_weights_survive_the_trip_in_several_buckets(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plasma, "BUCKET_BYTES", 1000)
-    sent = {f"w{i}": torch.randn(i + 1, 37, dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 4)}
-    update = pack(sent.items(), version=5)
-    assert len(update.buckets) > 2
-    arrived = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
-    assert arrived.keys() == sent.keys()
-    assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == sent[name].dtype for name in sent)
-    assert update.num_bytes == sum(t.numel() * t.element_size() for t in sent.values())
+def _greedy(directory: Path, prompts: dict[str, np.ndarray]) -> list[list[int]]:
+    """What argmax gives, token by token, up to and with the end token."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    replies = []
+    for ids, length in zip(prompts["input_ids"], prompts["lengths"], strict=True):
+        tokens = ids[:length].tolist()
+        while len(tokens) < length + SAMPLING.max_new_tokens:
+            tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == SAMPLING.eos_token_id:
+                break
+        replies.append(tokens[length:])
+    return replies
 
 
-def test_one_flipped_bit_is_found_and_named(cluster: None) -> None:
-    update = pack([("a", torch.randn(8)), ("b", torch.randn(8))], version=1)
-    data = np.array(ray.get(update.buckets[0].ref))
-    data[update.buckets[0].entries[1].offset] ^= 1
-    bucket = dataclasses.replace(update.buckets[0], ref=ray.put(data))
-    with pytest.raises(WeightTransferError, match="weight b: checksum"):
-        verify(dataclasses.replace(update, buckets=(bucket,)))
+def test_replicas_answer_as_one(
+    tiny_model: Path, prompts: dict[str, np.ndarray], cluster: None, tmp_path: Path
+) -> None:
+    """Two replicas behind a WholeModel, and one engine in this process: the same replies, to the bit."""
+    config = GeneratorConfig(engine="transformers")
+    torch.set_num_threads(1)
+    alone = Generation(tiny_model, 32, config, RUNTIME, Place("cpu"))
+    rows = take(prompts, [0, 1, 2, 3, 4, 5] * 7)
+    rows["seed"] = np.arange(len(rows["seed"]))
+    asked = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
+    expected = alone.generate(asked, rows["seed"].tolist(), SAMPLING, 0)
+    two = RUNTIME.model_copy(update={"generator_replicas": 2})
+    with open_models(two, tmp_path, {"generator": GeneratorSpec(tiny_model, 32, config)}) as models:
+        answer = generate(models, rows, 0)
+        one_row = generate(models, take(rows, [3]), 0)
+        # One replica fails while the other takes the update over: both go back, and both follow the next time.
+        update = pack(tensors(tiny_model, 1.5), version=1)
+        ray.get(models["generator"].__ray_call__.remote(partial(_tell_second, what=_fail_once)))
+        with pytest.raises(Exception, match="disk full"):
+            ray.get(models["generator"].load_weights.remote(update))
+        back = generate(models, rows, 0)
+        assert ray.get(models["generator"].load_weights.remote(update)) == 1
+        moved = generate(models, rows, 1)
+        # One dies in the middle of an update: the model says so; the other did not run ahead.
+        ray.get(models["generator"].__ray_call__.remote(partial(_tell_second, what=_die)))
+        with pytest.raises(Exception, match="a Workhorse of 'generator' died"):
+            ray.get(models["generator"].load_weights.remote(pack(tensors(tiny_model, 2.0), version=2)))
+        left = generate(models, take(rows, [0]), 1)
+    assert (moved["rollout_logprobs"] != expected["rollout_logprobs"]).any()
+    np.testing.assert_array_equal(left["rollout_logprobs"], moved["rollout_logprobs"][:1])
+    for name, column in expected.items():
+        np.testing.assert_array_equal(back[name], column)
+        np.testing.assert_array_equal(answer[name], column)
+        np.testing.assert_array_equal(one_row[name], column[[3]])
+
+
+def _tell_second(model: Any, what: Callable[[Any], None]) -> None:
+    """Have the second replica of a WholeModel do `what`."""
+    ray.get(model._workhorses[1].__ray_call__.remote(what))
+
+
+def _fail_once(generator: Any) -> None:
+    """The next write into the engine breaks off after its first tensor."""
+    held = generator._engine._held
+    write = held._write
+
+    def failing(weights: Any, version: int) -> None:
+        held._write = write
+        write(iter([next(weights)]), version)
+        raise OSError("disk full")
+
+    held._write = failing
+
+
+def _die(generator: Any) -> None:
+    """The next write into the engine ends the process after its first tensor."""
+    held = generator._engine._held
+    write = held._write
+
+    def dying(weights: Any, version: int) -> None:
+        write(iter([next(weights)]), version)
+        os._exit(1)
+
+    held._write = dying

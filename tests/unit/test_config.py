@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml, validate
+from xray_runtime.stages.spec import plan_stages
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -89,6 +90,9 @@ REFUSED = [
     ("gold: null", "gold must be set when preferences.source is 'gold'"),
     ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
     ("base: {kind: fresh, max_positions: 60}", "data.max_prompt_tokens + the longest reply = 64 must be at most"),
+    ("generator: {engine: mystery}", 'generator.engine: "mystery" is not allowed'),
+    ("generator: {engine: transformers, tensor_parallel: 2}", "generator: tensor_parallel = 2 must be 1 with engine"),
+    ("generator: {tensor_parallel: 2}", "generator.tensor_parallel = 2 must divide base.num_heads = 5"),
     # not a config at all
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),
@@ -179,6 +183,16 @@ def test_prefects_form_has_types_and_descriptions() -> None:
     lr = schema["$defs"]["PPOStageConfig"]["properties"]["lr"]
     assert lr["exclusiveMinimum"] == 0
     assert lr["default"] == 3e-4
+
+
+def test_the_generator_is_in_the_key_of_what_samples_and_its_replicas_in_none() -> None:
+    def sections(**fields: Any) -> dict[str, dict[str, Any]]:
+        return {plan.name: plan.sections for plan in plan_stages(LifecycleConfig.model_validate(fields))}
+
+    plain = sections()
+    other = sections(generator={"engine": "transformers"})
+    assert {name for name in plain if plain[name] != other[name]} == {"preferences", "ppo-1", "evaluate"}
+    assert sections(runtime={"generator_replicas": 4}) == plain
 
 
 def test_a_config_cannot_be_changed_afterwards() -> None:

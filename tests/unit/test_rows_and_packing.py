@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xray_runtime.actors.rows import Rows, merge, num_rows, pad, split, take
+from xray_runtime.actors.rows import Rows, balance, merge, num_rows, pad, split, take
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.stages.common import closed, text_rows
 
@@ -131,3 +131,11 @@ def test_a_reply_is_closed_once() -> None:
     assert closed([5, 1], 1) == [5, 1]
     assert closed([1, 5], 1) == [1, 5, 1]
     assert closed([], 1) == [1]
+
+
+def test_loads_are_balanced_by_cost_and_the_same_each_time() -> None:
+    costs = [9, 1, 1, 8, 2, 7]
+    # 9 → 0; 8 → 1; 7 → 1 (15); 2 → 0 (11); 1 → 0 (12); 1 → 0 (13).
+    assert balance(costs, 2) == [[0, 1, 2, 4], [3, 5]]
+    assert balance([5, 5, 5], 3) == [[0], [1], [2]]
+    assert balance([4], 3) == [[0], [], []]

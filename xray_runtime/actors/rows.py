@@ -22,6 +22,20 @@ def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
     return {name: column[np.asarray(index, dtype=np.int64)] for name, column in rows.items()}
 
 
+def balance(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
+    """Row indices of `parts` loads of nearly equal cost: the costliest row first, each to the least loaded part.
+
+    The same costs give the same loads. A part may stay empty.
+    """
+    loads: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        least = totals.index(min(totals))
+        loads[least].append(row)
+        totals[least] += int(costs[row])
+    return [sorted(load) for load in loads]
+
+
 def split(rows: Rows, parts: int) -> list[Rows]:
     """Deal rows out like cards: part r gets rows r, r + parts, …, so sorted lengths stay balanced."""
     return [{name: column[r::parts] for name, column in rows.items()} for r in range(parts)]

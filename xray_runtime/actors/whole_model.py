@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
-from xray_runtime.actors.rows import Rows, merge, num_rows, split
+from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
 from xray_runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.vllm_generator import Sampling
+    from xray_runtime.engines.generation import Sampling
     from xray_runtime.weights.plasma import WeightUpdate
 
 LOG_TAIL_LINES = 15
@@ -34,13 +35,23 @@ class WorkhorseError(RuntimeError):
 class WholeModel:
     """The proxy of one model. Start it through `open_models`."""
 
-    def __init__(self, role: str, kind: type[Workhorse], num_workhorses: int, runtime: RuntimeConfig, log_dir: Path):
+    def __init__(
+        self,
+        role: str,
+        kind: type[Workhorse],
+        num_workhorses: int,
+        runtime: RuntimeConfig,
+        log_dir: Path,
+        num_replicas: int = 1,
+    ):
+        """Of `num_workhorses` in all, each `num_workhorses // num_replicas` hold one copy and meet in one group."""
+        self._num_replicas = num_replicas
         self._role, self._kind, self._runtime, self._log_dir = role, kind, runtime, log_dir
         on_cpu = _device(runtime) == "cpu"
-        self._stable = find_stable() if on_cpu and num_workhorses == 1 else None
+        self._stable = find_stable() if on_cpu and num_workhorses == num_replicas else None
         if self._stable is not None:
             me = ray.get_runtime_context().current_actor
-            self._workhorses = [ray.get(self._stable.lend.remote(kind, runtime, me))]
+            self._workhorses = ray.get([self._stable.lend.remote(kind, runtime, me) for _ in range(num_workhorses)])
         else:
             gpus = 0.0 if on_cpu else runtime.gpus_per_workhorse
             self._workhorses = [start(kind, runtime, gpus) for _ in range(num_workhorses)]
@@ -50,20 +61,25 @@ class WholeModel:
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
-        host, port = self._meet()
-        size = len(self._workhorses)
-        places = [Rank(self._role, rank, size, host, port, self._log_dir) for rank in range(size)]
+        meeting_points = self._meet()
+        size = len(self._workhorses) // self._num_replicas
+        places = []
+        for number in range(len(self._workhorses)):
+            rank, replica = number % size, number // size
+            host, port = meeting_points[replica * size]
+            role = self._role if self._num_replicas == 1 else f"{self._role}-{replica}"
+            places.append(Rank(role, rank, size, host, port, self._log_dir))
         self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
 
-    def _meet(self) -> tuple[str, int]:
-        """Where the process group meets, as soon as every Workhorse is up."""
+    def _meet(self) -> list[tuple[str, int]]:
+        """Where a process group could meet at each Workhorse, as soon as every one is up."""
         up = [w.rendezvous.remote() for w in self._workhorses]
         stable = find_stable()
         if stable is not None and len(ray.wait(up, num_returns=len(up), timeout=START_SECONDS)[0]) < len(up):
             # What Ray says of free CPUs lags behind what was just started, so the stable may have kept too many.
             ray.get(stable.make_room.remote())
-        place: tuple[str, int] = self._get(up)[0]
-        return place
+        places: list[tuple[str, int]] = self._get(up)
+        return places
 
     def score(self, rows: Rows, width: int = 0) -> Rows:
         """`Learner.score` of all rows, in order."""
@@ -75,8 +91,21 @@ class WholeModel:
         return {name: sum(part.get(name, 0.0) for part in parts) for name in {n for part in parts for n in part}}
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate` over all replicas."""
-        return merge(self._deal("generate", rows, sampling, version))
+        """`Generator.generate`, prompts dealt to the replicas by their predicted tokens; replies in order."""
+        loads = balance(rows["lengths"] + sampling.max_new_tokens, self._num_replicas)
+        size = len(self._workhorses) // self._num_replicas
+        calls: list[Any] = []
+        answers: list[tuple[list[int], int]] = []
+        for replica, load in enumerate(loads):
+            if load:
+                # Every rank of a replica works on the same prompts; the first one's answer is the replica's.
+                ranks = self._workhorses[replica * size : (replica + 1) * size]
+                answers.append((load, len(calls)))
+                calls += [w.generate.remote(take(rows, load), sampling, version) for w in ranks]
+        replies = self._get(calls)
+        order = np.argsort(np.concatenate([load for load, _ in answers]), kind="stable")
+        parts = [replies[first] for _, first in answers]
+        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
     def export_weights(self, version: int) -> WeightUpdate:
         """The policy's trainable weights as version `version`, in the object store."""
@@ -84,10 +113,18 @@ class WholeModel:
         return update
 
     def load_weights(self, update: WeightUpdate) -> int:
-        """Bring every replica to `update`; returns the version they all hold."""
-        versions = set(self._call("load_weights", update))
-        if versions != {update.version}:
-            raise RuntimeError(f"{self._role}: replicas hold versions {sorted(versions)} after update {update.version}")
+        """Bring every Workhorse to `update`, or, where one fails, none; returns the version they all hold."""
+        loads = [w.load_weights.remote(update) for w in self._workhorses]
+        loaded, failure = [], None
+        for workhorse, load in zip(self._workhorses, loads, strict=True):
+            try:
+                self._get([load])
+                loaded.append(workhorse)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            self._get([workhorse.revert_weights.remote() for workhorse in loaded])
+            raise failure
         return update.version
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
@@ -155,12 +192,12 @@ def open_models(
     try:
         for role, spec in specs.items():
             kind = Generator if isinstance(spec, GeneratorSpec) else Learner
-            training = spec.training if isinstance(spec, ModelSpec) else None
-            num_workhorses = training.engine.num_workhorses if training else 1
+            num_replicas = runtime.generator_replicas if isinstance(spec, GeneratorSpec) else 1
+            num_workhorses = _num_workhorses(spec) * num_replicas
             models[role] = (
                 ray.remote(WholeModel)
                 .options(num_cpus=0, max_restarts=0)
-                .remote(role, kind, num_workhorses, runtime, log_dir)
+                .remote(role, kind, num_workhorses, runtime, log_dir, num_replicas)
             )
         ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
         yield models
@@ -170,6 +207,13 @@ def open_models(
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(model.stop.remote(sound=sound))
             ray.kill(model)
+
+
+def _num_workhorses(spec: ModelSpec | GeneratorSpec) -> int:
+    """Workhorses of one replica."""
+    if isinstance(spec, GeneratorSpec):
+        return spec.config.tensor_parallel
+    return spec.training.engine.num_workhorses if spec.training else 1
 
 
 def _device(runtime: RuntimeConfig) -> str:

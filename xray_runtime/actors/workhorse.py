@@ -1,7 +1,7 @@
 """Workhorses: Ray actors that hold one device and one shard of one model.
 
-`Learner` holds a `HeadedLM` (trained or frozen), `Generator` a vLLM engine. A Workhorse knows its rank in its model and
-nothing of other models; everything between models goes through `WholeModel`.
+`Learner` holds a `HeadedLM` (trained or frozen), `Generator` an engine that samples. A Workhorse knows its rank in its
+model and nothing of other models; everything between models goes through `WholeModel`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.actors.rows import Rows, num_rows, take
-from xray_runtime.config import RuntimeConfig, TrainingConfig
+from xray_runtime.config import GeneratorConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.processes import redirect_output
 
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.engines.vllm_generator import Sampling, VLLMGenerator
+    from xray_runtime.engines.generation import Generation, Sampling
     from xray_runtime.models.objectives import Objective
     from xray_runtime.weights.plasma import WeightUpdate
 
@@ -54,6 +54,7 @@ class GeneratorSpec:
 
     directory: Path
     max_length: int
+    config: GeneratorConfig = field(default_factory=GeneratorConfig)
 
 
 @dataclass(frozen=True)
@@ -299,28 +300,36 @@ class Learner(Workhorse):
 
 
 class Generator(Workhorse):
-    """One vLLM engine."""
+    """One engine that samples, or one rank of an engine that is split over several Workhorses."""
 
-    _generator: VLLMGenerator | None = None
+    _engine: Generation | None = None
 
     def build(self, spec: GeneratorSpec, place: Rank) -> None:
-        """Start vLLM on the checkpoint, or load the checkpoint into the vLLM of the model before."""
+        """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""
         self._settle(place)
-        from xray_runtime.engines.vllm_generator import VLLMGenerator
+        from xray_runtime.engines.generation import Generation, Place
 
-        if self._generator is not None and self._generator.fits(spec.directory, spec.max_length):
-            self._generator.restart(spec.directory)
+        if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
+            self._engine.restart(spec.directory)
         else:
-            self._generator = VLLMGenerator(spec.directory, spec.max_length, self.device.type, self.runtime)
+            self._engine = None
+            gc.collect()
+            here = Place(self.device.type, place.rank, place.world_size, place.host, place.port)
+            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, here)
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and take over `update`; returns the version now held."""
-        assert self._generator is not None
-        self._generator.load(update)
-        return self._generator.version
+        assert self._engine is not None
+        self._engine.load(update)
+        return self._engine.version
+
+    def revert_weights(self) -> None:
+        """Undo the last `load_weights`: another replica could not follow."""
+        assert self._engine is not None
+        self._engine.revert()
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `VLLMGenerator.generate`."""
-        assert self._generator is not None
+        """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `Generation.generate`."""
+        assert self._engine is not None
         prompts = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
-        return self._generator.generate(prompts, rows["seed"].tolist(), sampling, version)
+        return self._engine.generate(prompts, rows["seed"].tolist(), sampling, version)

@@ -1,47 +1,28 @@
-"""Generation by vLLM: sampled replies with the log-probabilities they were sampled at, at a known weight version."""
+"""Generation by vLLM."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from xray_runtime.config import RuntimeConfig
-from xray_runtime.weights.plasma import WeightUpdate, pack, verify
+from xray_runtime.engines.generation import Place, Reply, Sampling
+from xray_runtime.weights.held import Tensors
 
 PREFILL_TOKENS = 8192
 """Prompt tokens vLLM takes in at a time."""
 
 
-class StaleWeightsError(RuntimeError):
-    """The generator does not hold the policy version it was asked to generate with."""
+class VLLMSampler:
+    """One vLLM engine in this process, or this rank of one that is split over several (tensor parallel).
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How replies are sampled."""
-
-    max_new_tokens: int
-    temperature: float
-    eos_token_id: int
-    pad_token_id: int
-
-
-class VLLMGenerator:
-    """One vLLM engine in this process.
-
-    Deterministic: each reply has a seed of its own, so it depends neither on its neighbours nor on the batch size.
-
-    Args:
-        directory: Hugging Face checkpoint to start from, as weight version 0.
-        max_length: longest prompt and reply together, in tokens.
-        device: "cpu" or "cuda".
+    Each rank runs a scheduler of its own on the same requests ("external launcher"), so what a call sends to one rank
+    it sends to all.
     """
 
-    def __init__(self, directory: Path, max_length: int, device: str, runtime: RuntimeConfig) -> None:
+    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, place: Place) -> None:
+        device = place.device
         # vLLM reads its settings from the environment, at import.
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -60,6 +41,18 @@ class VLLMGenerator:
 
         vllm_transfer.register()
         options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": runtime.gpu_memory_fraction}
+        if place.world_size > 1:
+            os.environ |= {
+                "RANK": str(place.rank),
+                "LOCAL_RANK": "0" if device == "cuda" else str(place.rank),
+                "WORLD_SIZE": str(place.world_size),
+                "MASTER_ADDR": place.host,
+                "MASTER_PORT": str(place.port),
+            }
+            options |= {
+                "tensor_parallel_size": place.world_size,
+                "distributed_executor_backend": "external_launcher",
+            }
         self._vllm = vllm
         self._llm = vllm.LLM(
             str(directory),
@@ -76,55 +69,8 @@ class VLLMGenerator:
             **options,
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
-        self._llm.update_weight_version("0")
-        self._shape, self._max_length = _shape(directory), max_length
-        self._broken = False
 
-    def fits(self, directory: Path, max_length: int) -> bool:
-        """Whether the checkpoint differs from the one vLLM was started on in its weights alone."""
-        return _shape(directory) == self._shape and max_length == self._max_length
-
-    def restart(self, directory: Path) -> None:
-        """Hold the weights of `directory` as version 0, as if vLLM had been started on it."""
-        from safetensors.torch import load_file
-
-        weights = load_file(directory / "model.safetensors")
-        self.load(pack(sorted(weights.items()), version=0))
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in vLLM, as vLLM itself records it."""
-        return int(self._llm.get_weight_version())
-
-    def load(self, update: WeightUpdate) -> None:
-        """Take over `update`'s weights: all of them, or, where one is damaged, none.
-
-        Raises:
-            WeightTransferError: a checksum failed; the generator still holds its old version, whole.
-        """
-        verify(update)
-        self._broken = True
-        self._llm.start_weight_update()
-        for bucket in update.buckets:
-            self._llm.update_weights({"update_info": {"bucket": bucket}})
-        self._llm.finish_weight_update(str(update.version))
-        self._broken = False
-
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int
-    ) -> dict[str, np.ndarray]:
-        """Sample one reply a prompt with policy version `version`.
-
-        Returns arrays over B prompts and T = `max_new_tokens`: `response_ids` [B, T] int64 (padded),
-        `response_mask` [B, T] bool, `rollout_logprobs` [B, T] float32 (at the sampling temperature), `ended` [B] bool
-        (False: cut off at T).
-
-        Raises:
-            StaleWeightsError: another version is loaded, or a load failed half-way.
-        """
-        if self._broken or self.version != version:
-            state = "nothing usable (a load failed half-way)" if self._broken else f"version {self.version}"
-            raise StaleWeightsError(f"asked to generate with policy version {version}, but the generator holds {state}")
+    def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         params = [
             self._vllm.SamplingParams(
                 max_tokens=sampling.max_new_tokens,
@@ -137,20 +83,14 @@ class VLLMGenerator:
             for seed in seeds
         ]
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        shape = (len(prompts), sampling.max_new_tokens)
-        ids = np.full(shape, sampling.pad_token_id, dtype=np.int64)
-        mask = np.zeros(shape, dtype=bool)
-        logprobs = np.zeros(shape, dtype=np.float32)
-        ended = np.zeros(shape[0], dtype=bool)
-        for row, output in enumerate(outputs):
-            reply = output.outputs[0]
-            n = len(reply.token_ids)
-            ids[row, :n] = reply.token_ids
-            mask[row, :n] = True
-            logprobs[row, :n] = [step[t].logprob for step, t in zip(reply.logprobs, reply.token_ids, strict=True)]
-            ended[row] = n > 0 and reply.token_ids[-1] == sampling.eos_token_id
-        return {"response_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+        replies = []
+        for output in outputs:
+            ids = list(output.outputs[0].token_ids)
+            steps = zip(output.outputs[0].logprobs, ids, strict=True)
+            replies.append(Reply(ids, [step[token].logprob for step, token in steps]))
+        return replies
 
-
-def _shape(directory: Path) -> str:
-    return (directory / "config.json").read_text() if (directory / "model.safetensors").is_file() else str(directory)
+    def write(self, tensors: Tensors, version: int) -> None:
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"tensors": tensors}})
+        self._llm.finish_weight_update(str(version))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xray_runtime.actors.rows import Rows, pad
+from xray_runtime.actors.workhorse import GeneratorSpec
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config import TrainingConfig
+from xray_runtime.config import GeneratorConfig, TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.stages.spec import StageSpec
@@ -24,6 +26,12 @@ def trainable_layers(spec: StageSpec) -> int | None:
 
 def max_prompt_tokens(spec: StageSpec) -> int:
     return int(spec.sections["lengths"]["max_prompt_tokens"])
+
+
+def generator_spec(spec: StageSpec, directory: Path, max_new_tokens: int) -> GeneratorSpec:
+    """The configured generator, starting from the checkpoint in `directory`."""
+    config = GeneratorConfig.model_validate(spec.sections["generator"])
+    return GeneratorSpec(directory, max_prompt_tokens(spec) + max_new_tokens, config)
 
 
 def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = None) -> float:

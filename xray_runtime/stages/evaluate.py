@@ -20,11 +20,11 @@ from xray_runtime.config import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.vllm_generator import Sampling
+from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective, RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import closed, max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.common import closed, generator_spec, max_prompt_tokens, text_rows, unique_prompts
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.weights.plasma import pack
@@ -45,7 +45,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     order = np.random.default_rng(derive_seed(spec.seed, "evaluate", "prompts")).permutation(len(prompts))
     prompts = [prompts[i] for i in order[: config.num_prompts]]
     models: dict[str, ModelSpec | GeneratorSpec] = {
-        "generator": GeneratorSpec(sft, max_prompt_tokens(spec) + config.max_new_tokens),
+        "generator": generator_spec(spec, sft, config.max_new_tokens),
         "before": ModelSpec(sft, ReferenceObjective(config.temperature)),
         "after": ModelSpec(policy, ReferenceObjective(config.temperature)),
         "reward": ModelSpec(reward, RewardObjective(), head=reward / HEAD_FILE),

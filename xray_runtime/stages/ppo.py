@@ -27,13 +27,14 @@ from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.vllm_generator import Sampling
+from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective, RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import (
     PhaseClock,
     closed,
+    generator_spec,
     lr_at,
     max_prompt_tokens,
     text_rows,
@@ -114,7 +115,7 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
     shared_critic = config.critic == "shared"
     head = policy / HEAD_FILE
     models: dict[str, ModelSpec | GeneratorSpec] = {
-        "generator": GeneratorSpec(policy, max_prompt_tokens(spec) + config.max_new_tokens),
+        "generator": generator_spec(spec, policy, config.max_new_tokens),
         "policy": ModelSpec(
             policy,
             PPOObjective(config),

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec
 from xray_runtime.config import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
@@ -24,10 +23,10 @@ from xray_runtime.data.preferences import (
 )
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.vllm_generator import Sampling
+from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.stages.common import generator_spec, max_prompt_tokens, unique_prompts
 from xray_runtime.stages.spec import Recorder, StageSpec
 
 GENERATION_BATCH = 512
@@ -93,7 +92,7 @@ def _from_gold(
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    generator = GeneratorSpec(sft, max_prompt_tokens(spec) + config.max_new_tokens)
+    generator = generator_spec(spec, sft, config.max_new_tokens)
     replies: list[str] = []
     with open_models(spec.runtime, recorder.log_dir, {"generator": generator}) as models:
         for start in range(0, len(twice), GENERATION_BATCH):

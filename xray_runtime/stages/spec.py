@@ -97,6 +97,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
         return dumped | {"seed": config.seed}
 
     model = {"lengths": lengths, "numeric": numeric, "trainable_layers": trainable}
+    sampling = model | {"generator": config.generator}
     plans = [
         StagePlan("prepare", "prepare", sections(data=config.data), {}),
         StagePlan(
@@ -111,7 +112,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
             "preferences",
             sections(
                 preferences=config.preferences,
-                **({"gold": config.gold, **model} if isinstance(config.preferences, GoldPreferences) else {}),
+                **({"gold": config.gold, **sampling} if isinstance(config.preferences, GoldPreferences) else {}),
             ),
             {"sft": "sft", "dataset": "prepare"}
             if isinstance(config.preferences, GoldPreferences)
@@ -128,7 +129,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
             StagePlan(
                 name,
                 "ppo",
-                sections(ppo=stage, gold=config.gold, **model),
+                sections(ppo=stage, gold=config.gold, **sampling),
                 {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"},
             )
         )
@@ -137,7 +138,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
         StagePlan(
             "evaluate",
             "evaluate",
-            sections(evaluate=config.evaluate, gold=config.gold, **model),
+            sections(evaluate=config.evaluate, gold=config.gold, **sampling),
             {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"},
         )
     )

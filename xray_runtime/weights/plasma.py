@@ -3,11 +3,13 @@
 The trainer packs its tensors into buckets, each one contiguous array in the object store; on the same machine readers
 map it without a copy. Order of a sync:
 
-1. the trainer exports `version`: gather, pack, checksum every tensor, `ray.put`;
+1. the trainer exports `version`: gather a tensor, checksum it, pack it, `ray.put` what fills a bucket;
 2. each generator maps every bucket and verifies *all* checksums, before it touches its weights;
 3. only then are the weights loaded and the generator's version becomes `version`.
 
-A transfer that fails in 1 or 2 leaves the generator wholly as it was, and can simply be tried again.
+A transfer that fails in 1 or 2 leaves the generator wholly as it was; `held.py` sees to 3. Either way it can simply be
+tried again. Extra memory: one bucket in the trainer, the layer being laid out in the generator, and in the object store
+the update itself, which has to lie there whole before any of it may be loaded, and the one before, to go back to.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 import xxhash
 
 BUCKET_BYTES = 64 * 2**20
-"""Bound on the extra memory one bucket takes while it is packed (a larger tensor gets a bucket of its own)."""
+"""Largest bucket (a larger tensor gets one of its own), and so the extra memory that packing takes."""
 
 ALIGNMENT = 64
+GET_SECONDS = 300.0
+"""A bucket that has not arrived by then is lost."""
 
 
 class WeightTransferError(RuntimeError):
@@ -65,56 +69,64 @@ class WeightUpdate:
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
-    """Put `tensors` into the object store, bucket by bucket."""
-    buckets: list[Bucket] = []
-    pending: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and size + num_bytes > BUCKET_BYTES:
-            buckets.append(_put(pending))
-            pending, size = [], 0
-        pending.append((name, tensor.detach().cpu().clone()))
-        size += num_bytes
-    if pending:
-        buckets.append(_put(pending))
-    return WeightUpdate(version, tuple(buckets))
+    """Put `tensors` into the object store, bucket by bucket.
 
-
-def _put(tensors: list[tuple[str, torch.Tensor]]) -> Bucket:
-    import ray
-
-    offset, places = 0, []
-    for _, tensor in tensors:
-        places.append(offset)
-        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    packed = np.empty(offset, dtype=np.uint8)
-    entries = []
-    for (name, tensor), start in zip(tensors, places, strict=True):
-        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        packed[start : start + raw.size] = raw
-        checksum = xxhash.xxh3_128_hexdigest(raw.data)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), start, raw.size, checksum))
-    return Bucket(ray.put(packed), tuple(entries))
-
-
-def unpack(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors as read-only views of the mapped memory, each verified as it is handed out.
-
-    Raises:
-        WeightTransferError: a tensor's bytes do not match its checksum, or its size does not match its shape.
+    Beside the object store it takes one bucket of memory, however many there are, and a copy of one tensor where that
+    is not contiguous or not on the CPU.
     """
     import ray
 
-    packed = ray.get(bucket.ref)
+    buckets: list[Bucket] = []
+    packed = np.empty(0, dtype=np.uint8)
+    entries: list[TensorEntry] = []
+    offset = 0
+
+    def put() -> None:
+        nonlocal entries, offset
+        if entries:
+            # The object store copies, so the buffer is free for the next bucket.
+            buckets.append(Bucket(ray.put(packed[:offset]), tuple(entries)))
+        entries, offset = [], 0
+
+    for name, tensor in tensors:
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        space = -(-raw.size // ALIGNMENT) * ALIGNMENT
+        if offset + space > BUCKET_BYTES:
+            put()
+        if offset + space > packed.size:
+            # The first buffer, or one for a tensor larger than a bucket.
+            packed = np.empty(max(BUCKET_BYTES, space), dtype=np.uint8)
+        packed[offset : offset + raw.size] = raw
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        checksum = xxhash.xxh3_128_hexdigest(raw.data)
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, raw.size, checksum))
+        offset += space
+    put()
+    return WeightUpdate(version, tuple(buckets))
+
+
+def unpack(bucket: Bucket, *, check: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The bucket's tensors as read-only views of the mapped memory, each verified (`check`) as it is handed out.
+
+    Raises:
+        WeightTransferError: the bucket is lost, a tensor's bytes do not match its checksum, or its size does not match
+            its shape.
+    """
+    import ray
+
+    try:
+        packed = ray.get(bucket.ref, timeout=GET_SECONDS)
+    except ray.exceptions.RayError as error:
+        raise WeightTransferError(
+            f"weights from {bucket.entries[0].name} on are lost ({type(error).__name__})"
+        ) from error
     with warnings.catch_warnings():
         # The mapped memory is read-only and torch says so; loaders only read it.
         warnings.simplefilter("ignore", UserWarning)
         mapped = torch.from_numpy(packed)
     for entry in bucket.entries:
         raw = packed[entry.offset : entry.offset + entry.num_bytes]
-        arrived = xxhash.xxh3_128_hexdigest(raw.data)
+        arrived = xxhash.xxh3_128_hexdigest(raw.data) if check else entry.checksum
         if arrived != entry.checksum:
             raise WeightTransferError(f"weight {entry.name}: checksum {arrived} on arrival, {entry.checksum} when sent")
         dtype = getattr(torch, entry.dtype)

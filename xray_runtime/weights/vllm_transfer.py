@@ -1,14 +1,17 @@
-"""vLLM's side of the weight transfer: an engine for its native interface that reads Ray's object store.
+"""vLLM's side of the weight transfer: an engine for its native interface that takes tensors as they come.
 
-Registered under the name "plasma". `start`/`finish` run vLLM's layer-wise reload, which fuses and lays out incoming
-Hugging Face weights exactly as a load from disk would; layers that receive nothing keep what they had.
+Registered under the name "plasma": the tensors are read from Ray's object store. vLLM's layer-wise reload fuses and
+lays out incoming Hugging Face weights exactly as a load from disk would; layers that receive nothing keep what they
+had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -17,8 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-from xray_runtime.weights.plasma import Bucket, unpack
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 BACKEND = "plasma"
 
@@ -30,13 +32,13 @@ class PlasmaInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class PlasmaUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket of weights."""
+    """All tensors of one update."""
 
-    bucket: Bucket = field(default_factory=lambda: Bucket(None, ()))
+    tensors: Iterator[tuple[str, torch.Tensor]] = field(default_factory=lambda: iter(()))
 
 
-class PlasmaWeightTransferEngine(WeightTransferEngine[PlasmaInitInfo, PlasmaUpdateInfo]):
-    """Loads weights that a trainer put into the object store."""
+class PlasmaWeightTransferEngine(WeightTransferEngine):
+    """Loads what a trainer put into the object store."""
 
     init_info_cls = PlasmaInitInfo
     update_info_cls = PlasmaUpdateInfo
@@ -45,13 +47,13 @@ class PlasmaWeightTransferEngine(WeightTransferEngine[PlasmaInitInfo, PlasmaUpda
         pass
 
     def start_weight_update(self) -> None:
+        self._abandon()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PlasmaUpdateInfo) -> None:
         model: Any = self.model
-        model.load_weights(unpack(update_info.bucket))
-
-    def finish_weight_update(self) -> None:
+        model.load_weights(update_info.tensors)
+        # Finished here and not in `finish_weight_update`: after an error there vLLM would never start another update.
         finalize_layerwise_reload(self.model, self.model_config)
         # An output layer tied to the embedding receives nothing of its own, so the reload leaves it the copy that CPU
         # kernels packed from the *old* embedding. Pack it again.
@@ -59,8 +61,22 @@ class PlasmaWeightTransferEngine(WeightTransferEngine[PlasmaInitInfo, PlasmaUpda
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
+    def finish_weight_update(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
+
+    def _abandon(self) -> None:
+        """Give layers that an update broken off half-way left open their tensors back, and forget what had arrived.
+
+        vLLM counts the elements that arrive: what was left would be counted twice.
+        """
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
 
 
 def register() -> None:

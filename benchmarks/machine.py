@@ -1,0 +1,71 @@
+"""What all benchmarks share: the machine's name for the record, repeated timing, memory, tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import psutil
+
+REPEATS = 5
+MIB = 2**20
+
+
+def machine() -> str:
+    """The kind of machine, without its name."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    return f"{cores}-core CPU ({platform.machine()}), {device}, load {load:.1f} at the start"
+
+
+def times(work: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+    """Seconds of each of `repeats` runs, after one that does not count."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def spread(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
+    """Median, with the smallest and the largest value: how far to trust it."""
+    known = sorted(values)
+    return f"{statistics.median(known):.{digits}g} ({known[0]:.{digits}g} to {known[-1]:.{digits}g}){unit}"
+
+
+def ratio(values: Sequence[float], reference: Sequence[float]) -> str:
+    """`values` over `reference`, of medians."""
+    return f"{statistics.median(values) / statistics.median(reference):.3g}×"
+
+
+def own_bytes() -> int:
+    """Bytes that belong to this process alone (USS): what ending it would give back."""
+    return int(psutil.Process().memory_full_info().uss)
+
+
+def share_bytes() -> int:
+    """Bytes of this process, what it shares with others divided by their number (PSS)."""
+    return int(psutil.Process().memory_full_info().pss)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a Markdown table."""
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+
+
+def start_ray(num_cpus: int) -> None:
+    """A local Ray that says nothing."""
+    import ray
+
+    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")

@@ -1,0 +1,220 @@
+"""Transfers of weights through Ray's object store: whole or not at all, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from safetensors.torch import save_file
+
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.weights import plasma
+from xray_runtime.weights.held import WEIGHTS_FILE, HeldWeights, StaleWeightsError, Tensors
+from xray_runtime.weights.plasma import WeightTransferError, WeightUpdate, pack, unpack, verify
+from xray_runtime.weights.zero_copy import open_shared, share
+
+MIB = 2**20
+NAMES = ("a", "b", "c", "d")
+
+
+class Engine:
+    """Four tensors; `fails_at` breaks a write off before that tensor, as often as `failures` says."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.fails_at, self.failures = "", 0
+        save_file(weights(0), directory / WEIGHTS_FILE)
+        self.held = HeldWeights(directory, self.write)
+        self.held.restart(directory)
+
+    def write(self, tensors: Tensors, version: int) -> None:
+        for name, tensor in tensors:
+            if name == self.fails_at and self.failures:
+                self.failures -= 1
+                raise RuntimeError("out of memory")
+            self.tensors[name] = tensor.clone()
+
+    def values(self) -> list[float]:
+        return [float(self.tensors[name][0]) for name in NAMES]
+
+
+@pytest.fixture
+def engine(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(plasma, "BUCKET_BYTES", 128)  # two tensors
+    return Engine(tmp_path)
+
+
+def weights(value: float, names: tuple[str, ...] = NAMES) -> dict[str, torch.Tensor]:
+    return {name: torch.full((16,), float(value)) for name in names}
+
+
+def test_weights_survive_the_trip_in_several_buckets(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plasma, "BUCKET_BYTES", 1000)
+    sent = {f"w{i}": torch.randn(i + 1, 37, dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 4)}
+    sent["transposed"] = torch.randn(3, 5).T
+    sent["one number"] = torch.tensor(2.5)
+    update = pack(sent.items(), version=5)
+    assert len(update.buckets) > 2
+    arrived = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
+    assert arrived.keys() == sent.keys()
+    assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == sent[name].dtype for name in sent)
+    assert update.num_bytes == sum(t.numel() * t.element_size() for t in sent.values())
+
+
+def test_one_flipped_bit_is_found_and_named(cluster: None) -> None:
+    update = pack([("a", torch.randn(8)), ("b", torch.randn(8))], version=1)
+    with pytest.raises(WeightTransferError, match="weight b: checksum"):
+        verify(flipped(update, 0, 1))
+
+
+def flipped(update: WeightUpdate, bucket: int, entry: int) -> WeightUpdate:
+    """`update` with one bit of one tensor changed on the way."""
+    damaged = update.buckets[bucket]
+    data = np.array(ray.get(damaged.ref))
+    data[damaged.entries[entry].offset] ^= 1
+    buckets = list(update.buckets)
+    buckets[bucket] = dataclasses.replace(damaged, ref=ray.put(data))
+    return dataclasses.replace(update, buckets=tuple(buckets))
+
+
+def test_a_damaged_or_lost_bucket_touches_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = pack(weights(1).items(), version=1)
+    assert len(good.buckets) == 2
+    engine.fails_at, engine.failures = "a", 1  # whoever writes anything fails
+    with pytest.raises(WeightTransferError, match="weight d: checksum"):
+        engine.held.load(flipped(good, 1, 1))
+
+    monkeypatch.setattr(plasma, "GET_SECONDS", 0.5)
+    lost = dataclasses.replace(good.buckets[1], ref=ray.ObjectRef.from_random())
+    with pytest.raises(WeightTransferError, match="weights from c on are lost"):
+        engine.held.load(dataclasses.replace(good, buckets=(good.buckets[0], lost)))
+    assert engine.values() == [0, 0, 0, 0]
+    assert engine.held.version == 0
+    assert engine.failures == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_load_that_breaks_off_is_undone_and_can_be_tried_again(engine: Engine, name: str) -> None:
+    engine.held.load(pack(weights(1).items(), version=1))
+    engine.held.load(pack(weights(2, ("c",)).items(), version=2))
+    update = pack(weights(3).items(), version=3)
+    engine.fails_at, engine.failures = name, 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.held.load(update)
+    engine.held.use(2)
+    assert engine.values() == [1, 1, 2, 1]
+    engine.held.load(update)
+    engine.held.use(3)
+    assert engine.values() == [3, 3, 3, 3]
+
+
+def test_an_engine_that_cannot_go_back_refuses_until_it_is_whole_again(engine: Engine) -> None:
+    engine.fails_at, engine.failures = "c", 2  # the load, and the way back
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.held.load(pack(weights(1).items(), version=1))
+    for version in (0, 1):
+        with pytest.raises(StaleWeightsError, match="holds nothing usable"):
+            engine.held.use(version)
+    # An update of a part first needs the rest to be whole.
+    engine.held.load(pack(weights(2, ("a",)).items(), version=2))
+    engine.held.use(2)
+    assert engine.values() == [2, 0, 0, 0]
+
+
+def test_a_load_can_be_reverted_until_it_is_used(engine: Engine) -> None:
+    engine.held.load(pack(weights(1, ("b",)).items(), version=1))
+    engine.held.use(1)
+    engine.held.load(pack(weights(2).items(), version=2))
+    engine.held.revert()
+    engine.held.use(1)
+    assert engine.values() == [0, 1, 0, 0]
+    with pytest.raises(StaleWeightsError, match="nothing to go back to"):
+        engine.held.revert()
+
+
+def test_a_transfer_takes_one_bucket_of_memory(cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """32 buckets of 2 MiB. Two are allowed for; measured is one in the trainer, next to none in the generator."""
+    monkeypatch.setattr(plasma, "BUCKET_BYTES", 2 * MIB)
+    model = {f"w{i}": torch.randn(MIB // 4) for i in range(64)}
+    own = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+
+    def write(tensors: Tensors, version: int) -> None:
+        for name, tensor in tensors:
+            own[name].copy_(tensor)
+
+    pack([("warm", torch.zeros(8))], version=0)
+    updates: list[WeightUpdate] = []
+    packing = peak_of(lambda: updates.append(pack(model.items(), version=1)))
+    assert len(updates[0].buckets) == 32
+    loading = peak_of(lambda: HeldWeights(tmp_path, write).load(updates[0]))
+    assert packing <= 2 * 2 * MIB
+    assert loading <= 2 * 2 * MIB
+    assert all(torch.equal(own[name], model[name]) for name in model)
+
+
+def peak_of(work: Callable[[], None]) -> int:
+    """Bytes of memory of its own (mapped objects are shared) that this process holds more at `work`'s peak."""
+    done = threading.Event()
+    seen: list[int] = []
+
+    def anonymous() -> int:
+        memory = psutil.Process().memory_info()
+        return int(memory.rss - memory.shared)
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(anonymous())
+            done.wait(0.0005)
+
+    before = anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+    return max([*seen, anonymous()]) - before
+
+
+def test_readers_map_one_copy(cluster: None, tiny_model: Path) -> None:
+    """Actors score with the very bytes of the object store, tied weights stay tied, and what is trained is a copy."""
+    lm = load_model(tiny_model)
+    shared = share(lm)
+    ids = torch.tensor([[5, 9, 7, 42, 1]])
+
+    @ray.remote(num_cpus=0)
+    class Reader:
+        def score(self) -> tuple[np.ndarray, bool, bool, bool]:
+            mapped = open_shared(shared)
+            trained = open_shared(shared, trained=lambda name: "layers.1." in name)
+            frozen = [p for n, p in trained.named_parameters() if "layers.1." not in n]
+            assert addresses(mapped) == addresses(open_shared(shared))
+            with torch.no_grad():
+                mapped_logits = mapped(ids).logits.numpy()
+            trained(ids).logits.sum().backward()
+            torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0).step()
+            return (
+                mapped_logits,
+                mapped.lm_head.weight is mapped.model.embed_tokens.weight,
+                all(p.grad is None for p in frozen),
+                torch.equal(mapped.model.layers[1].mlp.up_proj.weight, trained.model.layers[1].mlp.up_proj.weight),
+            )
+
+    def addresses(module: torch.nn.Module) -> list[int]:
+        return [p.data_ptr() for p in module.parameters()]
+
+    for reader in [Reader.remote(), Reader.remote()]:
+        logits, tied, untouched, same = ray.get(reader.score.remote())
+        with torch.no_grad():
+            np.testing.assert_allclose(logits, lm(ids).logits.numpy(), atol=1e-6)
+        assert tied
+        assert untouched
+        assert not same
