@@ -1,20 +1,24 @@
 """Disturb a running lifecycle in every way a machine can, and see whether anything was lost.
 
 `python -m tests.chaos.harness --cases 100 --seed 0` runs the long form. Each case is drawn from its own seed: which
-process, in which stage, after how long, and what happens to it. Several cases share one lifecycle, one a stage; at its
-end every checkpoint's sha256 and every metric point must be what the undisturbed lifecycle has.
+process (or the disk), in which stage, after how long, and what happens to it. Several cases share one lifecycle, one a
+stage; at its end every checkpoint's sha256 and every metric point must be what the undisturbed lifecycle has, and
+nothing may still run.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +39,16 @@ TARGETS = {
     "gcs": "gcs_server",
     "prefect": "prefect.server.api.server:create_app",
     "supervisor": "",
+    "disk": "",
 }
 ELSEWHERE = {"sft": {"generator"}, "reward": {"generator"}, "preferences": {"learner"}}
 """Targets that a stage does not have."""
+DISK_MIB = 512
+FULL_SECONDS = 30
+"""How long a full disk stays full, where the run does not end by itself before."""
+MARK = "CHAOS_MARK"
+LEFT_SECONDS = 20
+"""How long what a run started may take to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 OVERRIDES = (
     "runtime.snapshot_every=1",
@@ -68,15 +79,19 @@ def draw(seed: int, stage: str) -> Case:
     """The case of `seed`, in `stage`."""
     rng = random.Random(seed)
     target = rng.choice(sorted(TARGETS.keys() - ELSEWHERE.get(stage, set())))
+    if target == "disk":
+        return Case(seed, target, "fill", stage, rng.uniform(0.0, MAX_DELAY_SECONDS))
     # A stopped process is only noticed by the missing progress, which takes a while: fewer of these.
     action = rng.choices(sorted(ACTIONS), weights=[3, 1, 2])[0]
     return Case(seed, target, action, stage, rng.uniform(0.0, MAX_DELAY_SECONDS))
 
 
-def start(output: Path) -> subprocess.Popen[bytes]:
-    """The real command on the tiny lifecycle, in `output`."""
+def start(output: Path, mark: str) -> subprocess.Popen[bytes]:
+    """The real command on the tiny lifecycle, in `output`; all its processes carry `mark`."""
     hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)} | {MARK: mark}
+    # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
+    environment["RAY_worker_niceness"] = "0"
     overrides = [part for override in OVERRIDES for part in ("--set", override)]
     with (output.parent / f"{output.name}.log").open("ab") as log:
         return subprocess.Popen(
@@ -89,12 +104,34 @@ def start(output: Path) -> subprocess.Popen[bytes]:
 
 
 def run(output: Path, cases: list[Case]) -> list[str]:
-    """One lifecycle under `cases`, in the order of their stages; returns what each met, for the log."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    process, met = start(output), []
+    """One lifecycle under `cases`, in the order of their stages; returns what each met, for the log.
+
+    Raises:
+        RuntimeError: the command failed in a way its user would not just repeat, or left a process behind.
+        TimeoutError: it did not come to an end.
+    """
+    output.mkdir(parents=True)
+    small = any(case.target == "disk" for case in cases) and os.geteuid() == 0
+    if small:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", output], check=True)
+    try:
+        return _run(output, cases)
+    finally:
+        if small:
+            _onto_the_large_disk(output)
+
+
+def _run(output: Path, cases: list[Case]) -> list[str]:
+    mark, met = uuid.uuid4().hex, []
+    process = start(output, mark)
     deadline = time.monotonic() + LIMIT_SECONDS
     for case in sorted(cases, key=lambda c: STAGES.index(c.stage)):
-        process = _await_stage(process, output, case.stage, deadline)
+        process = _await_stage(process, output, mark, case.stage, deadline)
+        if case.target == "disk":
+            time.sleep(case.delay_s)
+            met.append(f"{case}: {_fill(process, output)}")
+            process = _again_if_ended(process, output, mark)
+            continue
         appeared = time.monotonic() + APPEAR_SECONDS
         while not _find(process, case) and time.monotonic() < appeared:
             time.sleep(0.1)
@@ -113,33 +150,74 @@ def run(output: Path, cases: list[Case]) -> list[str]:
             else:
                 process.wait(timeout=60)
     while True:
-        process = _again_if_ended(process, output)
+        process = _again_if_ended(process, output, mark)
         if process.poll() == 0:
-            return met
+            break
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"{output}: not finished after {LIMIT_SECONDS} s; met {met}")
         time.sleep(0.2)
+    _none_left(mark)
+    return met
 
 
-def _again_if_ended(process: subprocess.Popen[bytes], output: Path) -> subprocess.Popen[bytes]:
-    """A command that was killed or interrupted is given again by its user, once for each time."""
+def _fill(process: subprocess.Popen[bytes], output: Path) -> str:
+    """Leave no room on the run's disk, until the run has ended or FULL_SECONDS are over; then make room again."""
+    if not os.path.ismount(output):
+        return "left out, since only root can give the run a disk of its own"
+    filler = output / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+        process.wait(FULL_SECONDS)
+        return f"ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        return "held out"
+    finally:
+        filler.unlink()
+
+
+def _onto_the_large_disk(output: Path) -> None:
+    copy = output.with_name(f"{output.name}.copy")
+    shutil.copytree(output, copy, symlinks=True)
+    subprocess.run(["umount", "--lazy", output], check=True)
+    output.rmdir()
+    copy.rename(output)
+
+
+def _none_left(mark: str) -> None:
+    deadline = time.monotonic() + LEFT_SECONDS
+    while left := [p for p in psutil.process_iter() if _environment(p).get(MARK) == mark]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"left behind: {[' '.join(_command(p)) for p in left]}")
+        time.sleep(0.2)
+
+
+def _again_if_ended(process: subprocess.Popen[bytes], output: Path, mark: str) -> subprocess.Popen[bytes]:
+    """A command that was killed or interrupted, or had no room, is given again by its user, once for each time."""
     code = process.poll()
     if code is None or code == 0:
         return process
-    if code not in (-signal.SIGKILL, 130):
+    no_room = os.path.ismount(output) and "No space left" in (output.parent / f"{output.name}.log").read_text()
+    if code not in (-signal.SIGKILL, 130) and not no_room:
         raise RuntimeError(f"{output}: the command ended with {code}; see {output}.log")
     time.sleep(4)
-    return start(output)
+    return start(output, mark)
 
 
 def _await_stage(
-    process: subprocess.Popen[bytes], output: Path, stage: str, deadline: float
+    process: subprocess.Popen[bytes], output: Path, mark: str, stage: str, deadline: float
 ) -> subprocess.Popen[bytes]:
     """Wait until `stage` is being worked on (or over)."""
     log = output / "logs" / stage / "stage.log"
     while not log.exists() and time.monotonic() < deadline and process.poll() != 0:
-        process = _again_if_ended(process, output)
+        process = _again_if_ended(process, output, mark)
         time.sleep(0.1)
     return process
 
@@ -162,6 +240,13 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 def outcome(output: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tracking server that goes away in mid-stage delays the run, and every point arrives later."""
+"""Servers that go away in mid-stage delay the run; what was to be said to them arrives later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,63 +20,99 @@ pytestmark = pytest.mark.e2e
 AWAY_SECONDS = 20
 
 
-def _serve(directory: Path, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}"]
-    command += ["--artifacts-destination", str(directory / "artifacts")]
-    with (directory / "server.log").open("ab") as log:
-        server = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-            return server
-        except OSError:
-            time.sleep(0.3)
-    raise TimeoutError("MLflow did not come up")
+class Server:
+    """A server of the user's own, in a session of its own."""
+
+    def __init__(self, name: str, directory: Path, command: list[str], variables: dict[str, str]) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._health = f"{self.url}/api/health" if name == "prefect" else f"{self.url}/health"
+        self._log = directory / f"{name}.log"
+        self._command = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+        self._environment = environment() | variables
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(self._health, timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.3)
+        raise TimeoutError(f"{self._health} did not answer; see {self._log}")
+
+    def kill(self) -> None:
+        # It may have children of its own.
+        subprocess.run(["pkill", "-KILL", "-s", str(self._process.pid)], check=False)
+        self._process.wait()
 
 
-def _kill(server: subprocess.Popen[bytes]) -> None:
-    # The server has children of its own.
-    subprocess.run(["pkill", "-KILL", "-s", str(server.pid)], check=False)
-    server.wait()
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[dict[str, Server]]:
+    mlflow = ["mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path / 'mlflow.db'}"]
+    mlflow += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    prefect = ["uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    variables = {
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}",
+    }
+    found = {
+        "mlflow": Server("mlflow", tmp_path, mlflow, {}),
+        "prefect": Server("prefect", tmp_path, prefect, variables),
+    }
+    yield found
+    for server in found.values():
+        server.kill()
 
 
 @pytest.mark.timeout(900)
-def test_a_tracking_server_may_go_away_for_a_while(tmp_path: Path) -> None:
+def test_servers_may_go_away_for_a_while(servers: dict[str, Server], tmp_path: Path) -> None:
     import mlflow
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    uri = f"http://127.0.0.1:{port}"
-    server = _serve(tmp_path, port)
+    uri, api = servers["mlflow"].url, f"{servers['prefect'].url}/api"
     output = tmp_path / "run"
-    run = subprocess.Popen(
-        [XRAY, "run", "configs/tiny.yaml", "--output", str(output), "--set", "runtime.snapshot_every=1"],
-        cwd=ROOT,
-        env=environment() | {"MLFLOW_TRACKING_URI": uri},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    with (tmp_path / "run.log").open("wb") as log:
+        run = subprocess.Popen(
+            [XRAY, "run", "configs/tiny.yaml", "--output", str(output), "--set", "runtime.snapshot_every=1"],
+            cwd=ROOT,
+            env=environment() | {"MLFLOW_TRACKING_URI": uri, "PREFECT_API_URL": api},
+            stdout=log,
+            stderr=log,
+        )
     try:
         deadline = time.monotonic() + 400
         while not (output / "logs" / "ppo-1" / "policy-0.log").exists():
-            assert run.poll() is None, run.stdout.read().decode() if run.stdout else ""
+            assert run.poll() is None, (tmp_path / "run.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        _kill(server)
+        for server in servers.values():
+            server.kill()
         time.sleep(AWAY_SECONDS)
         assert run.poll() is None
-        server = _serve(tmp_path, port)
-        printed, _ = run.communicate(timeout=400)
-        assert run.returncode == 0, printed.decode()
-        content = json.loads((output / "lifecycle.json").read_text())
-        client = mlflow.MlflowClient(tracking_uri=uri)
-        ppo = next(stage for stage in content["stages"] if stage["name"] == "ppo-1")
-        assert [m.step for m in client.get_metric_history(ppo["mlflow_run_id"], "reward/mean")] == [0, 1, 2, 3]
-        assert client.get_run(ppo["mlflow_run_id"]).info.status == "FINISHED"
-        assert ppo["attempts"] == 1
+        for server in servers.values():
+            server.start()
+        assert run.wait(400) == 0, (tmp_path / "run.log").read_text()
     finally:
         run.kill()
-        _kill(server)
+    content = json.loads((output / "lifecycle.json").read_text())
+    ppo = next(stage for stage in content["stages"] if stage["name"] == "ppo-1")
+    assert ppo["attempts"] == 1
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    assert [m.step for m in client.get_metric_history(ppo["mlflow_run_id"], "reward/mean")] == [0, 1, 2, 3]
+    assert client.get_run(ppo["mlflow_run_id"]).info.status == "FINISHED"
+    # Prefect tells the truth afterwards too.
+    states = {kind: _states(api, kind) for kind in ("flow_runs", "task_runs")}
+    assert states == {"flow_runs": ["COMPLETED"], "task_runs": ["COMPLETED"] * len(content["stages"])}
+
+
+def _states(api: str, kind: str) -> list[str]:
+    request = urllib.request.Request(f"{api}/{kind}/filter", b"{}", {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return [run["state_type"] for run in json.load(answer)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,9 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
     )
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed's operators name the environment they were built for; in torch's cache, which all of a user's
+    # environments share, each would have to build them again after another did.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     import deepspeed
 
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
