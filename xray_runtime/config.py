@@ -339,6 +339,9 @@ class RuntimeConfig(Section):
     """Ray GPUs one Workhorse reserves on CUDA."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
+    weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
+    """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
+    `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
@@ -384,6 +387,12 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
+        direct = self.runtime.weight_transfer in ("nccl", "ipc")
+        if direct and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
+            raise ValueError(
+                f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
+                "generator.engine 'vllm'; 'plasma' works everywhere"
+            )
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":

@@ -93,6 +93,10 @@ REFUSED = [
     ("generator: {engine: mystery}", 'generator.engine: "mystery" is not allowed'),
     ("generator: {engine: transformers, tensor_parallel: 2}", "generator: tensor_parallel = 2 must be 1 with engine"),
     ("generator: {tensor_parallel: 2}", "generator.tensor_parallel = 2 must divide base.num_heads = 5"),
+    (
+        "{runtime: {device: cpu, weight_transfer: nccl}}",
+        "runtime.weight_transfer = 'nccl' needs runtime.device 'cuda' and generator.engine 'vllm'",
+    ),
     # not a config at all
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),

@@ -31,7 +31,11 @@ FORBIDDEN = {
 
 OWNERS = {
     "mlflow": {"xray_runtime/lineage", "flows/services.py"},
-    "vllm": {"xray_runtime/engines/vllm_generator.py", "xray_runtime/weights/vllm_transfer.py"},
+    "vllm": {
+        "xray_runtime/engines/vllm_generator.py",
+        "xray_runtime/weights/vllm_transfer.py",
+        "xray_runtime/weights/device_transfer.py",
+    },
     "deepspeed": {"xray_runtime/engines/zero.py", "xray_runtime/engines/deepspeed_generator.py"},
 }
 """Heavy library → the only places that import it."""

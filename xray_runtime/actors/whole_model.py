@@ -18,6 +18,7 @@ from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
 from xray_runtime.config import RuntimeConfig
+from xray_runtime.weights.device_transfer import Device, Transport, choose
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation import Sampling
@@ -61,6 +62,7 @@ class WholeModel:
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
+        self._spec = spec
         meeting_points = self._meet()
         size = len(self._workhorses) // self._num_replicas
         places = []
@@ -127,6 +129,26 @@ class WholeModel:
             raise failure
         return update.version
 
+    def follow(self, policy: Any, version: int) -> None:
+        """Bring this generator to `policy`'s weights as `version`, the shortest way between their devices."""
+        assert isinstance(self._spec, GeneratorSpec)
+        theirs, ours = ray.get(policy.where.remote()), self.where()
+        transport = choose(self._runtime.weight_transfer, self._spec.config, theirs, ours)
+        if transport == "plasma":
+            self.load_weights(ray.get(policy.export_weights.remote(version)))
+        else:
+            per_replica = len(self._workhorses) // self._num_replicas
+            ray.get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+
+    def send_weights(self, version: int, transport: Transport, receivers: list[Any], per_replica: int) -> None:
+        """`Learner.send_weights` to the Workhorses of a generator, on all ranks."""
+        self._call("send_weights", version, transport, self._call("rendezvous")[0], receivers, per_replica)
+
+    def where(self) -> list[Device]:
+        """The devices it is spread over."""
+        devices: list[Device] = self._call("where")
+        return devices
+
     def save(self, directory: Path, head_file: str | None = None) -> None:
         """Write the model in Hugging Face form."""
         self._call("save", directory, head_file)
@@ -187,6 +209,8 @@ def open_models(
 
     Yields role → actor handle: `ray.get(models["policy"].score.remote(rows))`.
     """
+    if runtime.weight_transfer in ("nccl", "ipc") and _device(runtime) == "cpu":
+        raise ValueError(f"runtime.weight_transfer: {runtime.weight_transfer!r} needs GPUs, and this cluster has none")
     models: dict[str, Any] = {}
     sound = False
     try:

@@ -6,6 +6,7 @@ model and nothing of other models; everything between models goes through `Whole
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.engines.generation import Generation, Sampling
     from xray_runtime.models.objectives import Objective
+    from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.plasma import WeightUpdate
 
 
@@ -90,6 +92,16 @@ class Workhorse:
 
     def release(self) -> None:
         """Let go of the model."""
+
+    def where(self) -> Device:
+        """The device it holds."""
+        import ray
+        import torch
+
+        from xray_runtime.weights.device_transfer import Device
+
+        on_gpu = self.device.type == "cuda"
+        return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
@@ -267,6 +279,20 @@ class Learner(Workhorse):
             pass
         return None
 
+    def send_weights(
+        self, version: int, transport: Transport, meet: tuple[str, int], receivers: list[Any], per_replica: int
+    ) -> None:
+        """Trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
+        from xray_runtime.weights.device_transfer import send
+
+        metadata = [
+            (name, p.dtype, tuple(getattr(p, "ds_shape", p.shape)))
+            for name, p in self.module.lm.named_parameters()
+            if p.requires_grad
+        ]
+        tensors = functools.partial(self._gathered, trainable_only=True)
+        send(transport, tensors, metadata, self.place.rank, meet, receivers, per_replica, version)
+
     def save(self, directory: Path, head_file: str | None) -> None:
         """Write the model in Hugging Face form; rank 0 writes, every rank joins the gathering."""
         from safetensors.torch import save_file
@@ -327,6 +353,11 @@ class Generator(Workhorse):
         """Undo the last `load_weights`: another replica could not follow."""
         assert self._engine is not None
         self._engine.revert()
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU that the trainer drives."""
+        assert self._engine is not None
+        self._engine.receive(step, info, version)
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `Generation.generate`."""

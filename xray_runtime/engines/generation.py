@@ -14,8 +14,9 @@ temperatures each library draws from its own random numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -100,6 +101,15 @@ class Generation:
     def revert(self) -> None:
         """Go back to what was held before the last `load`."""
         self._held.revert()
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
+        sampler: Any = self._sampler
+        if step == "init":
+            sampler.receive(step, info, version)
+        else:
+            run = partial(sampler.receive, step, info, version)
+            self._held.receive(run, version, first=step == "start", last=step == "finish")
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int

@@ -91,6 +91,23 @@ class VLLMSampler:
         return replies
 
     def write(self, tensors: Tensors, version: int) -> None:
-        self._llm.start_weight_update()
+        self.receive("start", {}, version)
         self._llm.update_weights({"update_info": {"tensors": tensors}})
-        self._llm.finish_weight_update(str(version))
+        self.receive("finish", {}, version)
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer that a trainer drives from GPU to GPU: `init`, `start`, `update`, …, `finish`."""
+        if step == "init":
+            self._llm.init_weight_transfer_engine({"init_info": info})
+        elif step == "start":
+            # After an error in `finish` vLLM would never start another session.
+            self._llm.collective_rpc(_close_session)
+            self._llm.start_weight_update()
+        elif step == "update":
+            self._llm.update_weights({"update_info": {"direct": info}})
+        else:
+            self._llm.finish_weight_update(str(version))
+
+
+def _close_session(worker: Any) -> None:
+    worker._weight_update_active = False

@@ -70,8 +70,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             clock = PhaseClock()
             with clock.phase("sync"):
                 if iteration:
-                    update = ray.get(models["policy"].export_weights.remote(iteration))
-                    ray.get(models["generator"].load_weights.remote(update))
+                    ray.get(models["generator"].follow.remote(models["policy"], iteration))
             with clock.phase("generate"):
                 asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
                 rollout = _generate(models["generator"], spec, config, tokenizer, asked, iteration)

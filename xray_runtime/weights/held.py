@@ -39,6 +39,7 @@ class HeldWeights:
     def __init__(self, directory: Path, write: Write) -> None:
         self.version = 0
         self._directory, self._write = directory, write
+        self._kept_version = 0
         self._arrived: dict[str, Bucket] = {}
         self._before: tuple[int, dict[str, Bucket]] | None = None
         self._whole = True
@@ -60,20 +61,36 @@ class HeldWeights:
         except Exception:
             self._restore()
             raise
-        self._before = self.version, self._arrived
+        self._before = self._kept_version, self._arrived
         self._arrived = self._arrived | {entry.name: bucket for bucket in update.buckets for entry in bucket.entries}
-        self.version = update.version
+        self.version = self._kept_version = update.version
+
+    def receive(self, step: Callable[[], None], version: int, *, first: bool, last: bool) -> None:
+        """A step of a transfer that goes past the object store: `version` is held after the `last` one.
+
+        Nothing of it is kept, so where a step fails the engine goes back to the last version of which something is.
+        """
+        if first and not self._whole:
+            self._restore()
+        self._whole = False
+        try:
+            step()
+        except Exception:
+            self._restore()
+            raise
+        if last:
+            self._whole, self.version, self._before = True, version, None
 
     def revert(self) -> None:
         """Go back to what was held before the last `load`; only until the engine was used since."""
         if self._before is None:
             raise StaleWeightsError(f"nothing to go back to from policy version {self.version}")
-        (self.version, self._arrived), self._before = self._before, None
+        (self._kept_version, self._arrived), self._before = self._before, None
         self._restore()
 
     def restart(self, directory: Path) -> None:
         """Hold the weights of `directory`, a checkpoint of the same shape, as version 0."""
-        self._directory, self.version, self._arrived, self._before = directory, 0, {}, None
+        self._directory, self._kept_version, self._arrived, self._before = directory, 0, {}, None
         self._restore()
 
     def use(self, version: int) -> None:
@@ -89,8 +106,8 @@ class HeldWeights:
 
     def _restore(self) -> None:
         self._whole = False
-        self._write(self._all(), self.version)
-        self._whole = True
+        self._write(self._all(), self._kept_version)
+        self._whole, self.version = True, self._kept_version
 
     def _all(self) -> Tensors:
         from safetensors import safe_open

@@ -1,0 +1,51 @@
+"""Weights from GPU to GPU by vLLM's own engines: the same as through the object store. Needs GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from xray_runtime.actors.rows import pad
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
+from xray_runtime.config import RuntimeConfig, SFTConfig
+from xray_runtime.engines.generation import Sampling
+from xray_runtime.models.objectives import SFTObjective
+
+SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("transport", "num_gpus"), [("ipc", 1), ("nccl", 2)])
+def test_the_generator_follows_a_trained_policy(
+    cluster: None, tiny_model: Path, tmp_path: Path, transport: str, num_gpus: int
+) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"{transport} needs {num_gpus} GPU(s)")
+    runtime = RuntimeConfig(device="cuda", gpus_per_workhorse=num_gpus / 2, weight_transfer=transport)
+    config = SFTConfig()
+    specs = {
+        "generator": GeneratorSpec(tiny_model, 32),
+        "policy": ModelSpec(tiny_model, SFTObjective(), training=config),
+    }
+    ids, lengths = pad([[5, 9, 7, 42], [8, 100, 3]], 0)
+    asked = {"input_ids": ids, "lengths": lengths, "seed": np.array([1, 2])}
+    text = {"input_ids": ids, "prompt_lengths": np.array([1, 1]), "lengths": lengths}
+    with open_models(runtime, tmp_path, specs) as models:
+        generator, policy = models["generator"], models["policy"]
+
+        def ask(version: int) -> np.ndarray:
+            return ray.get(generator.generate.remote(asked, SAMPLING, version))["rollout_logprobs"]
+
+        before = ask(0)
+        ray.get(policy.train.remote(text, {"tokens": 5.0}, 0.05))
+        ray.get(generator.follow.remote(policy, 1))
+        direct = ask(1)
+        assert (direct != before).any()
+        # What the checksummed way brings is the same.
+        ray.get(generator.load_weights.remote(ray.get(policy.export_weights.remote(2))))
+        np.testing.assert_array_equal(ask(2), direct)
