@@ -318,6 +318,12 @@ class RuntimeConfig(Section):
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
     """Ray GPUs one Workhorse reserves on CUDA."""
+    wait_timeout_s: Positive = 600.0
+    """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
+    hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
+    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
+    collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
+    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4

@@ -90,6 +90,12 @@ class Workhorse:
     def release(self) -> None:
         """Let go of the model."""
 
+    def pulse(self) -> tuple[str, int]:
+        """A sign of life: (host, process id)."""
+        import ray
+
+        return ray.util.get_node_ip_address(), os.getpid()
+
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
         import ray
@@ -138,7 +144,8 @@ class Learner(Workhorse):
         if spec.training is not None:
             from xray_runtime.engines.zero import ZeroEngine, init_collectives
 
-            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
+            timeout = self.runtime.collective_timeout_s
+            init_collectives(place.rank, place.world_size, place.host, place.port, self.device, timeout)
             self.engine = ZeroEngine(module, spec.training, self.device)
             self.module = self.engine.module
         elif self.place.world_size > 1:
