@@ -339,6 +339,12 @@ class RuntimeConfig(Section):
     """Ray GPUs one Workhorse reserves on CUDA."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
+    wait_timeout_s: Positive = 600.0
+    """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
+    hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
+    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
+    collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
+    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
