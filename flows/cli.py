@@ -20,6 +20,8 @@ from flows.session import BAD_INPUT, CONFIG
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 from xray_runtime.files import write_whole
+from xray_runtime.planning.demand import check_config
+from xray_runtime.planning.workload import local_node, this_machine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 lineage_commands.register(app)
@@ -66,6 +68,10 @@ def run(
         directory = (output or Path("runs") / config.stem).absolute()
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+        if not os.environ.get("RAY_ADDRESS"):
+            # What is asked of a cluster of its own is asked once the run is connected to it.
+            here = this_machine(resolved.runtime.device)
+            check_config(resolved, here.device, [local_node(here)])
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)

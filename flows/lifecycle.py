@@ -26,6 +26,7 @@ from prefect_ray.context import remote_options
 from flows.journal import Journal, unfinished
 from flows.records import end_lost_flow_run, end_lost_task_run
 from tasks.stage import RunContext, StageResult, stage
+from xray_runtime.actors.placement import device, nodes
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
@@ -36,6 +37,7 @@ from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.planning.demand import check_config
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
@@ -56,7 +58,8 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says."""
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    # A key that cannot be used is noticed before anything is computed.
+    # What cannot work is noticed before anything is computed.
+    check_config(config, device(config.runtime), nodes())
     signing_key(root)
     before = unfinished(root, config)
     if before is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from flows.supervisor import LOST
+from xray_runtime.planning.workload import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -179,10 +180,12 @@ def _flush_to_server() -> None:
 def _ray() -> Iterator[None]:
     import ray
 
+    address = os.environ.get("RAY_ADDRESS")
     ray.init(
-        address=os.environ.get("RAY_ADDRESS"),
+        address=address,
         namespace="xray",
-        include_dashboard=False if not os.environ.get("RAY_ADDRESS") else None,
+        include_dashboard=None if address else False,
+        num_cpus=None if address else usable_cores(),
         log_to_driver=False,
         logging_level="ERROR",
     )

@@ -44,6 +44,8 @@ def main(output: Path, *, as_json: bool) -> int:
         cause = root_cause(error)
         text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
         errors.print(text, soft_wrap=True, highlight=False)
+        for note in getattr(cause, "__notes__", ()):
+            errors.print(escape(note), soft_wrap=True, highlight=False)
         errors.print(f"logs: {output / 'logs'}", soft_wrap=True, highlight=False)
         return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
     if as_json:

@@ -342,6 +342,12 @@ class RuntimeConfig(Section):
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
+    wait_timeout_s: Positive = 600.0
+    """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
+    hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
+    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
+    collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
+    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4

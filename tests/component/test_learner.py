@@ -147,5 +147,7 @@ def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path,
 def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, tiny_model: Path) -> None:
     with open_models(RUNTIME, tmp_path / "logs", {"policy": ModelSpec(tiny_model, SFTObjective())}) as models:
         ray.get(models["policy"].stop.remote())
-        with pytest.raises(WorkhorseError, match=r"a Workhorse of 'policy' died[\s\S]*policy-0\.log"):
+        with pytest.raises(
+            WorkhorseError, match=r"Workhorse 0 of 1 of 'policy' \(.+, pid \d+\) died[\s\S]*policy-0\.log"
+        ):
             ray.get(models["policy"].score.remote(text()))

@@ -111,7 +111,7 @@ def measure(ranks: list[Any], model: Path, logs: Path, stage: int) -> list[dict[
     }
     host, port = ray.get(ranks[0].rendezvous.remote())
     spec = ModelSpec(model, SFTObjective(), training=training)
-    places = [Rank("policy", rank, RANKS, host, port, logs) for rank in range(RANKS)]
+    places = [Rank("policy", rank, rank, RANKS, host, port, logs) for rank in range(RANKS)]
     ray.get([r.build.remote(spec, place) for r, place in zip(ranks, places, strict=True)])
     for _ in range(2):
         ray.get([r.train.remote(rows, {"tokens": 16.0}, 1e-3) for r in ranks])

@@ -22,8 +22,10 @@ from xray_runtime.actors.whole_model import WholeModel, open_models
 from xray_runtime.actors.workhorse import Generator, Learner, ModelSpec, Workhorse
 from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
 from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.planning.demand import Demand
 
 SECONDS = 120
+ONE = Demand("policy", 1, 0.2, 0.0)
 numbers = itertools.count(2)
 stables: list[Any] = []
 """Those opened here: a stable lives as long as somebody holds it."""
@@ -40,7 +42,7 @@ def open_model(cluster: None, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     opened: list[Any] = []
 
     def start(runtime: RuntimeConfig, kind: type[Workhorse] = Learner) -> Any:
-        model = ray.remote(WholeModel).options(num_cpus=0).remote("policy", kind, 1, runtime, tmp_path)
+        model = ray.remote(WholeModel).options(num_cpus=0).remote(kind, ONE, runtime, tmp_path)
         opened.append(model)
         return model
 

@@ -234,7 +234,7 @@ OBJECTIVES: list[tuple[str, Objective]] = [
 
 
 @pytest.mark.parametrize(("unit", "objective"), OBJECTIVES, ids=[type(o).__name__ for _, o in OBJECTIVES])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(order=st.permutations(range(4)), cuts=st.sets(st.integers(1, 3)), width=st.integers(0, 12))
 def test_no_split_and_no_padding_shows_in_the_gradient(
     make_lm: MakeLM,

@@ -57,7 +57,7 @@ def test_longer_sequences_never_need_less(count: float, index: int, layout: Layo
     assert few.memory(few.roles[index], layout).total <= many.memory(many.roles[index], layout).total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(COUNTS, st.integers(1, 200), st.integers(1, 50), st.sampled_from([16, 40, 80]))
 def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib: int) -> None:
     workload = from_parameters(count, 1024)
@@ -66,7 +66,7 @@ def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib
         assert make_plan(workload, machine(devices, gib + more)).fits
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(COUNTS, st.integers(1, 300), st.sampled_from([4, 24, 80, 141]), st.sampled_from([64, 2048, 32768]))
 def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, length: int) -> None:
     workload = from_parameters(count, length)

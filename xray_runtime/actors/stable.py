@@ -12,11 +12,15 @@ import contextlib
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from xray_runtime.config import RuntimeConfig
 
 NAME, NAMESPACE = "xray-stable", "xray"
+PULSE = "pulse"
 PING_SECONDS = 0.5
+PULSE_SECONDS = 10.0
+"""Who waits has nothing else to do than to answer."""
 
 
 class Stable:
@@ -25,22 +29,29 @@ class Stable:
     def __init__(self) -> None:
         self._idle: list[tuple[Any, Any]] = []
         self._lent: list[tuple[Any, Any]] = []
+        self._what_for: dict[Any, str] = {}
 
     def ping(self) -> None:
         """Answers where the stable lives."""
 
-    def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
+    def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any, what_for: str = "") -> Any:
         """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
+        workhorse = self._lend(kind, runtime, borrower)
+        self._what_for[workhorse] = f"{what_for}: {runtime.cpus_per_workhorse:g} CPUs"
+        return workhorse
+
+    def _lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
         want = (kind.__name__, runtime.model_dump_json())
         for entry in [e for e in self._idle if e[0] == want]:
             self._idle.remove(entry)
             if _alive(entry[1]):
                 self._lent.append((borrower, entry[1]))
                 return entry[1]
+            ray.kill(entry[1])
         self._reap()
         if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
             self.make_room()
-        workhorse = start(kind, runtime, 0.0)
+        workhorse = start(kind, runtime)
         self._lent.append((borrower, workhorse))
         return workhorse
 
@@ -48,6 +59,16 @@ class Stable:
         """Take back a Workhorse that is sound and idle."""
         self._lent = [entry for entry in self._lent if entry[1] != workhorse]
         self._idle.append(((kind.__name__, runtime.model_dump_json()), workhorse))
+
+    def end_lent(self, borrowers: list[Any]) -> None:
+        """End what `borrowers` have not given back."""
+        for borrower, workhorse in [entry for entry in self._lent if entry[0] in borrowers]:
+            ray.kill(workhorse)
+            self._lent.remove((borrower, workhorse))
+
+    def holders(self) -> list[str]:
+        """Who has borrowed what."""
+        return [self._what_for[workhorse] for _, workhorse in self._lent]
 
     def make_room(self) -> None:
         """End those that wait: they must not starve those that are wanted."""
@@ -85,19 +106,27 @@ def find_stable() -> Any | None:
     return None
 
 
-def start(kind: type, runtime: RuntimeConfig, gpus: float) -> Any:
-    """A new Workhorse process."""
-    options = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
-    return ray.remote(kind).options(**options).remote(runtime)
+def start(kind: type, runtime: RuntimeConfig, gpus: float = 0.0, group: Any = None, bundle: int = 0) -> Any:
+    """A new Workhorse process, in bundle `bundle` of the placement group `group` where there is one."""
+    options: dict[str, Any] = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    # Pulses are answered in a thread of their own, so that one who works can be told from one who stands still.
+    return ray.remote(concurrency_groups={PULSE: 1})(kind).options(**options).remote(runtime)
+
+
+def pulse(workhorse: Any) -> Any:
+    """Ask a Workhorse for a sign of life, also while it works: a reference to (host, process id)."""
+    return workhorse.pulse.options(concurrency_group=PULSE).remote()
 
 
 def _alive(workhorse: Any) -> bool:
-    return _answered(workhorse.rendezvous.remote())
+    return _answered(pulse(workhorse), PULSE_SECONDS)
 
 
-def _answered(ref: Any) -> bool:
+def _answered(ref: Any, timeout_s: float | None = None) -> bool:
     try:
-        ray.get(ref)
+        ray.get(ref, timeout=timeout_s)
     except ray.exceptions.RayError:
         return False
     return True

@@ -14,48 +14,49 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from xray_runtime.actors.placement import (
+    START_SECONDS,
+    BusyClusterError,
+    bundle_of,
+    device,
+    holders,
+    make_room,
+    reserved,
+)
 from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
+from xray_runtime.actors.watch import Watch, WorkhorseError
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
 from xray_runtime.config import RuntimeConfig
+from xray_runtime.planning.demand import Demand, demand
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation import Sampling
     from xray_runtime.weights.plasma import WeightUpdate
 
-LOG_TAIL_LINES = 15
-START_SECONDS = 10.0
-"""A Workhorse that is not up by then may be waiting for CPUs that idle ones hold."""
-
-
-class WorkhorseError(RuntimeError):
-    """A Workhorse's process died; the message carries the end of its log."""
+STOP_SECONDS = 20.0
+"""How long a model has to part with its Workhorses in good order."""
 
 
 class WholeModel:
     """The proxy of one model. Start it through `open_models`."""
 
     def __init__(
-        self,
-        role: str,
-        kind: type[Workhorse],
-        num_workhorses: int,
-        runtime: RuntimeConfig,
-        log_dir: Path,
-        num_replicas: int = 1,
-    ):
-        """Of `num_workhorses` in all, each `num_workhorses // num_replicas` hold one copy and meet in one group."""
-        self._num_replicas = num_replicas
-        self._role, self._kind, self._runtime, self._log_dir = role, kind, runtime, log_dir
-        on_cpu = _device(runtime) == "cpu"
-        self._stable = find_stable() if on_cpu and num_workhorses == num_replicas else None
+        self, kind: type[Workhorse], demand: Demand, runtime: RuntimeConfig, log_dir: Path, group: Any = None
+    ) -> None:
+        self._role, self._kind, self._runtime, self._log_dir = demand.role, kind, runtime, log_dir
+        self._num_replicas = demand.num_replicas
+        self._stable = None if demand.grouped() else find_stable()
         if self._stable is not None:
             me = ray.get_runtime_context().current_actor
-            self._workhorses = ray.get([self._stable.lend.remote(kind, runtime, me) for _ in range(num_workhorses)])
+            what_for = f"{log_dir} {demand.role}"
+            lent = [self._stable.lend.remote(kind, runtime, me, what_for) for _ in range(demand.num_ranks)]
+            self._workhorses = ray.get(lent)
         else:
-            gpus = 0.0 if on_cpu else runtime.gpus_per_workhorse
-            self._workhorses = [start(kind, runtime, gpus) for _ in range(num_workhorses)]
+            bundles = [0 if group is None else bundle_of(demand, group, rank) for rank in range(demand.num_ranks)]
+            self._workhorses = [start(kind, runtime, demand.gpus, group, bundle) for bundle in bundles]
+        self._watch = Watch(demand.role, self._workhorses, log_dir, runtime.hang_timeout_s)
 
     def ping(self) -> None:
         """Answers where this WholeModel lives."""
@@ -69,19 +70,26 @@ class WholeModel:
         for number in range(len(self._workhorses)):
             rank, replica = number % size, number // size
             host, port = meeting_points[replica * size]
-            role = self._role if self._num_replicas == 1 else f"{self._role}-{replica}"
-            places.append(Rank(role, rank, size, host, port, self._log_dir))
+            places.append(Rank(self._role, number, rank, size, host, port, self._log_dir))
         self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
 
     def _meet(self) -> list[tuple[str, int]]:
         """Where a process group could meet at each Workhorse, as soon as every one is up."""
         up = [w.rendezvous.remote() for w in self._workhorses]
-        stable = find_stable()
-        if stable is not None and len(ray.wait(up, num_returns=len(up), timeout=START_SECONDS)[0]) < len(up):
+        if not self._are_up(up, START_SECONDS):
             # What Ray says of free CPUs lags behind what was just started, so the stable may have kept too many.
-            ray.get(stable.make_room.remote())
+            make_room()
+            if not self._are_up(up, self._runtime.wait_timeout_s):
+                raise BusyClusterError(
+                    f"{self._role}: waited {self._runtime.wait_timeout_s:g} s (runtime.wait_timeout_s) for CPUs which "
+                    f"others hold: {holders()}"
+                )
+        self._watch.begin()
         places: list[tuple[str, int]] = self._get(up)
         return places
+
+    def _are_up(self, up: list[Any], timeout_s: float) -> bool:
+        return len(ray.wait(up, num_returns=len(up), timeout=timeout_s)[0]) == len(up)
 
     def score(self, rows: Rows, width: int = 0) -> Rows:
         """`Learner.score` of all rows, in order."""
@@ -117,16 +125,16 @@ class WholeModel:
     def load_weights(self, update: WeightUpdate) -> int:
         """Bring every Workhorse to `update`, or, where one fails, none; returns the version they all hold."""
         loads = [w.load_weights.remote(update) for w in self._workhorses]
-        loaded, failure = [], None
-        for workhorse, load in zip(self._workhorses, loads, strict=True):
-            try:
-                self._get([load])
-                loaded.append(workhorse)
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
+        try:
+            self._watch.collect(loads)
+        except WorkhorseError:
+            self._kill()
+            raise
+        except Exception:
+            ray.wait(loads, num_returns=len(loads), timeout=self._runtime.hang_timeout_s)
+            loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if _succeeded(load)]
             self._get([workhorse.revert_weights.remote() for workhorse in loaded])
-            raise failure
+            raise
         return update.version
 
     def follow(self, policy: Any, version: int) -> None:
@@ -182,23 +190,26 @@ class WholeModel:
         return self._get([getattr(w, method).remote(*args) for w in self._workhorses])
 
     def _get(self, refs: list[Any]) -> list[Any]:
-        pending = list(refs)
         try:
-            # The first failure ends the call: its peers may be waiting for it in a collective.
-            while pending:
-                done, pending = ray.wait(pending)
-                ray.get(done)
-            answers: list[Any] = ray.get(refs)
-            return answers
-        except ray.exceptions.RayActorError as error:
-            raise WorkhorseError(f"a Workhorse of {self._role!r} died\n{self._log_tail()}") from error
+            return self._watch.collect(refs)
+        except Exception as error:
+            answered = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+            if isinstance(error, WorkhorseError) or len(answered) < len(refs):
+                # Peers may be waiting in a collective for ever: this model is over.
+                self._kill()
+            raise
 
-    def _log_tail(self) -> str:
-        tails = []
-        for path in sorted(self._log_dir.glob(f"{self._role}-*.log")):
-            lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            tails.append("\n".join([f"last lines of {path}:", *lines]))
-        return "\n".join(tails)
+    def _kill(self) -> None:
+        for workhorse in self._workhorses:
+            ray.kill(workhorse)
+
+
+def _succeeded(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=0)
+    except Exception:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -209,39 +220,41 @@ def open_models(
 
     Yields role → actor handle: `ray.get(models["policy"].score.remote(rows))`.
     """
-    if runtime.weight_transfer in ("nccl", "ipc") and _device(runtime) == "cpu":
-        raise ValueError(f"runtime.weight_transfer: {runtime.weight_transfer!r} needs GPUs, and this cluster has none")
     models: dict[str, Any] = {}
     sound = False
-    try:
-        for role, spec in specs.items():
-            kind = Generator if isinstance(spec, GeneratorSpec) else Learner
-            num_replicas = runtime.generator_replicas if isinstance(spec, GeneratorSpec) else 1
-            num_workhorses = _num_workhorses(spec) * num_replicas
-            models[role] = (
-                ray.remote(WholeModel)
-                .options(num_cpus=0, max_restarts=0)
-                .remote(role, kind, num_workhorses, runtime, log_dir, num_replicas)
-            )
-        ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
-        yield models
-        sound = True
-    finally:
-        for model in models.values():
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(model.stop.remote(sound=sound))
-            ray.kill(model)
+    where = device(runtime)
+    if runtime.weight_transfer in ("nccl", "ipc") and where == "cpu":
+        raise ValueError(f"runtime.weight_transfer: {runtime.weight_transfer!r} needs GPUs, and this cluster has none")
+    demands = [demand_of(role, spec, runtime, where) for role, spec in specs.items()]
+    with reserved(demands, runtime, log_dir) as groups:
+        try:
+            for asked in demands:
+                kind = Generator if isinstance(specs[asked.role], GeneratorSpec) else Learner
+                models[asked.role] = (
+                    ray.remote(WholeModel)
+                    .options(num_cpus=0, max_restarts=0)
+                    .remote(kind, asked, runtime, log_dir, groups.get(asked.role))
+                )
+            ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
+            yield models
+            sound = True
+        finally:
+            _end(list(models.values()), sound)
 
 
-def _num_workhorses(spec: ModelSpec | GeneratorSpec) -> int:
-    """Workhorses of one replica."""
+def demand_of(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig, where: str) -> Demand:
+    """What the model of `spec` asks for on device `where` ("cpu" or "cuda")."""
     if isinstance(spec, GeneratorSpec):
-        return spec.config.tensor_parallel
-    return spec.training.engine.num_workhorses if spec.training else 1
+        return demand(role, spec.config, runtime, where)
+    return demand(role, spec.training.engine if spec.training else None, runtime, where)
 
 
-def _device(runtime: RuntimeConfig) -> str:
-    # Asked of the cluster, not of this process: a WholeModel has no device of its own.
-    if runtime.device != "auto":
-        return runtime.device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+def _end(models: list[Any], sound: bool) -> None:
+    """Part with the models; one that is busy, or stands still, is ended with its Workhorses."""
+    stops = [model.stop.remote(sound=sound) for model in models]
+    ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+    for model in models:
+        ray.kill(model)
+    stable = find_stable()
+    if stable is not None:
+        ray.get(stable.end_lent.remote(models))

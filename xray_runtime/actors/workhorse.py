@@ -64,6 +64,8 @@ class Rank:
     """A Workhorse's place: its model's role, its rank, how many there are, where they meet, where its noise goes."""
 
     role: str
+    number: int
+    """Which Workhorse of its model, the replicas of a generator counted through."""
     rank: int
     world_size: int
     host: str
@@ -81,7 +83,7 @@ class Workhorse:
 
     def _settle(self, place: Rank) -> None:
         """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
-        redirect_output(place.log_dir / f"{place.role}-{place.rank}.log")
+        redirect_output(place.log_dir / f"{place.role}-{place.number}.log")
         import torch
 
         self.place = place
@@ -102,6 +104,12 @@ class Workhorse:
 
         on_gpu = self.device.type == "cuda"
         return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
+
+    def pulse(self) -> tuple[str, int]:
+        """A sign of life: (host, process id)."""
+        import ray
+
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
@@ -151,7 +159,8 @@ class Learner(Workhorse):
         if spec.training is not None:
             from xray_runtime.engines.zero import ZeroEngine, init_collectives
 
-            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
+            timeout = self.runtime.collective_timeout_s
+            init_collectives(place.rank, place.world_size, place.host, place.port, self.device, timeout)
             self.engine = ZeroEngine(module, spec.training, self.device)
             self.module = self.engine.module
         elif self.place.world_size > 1:

@@ -146,7 +146,7 @@ def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: Ru
     if config.engine == "deepspeed":
         from xray_runtime.engines.deepspeed_generator import DeepSpeedSampler
 
-        return DeepSpeedSampler(directory, max_length, place)
+        return DeepSpeedSampler(directory, max_length, runtime, place)
     from xray_runtime.engines.transformers_generator import TransformersSampler
 
     return TransformersSampler(directory, place)

@@ -42,13 +42,7 @@ class VLLMSampler:
         vllm_transfer.register()
         options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": runtime.gpu_memory_fraction}
         if place.world_size > 1:
-            os.environ |= {
-                "RANK": str(place.rank),
-                "LOCAL_RANK": "0" if device == "cuda" else str(place.rank),
-                "WORLD_SIZE": str(place.world_size),
-                "MASTER_ADDR": place.host,
-                "MASTER_PORT": str(place.port),
-            }
+            _launch(place)
             options |= {
                 "tensor_parallel_size": place.world_size,
                 "distributed_executor_backend": "external_launcher",
@@ -68,6 +62,8 @@ class VLLMSampler:
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
             **options,
         )
+        if place.world_size > 1:
+            _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
@@ -111,3 +107,28 @@ class VLLMSampler:
 
 def _close_session(worker: Any) -> None:
     worker._weight_update_active = False
+
+
+def _launch(place: Place) -> None:
+    """Where vLLM's ranks meet: at our address, not at one from the environment.
+
+    vLLM names its shared memory after that address (after nothing, where it comes from the environment: two models on
+    one machine collide), and what a killed rank leaves in /dev/shm would stop the next one. A name that differs from
+    rank to rank makes it use gloo instead.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size)}
+    address = f"tcp://{place.host}:{place.port}?name={place.rank}"
+    local_rank = 0 if place.device == "cuda" else place.rank
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, place.rank, local_rank)
+
+
+def _unlink_shared_memory() -> None:
+    """Let go of the name of vLLM's message ring, which every rank has open now: it then goes with the processes."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    ring = get_tp_group().mq_broadcaster
+    if ring is not None and ring.buffer.is_creator:
+        ring.buffer.shared_memory.unlink()
+        ring.buffer.is_creator = False

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,10 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
+def init_collectives(
+    rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float
+) -> None:
+    """Join the process group of one model: NCCL on CUDA, gloo on CPU. Who waits longer in a collective gives up."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
     )
@@ -128,4 +131,6 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     import deepspeed
 
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from xray_runtime.config import FreshBase, LifecycleConfig
+from xray_runtime.config_io import ConfigError
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -208,22 +212,44 @@ def from_parameters(count: float, sequence_tokens: int) -> Workload:
     )
 
 
-def this_machine(device: str = "auto") -> Machine:
-    """What is here: CUDA devices, or else the cores this process may use with equal shares of RAM.
+def this_machine(device: str = "auto", threads: int = 1) -> Machine:
+    """What is here: CUDA devices, or else as many devices of `threads` cores each as there are, RAM shared equally.
 
     Raises:
-        ValueError: CUDA is asked for and there is none.
+        ConfigError: CUDA is asked for and there is none.
     """
-    if device != "cpu":
+    if device == "cuda" or (device == "auto" and _may_have_gpus()):
         import torch
 
         if torch.cuda.is_available():
             memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
             return Machine(num_devices=torch.cuda.device_count(), memory_bytes=memory)
         if device == "cuda":
-            raise ValueError("runtime.device is 'cuda' and this machine has no GPU: give --devices and --memory-gib")
+            raise ConfigError(
+                'runtime.device: "cuda" is not allowed: this machine has no GPU (to plan for another one, give '
+                "--devices and --memory-gib)"
+            )
+    count = max(usable_cores() // threads, 1)
+    return Machine(num_devices=count, memory_bytes=psutil.virtual_memory().total // count, device="cpu")
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
     cores = len(os.sched_getaffinity(0))
-    return Machine(num_devices=cores, memory_bytes=psutil.virtual_memory().total // cores, device="cpu")
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
+    return cores
+
+
+def local_node(machine: Machine) -> dict[str, float]:
+    """What a Ray of this machine's own has: CPUs and GPUs."""
+    return {"CPU": float(usable_cores()), "GPU": float(machine.num_devices if machine.device == "cuda" else 0)}
+
+
+def _may_have_gpus() -> bool:
+    # Importing torch takes seconds: not where there is no driver (/dev/dxg is that of Windows' Linux).
+    return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _ceil(a: int, b: int) -> int:

@@ -1,0 +1,76 @@
+"""What a lifecycle asks of a cluster, and what is said where that is too much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import ConfigError, validate
+from xray_runtime.errors import may_retry
+from xray_runtime.planning.demand import check_config, stage_demands
+
+TWO_CORES = [{"CPU": 2.0, "memory": 1e9}]
+
+
+def config(**runtime: Any) -> LifecycleConfig:
+    stages = [{"engine": {"num_workhorses": 4, "zero_stage": 3}, "critic": "separate"}]
+    return validate({"ppo": {"stages": stages}, "sft": {"engine": {"num_workhorses": 2}}, "runtime": runtime})
+
+
+def test_every_stage_that_holds_models_is_counted() -> None:
+    found = {stage: {d.role: d.num_ranks for d in ds} for stage, ds in stage_demands(config(), "cpu").items()}
+    assert found == {
+        "sft": {"policy": 2},
+        "preferences": {"generator": 1},
+        "reward": {"reward": 1},
+        "ppo-1": {"generator": 1, "policy": 4, "reward": 1, "reference": 1, "critic": 4},
+        "evaluate": {"generator": 1, "before": 1, "after": 1, "reward": 1},
+    }
+
+
+def test_a_shared_trunk_needs_no_reference() -> None:
+    shared = validate({"base": {"kind": "pretrained", "model": "x", "trainable_layers": 2}})
+    assert [d.role for d in stage_demands(shared, "cpu")["ppo-1"]] == ["generator", "policy", "reward"]
+
+
+def test_what_there_is_may_be_filled_to_the_last() -> None:
+    # PPO: 11 Workhorses; 11 × 2/11 = 2 CPUs, but for rounding.
+    check_config(config(cpus_per_workhorse=2 / 11), "cpu", TWO_CORES)
+    check_config(config(cpus_per_workhorse=1.0), "cpu", [{"CPU": 8.0}, {"CPU": 3.0}])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "nodes", "message"),
+    [
+        (
+            {"cpus_per_workhorse": 0.25},
+            "cpu",
+            TWO_CORES,
+            "ppo-1: its models ask for 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reward 1 × 0.25, reference "
+            "1 × 0.25, critic 4 × 0.25) and the cluster has 2: lower runtime.cpus_per_workhorse or "
+            "engine.num_workhorses, or give it more",
+        ),
+        ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models ask for 2 GPUs (policy 2 × 1) and the"),
+        (
+            {"cpus_per_workhorse": 0.0},
+            "cuda",
+            [{"GPU": 8.0}, {"CPU": 4.0}],
+            "ppo-1: its models ask for 11 GPUs",
+        ),
+        (
+            {"cpus_per_workhorse": 3.0},
+            "cpu",
+            [TWO_CORES[0]] * 40,
+            "sft: one Workhorse asks for 3 CPUs and the largest node has 2: lower runtime.cpus_per_workhorse",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_and_never_tried_again(
+    runtime: dict[str, Any], device: str, nodes: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(**runtime), device, nodes)
+    assert str(caught.value).startswith(message)
+    assert not may_retry(caught.value)

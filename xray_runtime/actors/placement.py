@@ -1,0 +1,128 @@
+"""Where Workhorses go: Ray placement groups, so that a model gets all its devices at once or none.
+
+A bundle is one tensor-parallel group, hence never cut over nodes where one can hold it whole. The bundles of a trained
+model are packed on as few nodes as can be; those of a generator's replicas are spread. Models of one Workhorse on CPU
+have no group: the stable keeps their processes.
+
+More than the cluster has is refused at once; what others hold is waited for, `runtime.wait_timeout_s` long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from xray_runtime.actors.stable import find_stable
+from xray_runtime.config import RuntimeConfig
+from xray_runtime.planning.demand import Demand, check
+
+START_SECONDS = 10.0
+"""What is not there by then may be held by idle Workhorses of the stable."""
+PREFIX = "xray "
+
+
+class BusyClusterError(RuntimeError):
+    """Others held what was asked for all the time it was waited for."""
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each node of the cluster has in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def device(runtime: RuntimeConfig) -> str:
+    """ "cpu" or "cuda". Asked of the cluster, not of this process: a controller has no device of its own."""
+    if runtime.device != "auto":
+        return runtime.device
+    return "cuda" if any(node.get("GPU", 0.0) for node in nodes()) else "cpu"
+
+
+@contextlib.contextmanager
+def reserved(demands: Sequence[Demand], runtime: RuntimeConfig, log_dir: Path) -> Iterator[dict[str, Any]]:
+    """Role → placement group of the models that need one, all of them ready; removed at the end, whatever happens.
+
+    Raises:
+        ConfigError: the cluster does not have that much. Nothing was started.
+        BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`.
+    """
+    have = nodes()
+    check(log_dir.name, demands, have)
+    groups: dict[str, Any] = {}
+    try:
+        for demand in demands:
+            if demand.each() and demand.grouped():
+                groups[demand.role] = _request(demand, have, f"{PREFIX}{log_dir} {demand.role}")
+        _await(groups, runtime.wait_timeout_s)
+        yield groups
+    finally:
+        for group in groups.values():
+            remove_placement_group(group)
+
+
+def bundle_of(demand: Demand, group: Any, rank: int) -> int:
+    """The bundle of `group` where Workhorse `rank` goes."""
+    return rank * group.bundle_count // demand.num_ranks
+
+
+def holders() -> str:
+    """Who holds what on this cluster, as far as X-ray knows, and what is free."""
+    free = ray.available_resources()
+    lines = [f"free: {', '.join(f'{free.get(n, 0.0):g} {n}s' for n in ('CPU', 'GPU') if n in _total()) or 'nothing'}"]
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            lines.append(f"{group['name'] or 'a group without a name'}: {_amount(list(group['bundles'].values()))}")
+    stable = find_stable()
+    if stable is not None:
+        lines += ray.get(stable.holders.remote())
+    return "; ".join(lines)
+
+
+def _request(demand: Demand, have: list[dict[str, float]], name: str) -> Any:
+    # A stage that was killed left its groups, which live as long as the driver; its next attempt has the same names.
+    with contextlib.suppress(ValueError):
+        remove_placement_group(ray.util.get_placement_group(name))
+    whole = demand.each(demand.together)
+    fits = any(all(node.get(n, 0.0) >= amount for n, amount in whole.items()) for node in have)
+    ranks = demand.together if fits else 1
+    bundles = [demand.each(ranks) for _ in range(demand.num_ranks // ranks)]
+    return placement_group(bundles, strategy="SPREAD" if demand.role == "generator" else "PACK", name=name)
+
+
+def _await(groups: dict[str, Any], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    if not _ready(groups, min(START_SECONDS, timeout_s)):
+        make_room()
+        if not _ready(groups, deadline - time.monotonic()):
+            waiting = [role for role, group in groups.items() if not group.wait(0)]
+            asked = "; ".join(f"{role} {_amount(groups[role].bundle_specs)}" for role in waiting)
+            raise BusyClusterError(
+                f"waited {timeout_s:g} s (runtime.wait_timeout_s) for {asked}, which others hold: {holders()}"
+            )
+
+
+def _ready(groups: dict[str, Any], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    return all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups.values())
+
+
+def make_room() -> None:
+    """End the processes that wait in the stable: they must not starve those that are wanted."""
+    stable = find_stable()
+    if stable is not None:
+        ray.get(stable.make_room.remote())
+
+
+def _amount(bundles: list[dict[str, float]]) -> str:
+    totals = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in ("CPU", "GPU")}
+    return ", ".join(f"{amount:g} {name}s" for name, amount in totals.items() if amount)
+
+
+def _total() -> dict[str, float]:
+    total: dict[str, float] = ray.cluster_resources()
+    return total

@@ -1,0 +1,148 @@
+"""Watching over the Workhorses of one model while they work, and finding out who failed first.
+
+Three things may go wrong, each noticed in its own way:
+
+    a process dies            Ray says so, at once
+    a process stands still    it answers no pulse for `runtime.hang_timeout_s`; pulses are answered while it works
+    a rank does not come      to a collective: its peers give up after `runtime.collective_timeout_s`
+
+The death of one rank breaks its peers' collectives, often before Ray has noticed the death. So after the first failure
+the others have a moment to fail too, and what cannot be a consequence is reported.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
+
+from xray_runtime.actors.stable import pulse
+from xray_runtime.errors import root_cause
+
+PULSE_SECONDS = 2.0
+"""How often pulses are felt while a call runs."""
+AFTERMATH_SECONDS = 3.0
+"""How long the others have to fail too."""
+LOG_TAIL_LINES = 15
+IN_COLLECTIVE = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting")
+IN_COLLECTIVE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+class WorkhorseError(RuntimeError):
+    """A Workhorse died, stands still or did not come to a collective; names rank and host, carries the log's end."""
+
+
+class Watch:
+    """Over the Workhorses of one model.
+
+    Args:
+        workhorses: in order of rank.
+        hang_timeout_s: who gives no sign of life for so long stands still.
+    """
+
+    def __init__(self, role: str, workhorses: list[Any], log_dir: Path, hang_timeout_s: float) -> None:
+        self._role, self._workhorses, self._log_dir, self._timeout = role, workhorses, log_dir, hang_timeout_s
+        self._places: list[tuple[str, int]] = []
+
+    def begin(self) -> None:
+        """Learn where the Workhorses live; they must be up."""
+        self._places = self.collect([pulse(w) for w in self._workhorses])
+
+    def collect(self, refs: list[Any]) -> list[Any]:
+        """The answers behind `refs`, one a rank.
+
+        Raises:
+            WorkhorseError: a process died, stands still, or did not come to a collective.
+            Exception: what a rank raised, as it is, with a note on rank, host and log.
+        """
+        waiting = dict(zip(refs, range(len(refs)), strict=True))
+        failures: dict[int, Exception] = {}
+        pulses = _Pulses(self._workhorses)
+        while waiting and not failures:
+            failures |= _gather(waiting, PULSE_SECONDS)
+            for rank in pulses.missing(set(waiting.values()), self._timeout):
+                failures[rank] = WorkhorseError(f"gave no sign of life for {self._timeout:g} s")
+        if not failures:
+            answers: list[Any] = ray.get(refs)
+            return answers
+        deadline = time.monotonic() + AFTERMATH_SECONDS
+        while waiting and len(refs) > 1 and time.monotonic() < deadline:
+            failures |= _gather(waiting, max(deadline - time.monotonic(), 0.0))
+        rank = min(failures, key=lambda r: _consequence(failures[r]))
+        raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
+
+    def _explained(self, rank: int, error: Exception, silent: list[int]) -> Exception:
+        if isinstance(error, RayTaskError) and _consequence(error) < 2:
+            cause = root_cause(error)
+            cause.add_note(f"in {self._name(rank)}\n{self._log_tail(rank)}")
+            return error
+        if _consequence(error) == 2:
+            missing = " and ".join(self._name(r) for r in silent) or "another rank"
+            text = f"{self._name(rank)} waited in vain in a collective for {missing}: {root_cause(error)}"
+            return WorkhorseError("\n".join([text, *(self._log_tail(r) for r in silent or [rank])]))
+        if isinstance(error, WorkhorseError):
+            return WorkhorseError(f"{self._name(rank)} {error}\n{self._log_tail(rank)}")
+        fate = "ran out of memory" if isinstance(error, OutOfMemoryError) else "died"
+        return WorkhorseError(f"{self._name(rank)} {fate}: {_reason(error)}\n{self._log_tail(rank)}")
+
+    def _name(self, rank: int) -> str:
+        place = " ({}, pid {})".format(*self._places[rank]) if self._places else ""
+        return f"Workhorse {rank} of {len(self._workhorses)} of {self._role!r}{place}"
+
+    def _log_tail(self, rank: int) -> str:
+        path = self._log_dir / f"{self._role}-{rank}.log"
+        if not path.exists():
+            return f"{path} was not begun"
+        return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
+
+
+class _Pulses:
+    def __init__(self, workhorses: list[Any]) -> None:
+        self._workhorses = workhorses
+        self._asked: dict[int, tuple[Any, float]] = {}
+
+    def missing(self, ranks: set[int], timeout_s: float) -> list[int]:
+        """Those of `ranks` that have not answered for `timeout_s`; feels the pulse of all."""
+        silent = []
+        for rank in ranks:
+            ref, since = self._asked.get(rank, (None, 0.0))
+            if ref is None or ray.wait([ref], timeout=0)[0]:
+                # A pulse that fails is no news: the call at hand fails too, and says why.
+                self._asked[rank] = (pulse(self._workhorses[rank]), time.monotonic())
+            elif time.monotonic() - since > timeout_s:
+                silent.append(rank)
+        return silent
+
+
+def _gather(waiting: dict[Any, int], timeout_s: float) -> dict[int, Exception]:
+    """Wait for one of the calls and take those that are done out of `waiting`; rank → what it failed with."""
+    failures: dict[int, Exception] = {}
+    ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+    for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
+        rank = waiting.pop(ref)
+        try:
+            ray.get(ref, timeout=0)
+        except GetTimeoutError:
+            waiting[ref] = rank
+        except Exception as error:
+            failures[rank] = error
+    return failures
+
+
+def _consequence(error: Exception) -> int:
+    """0: a process ended or stands still; 1: it raised; 2: a collective of its broke, which is what peers' ends do."""
+    if isinstance(error, WorkhorseError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
+        return 0
+    cause = root_cause(error)
+    if type(cause).__name__ in IN_COLLECTIVE_TYPES:
+        return 2
+    return 2 if isinstance(cause, RuntimeError) and any(w in str(cause).lower() for w in IN_COLLECTIVE) else 1
+
+
+def _reason(error: Exception) -> str:
+    """Ray's own words, without the ids it puts before them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "exit detail" in line.lower() or "because" in line), " ".join(lines[:3]))

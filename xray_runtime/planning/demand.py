@@ -1,0 +1,111 @@
+"""What a lifecycle asks of a cluster, and the refusal of one that asks for more than there is.
+
+Only what is absent is refused: devices that others hold at the moment are waited for (`actors/placement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xray_runtime.config import (
+    EngineConfig,
+    FreshBase,
+    GeneratorConfig,
+    GoldPreferences,
+    LifecycleConfig,
+    RuntimeConfig,
+)
+from xray_runtime.config_io import ConfigError
+
+Resources = Mapping[str, float]
+"""Ray's names of resources ("CPU", "GPU") → amount."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One model's Workhorses: `num_ranks` of them, `cpus` and `gpus` each."""
+
+    role: str
+    num_ranks: int
+    cpus: float
+    gpus: float
+    together: int = 1
+    """So many ranks in a row are one tensor-parallel group, which belongs on one node."""
+    num_replicas: int = 1
+    """So many whole copies the ranks are."""
+
+    def each(self, ranks: int = 1) -> dict[str, float]:
+        """What `ranks` of its Workhorses reserve."""
+        both = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
+        return {name: amount for name, amount in both.items() if amount > 0}
+
+    def grouped(self) -> bool:
+        """Whether its Workhorses come to a placement group; single ones on CPU come from the stable."""
+        return self.gpus > 0 or self.num_ranks > self.num_replicas
+
+
+def ranks_of(engine: EngineConfig) -> tuple[int, int]:
+    """(Workhorses of a model under `engine`, how many in a row form a tensor-parallel group)."""
+    return engine.num_workhorses, 1
+
+
+def demand(role: str, engine: EngineConfig | GeneratorConfig | None, runtime: RuntimeConfig, device: str) -> Demand:
+    """What the model of `role` asks for; without an `engine` it is frozen, on one Workhorse."""
+    gpus = runtime.gpus_per_workhorse if device == "cuda" else 0.0
+    if isinstance(engine, GeneratorConfig):
+        together, replicas = engine.tensor_parallel, runtime.generator_replicas
+        return Demand(role, together * replicas, runtime.cpus_per_workhorse, gpus, together, replicas)
+    ranks, together = (1, 1) if engine is None else ranks_of(engine)
+    return Demand(role, ranks, runtime.cpus_per_workhorse, gpus, together)
+
+
+def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
+    """Stage → what its models, all alive at the same time, ask for."""
+
+    def of(roles: Mapping[str, EngineConfig | GeneratorConfig | None]) -> list[Demand]:
+        return [demand(role, engine, config.runtime, device) for role, engine in roles.items()]
+
+    shared_trunk = not isinstance(config.base, FreshBase) and config.base.trainable_layers is not None
+    demands = {"sft": of({"policy": config.sft.engine})}
+    if isinstance(config.preferences, GoldPreferences):
+        demands["preferences"] = of({"generator": config.generator})
+    demands["reward"] = of({"reward": config.reward.engine})
+    for number, stage in enumerate(config.ppo.stages, start=1):
+        roles: dict[str, EngineConfig | GeneratorConfig | None] = {
+            "generator": config.generator,
+            "policy": stage.engine,
+            "reward": None,
+        }
+        if not shared_trunk:
+            roles["reference"] = None
+        if stage.critic == "separate":
+            roles["critic"] = stage.engine
+        demands[f"ppo-{number}"] = of(roles)
+    return demands | {"evaluate": of({"generator": config.generator, "before": None, "after": None, "reward": None})}
+
+
+def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
+    """Raises ConfigError where a stage of `config` asks for more than `nodes` have in all."""
+    for stage, demands in stage_demands(config, device).items():
+        check(stage, demands, nodes)
+
+
+def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> None:
+    """Raises ConfigError where `what` asks for more than `nodes` have in all, or a Workhorse for more than one has."""
+    for name, field in (("CPU", "runtime.cpus_per_workhorse"), ("GPU", "runtime.gpus_per_workhorse")):
+        asked = {d.role: (d.num_ranks, d.each().get(name, 0.0)) for d in demands}
+        total, has = sum(ranks * each for ranks, each in asked.values()), sum(node.get(name, 0.0) for node in nodes)
+        roles = ", ".join(f"{role} {ranks} × {each:g}" for role, (ranks, each) in asked.items() if each)
+        # Ray counts in ten-thousandths.
+        if total > has + 1e-4:
+            raise ConfigError(
+                f"{what}: its models ask for {total:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
+                "or engine.num_workhorses, or give it more"
+            )
+        most = max((each for _, each in asked.values()), default=0.0)
+        largest = max((node.get(name, 0.0) for node in nodes), default=0.0)
+        if most > largest + 1e-4:
+            raise ConfigError(
+                f"{what}: one Workhorse asks for {most:g} {name}s and the largest node has {largest:g}: lower {field}"
+            )
