@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import getpass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from flows.lineage_commands import checked
 from flows.session import hold
+from xray_runtime.config_io import ConfigError
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="The keys that sign records: show them, or have a new one take over.")
 
@@ -24,7 +28,7 @@ def show(output: Output) -> None:
     """
     from xray_runtime.lineage.keys import trusted_keys
 
-    for key in checked(lambda: trusted_keys(output)):
+    for key in checked(lambda: _usable(lambda: trusted_keys(output))):
         print(f"{key.sha256}  {'signs' if key.until is None else f'retired {key.until.isoformat()}'}  {key.path}")
 
 
@@ -45,6 +49,14 @@ def rotate(
     checked(lambda: _rotate(output, by or getpass.getuser(), note, new_key))
 
 
+def _usable(call: Callable[[], T]) -> T:
+    """What `call` returns; a public key that cannot be used is bad input."""
+    try:
+        return call()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _rotate(output: Path, by: str, note: str, new_key: Path | None) -> None:
     from xray_runtime.lineage.keys import rotate as run_rotate
     from xray_runtime.lineage.reference import open_place
@@ -52,7 +64,7 @@ def _rotate(output: Path, by: str, note: str, new_key: Path | None) -> None:
 
     open_place(output, None)
     with hold(output):
-        rotation = run_rotate(output, by=by, note=note, new_key=new_key)
+        rotation = _usable(lambda: run_rotate(output, by=by, note=note, new_key=new_key))
     print(f"{rotation.retired[:16]} retired, {rotation.successor[:16]} signs from now on")
     print(f"keep a copy of {public_key(output)} elsewhere")
     if new_key is not None:

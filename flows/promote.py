@@ -86,7 +86,8 @@ def promote(
             comparison = _compared(place, node, champion.checkpoint)
             if comparison is None:
                 # Nothing is computed for a candidate that cannot pass.
-                promotion.review(place, node, name=name, gates=gates, public=public)
+                alone = gates.model_copy(update={"max_regression": None})
+                promotion.review(place, node, name=name, gates=alone, public=public)
                 compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri)
                 place = open_place(root, place.tracking_uri)
                 comparison = _compared(place, node, champion.checkpoint)
@@ -127,7 +128,7 @@ def rollback(
 
 @flow(
     name="compare",
-    flow_run_name="compare {candidate} with {champion}",
+    flow_run_name="compare {name}",
     task_runner=RayTaskRunner(
         address=os.environ.get("RAY_ADDRESS"), init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}
     ),

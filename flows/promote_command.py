@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from flows.lineage_commands import BROKEN, Tracking, checked
-from flows.services import prefect
+from flows.services import prefect_server
 from flows.session import saved_config
 from xray_runtime.config_io import ConfigError
+from xray_runtime.errors import root_cause
 from xray_runtime.processes import end_marked, guard
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def promote(
     checked(lambda: _check(output, candidate, note, gates or [], tracking_uri))
     mark = guard()
     try:
-        with prefect(output.absolute()):
+        with prefect_server(output.absolute()):
             checked(lambda: _run(str(output), name, ref, by or getpass.getuser(), note, gates, rollback, tracking_uri))
     finally:
         end_marked(mark)
@@ -92,6 +94,13 @@ def _run(
         print("not promoted:")
         for reason in error.reasons:
             print(f"  {reason}")
+        raise typer.Exit(BROKEN) from None
+    except (ConfigError, OSError, typer.Abort):
+        raise
+    except Exception as error:
+        cause = root_cause(error)
+        text = f"failed: {type(cause).__name__}: {cause}; logs: {Path(output) / 'logs'}"
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
         raise typer.Exit(BROKEN) from None
     for gate in done.get("gates", []):
         print(f"  {gate['name']}: {gate['reason']}")

@@ -116,7 +116,7 @@ def _import_ahead() -> None:
 
 
 @contextlib.contextmanager
-def prefect(output: Path) -> Iterator[None]:
+def prefect_server(output: Path) -> Iterator[None]:
     """The Prefect server of PREFECT_API_URL; where none is named, one of this process's own while it is needed."""
     if os.environ.get("PREFECT_API_URL"):
         yield

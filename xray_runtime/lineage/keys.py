@@ -196,6 +196,9 @@ def _readable(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 
 def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     """Write who took over from whom, signed by both."""
+    # Seconds of imports would pass between the time in the record and the new key in its place.
+    import model_signing.signing  # noqa: F401
+
     folder = output / "keys" / RETIRED
     folder.mkdir(mode=0o700, exist_ok=True)
     retired, successor = fingerprint(public_key(output)), key_digest(public_bytes(new))

@@ -95,12 +95,15 @@ def comparison_spec(graph: Graph, candidate: Node, champion: str) -> tuple[dict[
     return evaluation.manifest.sections, roles
 
 
-def check_gates(evaluation: Node | None, comparison: Node | None, gates: PromotionConfig) -> list[Gate]:
+def check_gates(
+    candidate: Node, evaluation: Node | None, champion: str | None, comparison: Node | None, gates: PromotionConfig
+) -> list[Gate]:
     """Every gate that is on.
 
     Args:
         evaluation: of the candidate.
-        comparison: of the candidate with the champion; None where there is no other champion.
+        champion: digest of the present champion, where there is one.
+        comparison: of the two.
     """
     if evaluation is None:
         return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
@@ -125,7 +128,11 @@ def check_gates(evaluation: Node | None, comparison: Node | None, gates: Promoti
             rise, drop = e["reward_after"] - e["reward_before"], -e["gold_delta"]
             text = f"learned reward {rise:+.3f}, gold score {-drop:+.3f}; a fall of at most {gates.max_gold_drop}"
             gate("max_gold_drop", rise <= 0 or drop <= gates.max_gold_drop, text)
-        if gates.max_regression is not None and comparison is not None:
+        if gates.max_regression is not None and champion is not None and champion != candidate.sha256:
+            parents = comparison.manifest.parents if comparison is not None else {}
+            if comparison is None or (parents.get("policy"), parents.get("champion")) != (candidate.sha256, champion):
+                gate("max_regression", False, f"the candidate was not compared with the champion {champion[:12]}")
+                return found
             c = comparison.results
             low = c["win_rate_ci95"][0]
             text = f"win rate over the champion {c['win_rate']:.3f}, 95% from {low:.3f} ({c['judge']}, {c['samples']}"
@@ -154,7 +161,8 @@ def review(
     version = _version(_uri(place), name, candidate.sha256)
     _require_sound(place, [candidate, *([comparison] if comparison else [])], public)
     evaluation = evaluation_of(place.graph, candidate.sha256)
-    checked = check_gates(evaluation, comparison, gates)
+    champion = champion_of(place, name)
+    checked = check_gates(candidate, evaluation, champion.checkpoint if champion else None, comparison, gates)
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)
@@ -163,7 +171,7 @@ def review(
         name=name,
         version=version,
         candidate=candidate,
-        champion=champion_of(place, name),
+        champion=champion,
         gates=checked,
         evidence={what: node.sha256 for what, node in evidence.items() if node is not None},
     )

@@ -43,7 +43,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     """
     config = EvaluateConfig.model_validate(spec.sections["evaluate"])
     tokenizers = {side: load_tokenizer(spec.parent(role)) for side, role in SIDES.items()}
-    prompts = _prompts(spec, config, tokenizers)
+    prompts = asked_prompts(spec, config, tokenizers)
     asked = [prompt_text(messages) for messages in prompts]
     texts: dict[str, list[str]] = {}
     for number, (side, role) in enumerate(SIDES.items(), start=1):
@@ -107,7 +107,7 @@ def compare(
     return content | {f"length_{side}": float(np.mean(lengths[side])) for side in SIDES}
 
 
-def _prompts(spec: StageSpec, config: EvaluateConfig, tokenizers: dict[str, Any]) -> list[Messages]:
+def asked_prompts(spec: StageSpec, config: EvaluateConfig, tokenizers: dict[str, Any]) -> list[Messages]:
     """Held-out prompts in random order that fit both and that no dataset behind the champion has for training."""
     limit = max_prompt_tokens(spec)
     heldout = read_examples(spec.parent("dataset") / "heldout.jsonl")

@@ -145,6 +145,8 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=None)
     stage = second_candidate(output, win_rate=0.55)
+    with pytest.raises(NotPromoted, match="the candidate was not compared with the champion"):
+        promoted(output, stage, min_win_rate=None)
     reason = r"win rate over the champion 0.550, 95% from 0.350 \(gold, 6 prompts\); at most 0.1 below one half"
     with pytest.raises(NotPromoted, match=reason):
         promoted(output, stage, "compare", min_win_rate=None)
