@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +24,26 @@ from xray_runtime.stages.spec import plan_stages
 
 CONFIG = "config.yaml"
 BAD_INPUT = 2
+
+
+def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
+    """The config `output` was last run with (the defaults where it was made elsewhere), with overrides."""
+    path = output / CONFIG
+    return load_config(path if path.is_file() else None, overrides)
+
+
+def hold(directory: Path) -> IO[str]:
+    """Keep others out of `directory`; the system lets go of it when it is closed, or with this process.
+
+    Raises:
+        ConfigError: somebody else is at work there.
+    """
+    file = (directory / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--output: another xray run is at work in {str(directory)!r}") from None
+    return file
 
 
 def main(output: Path, *, as_json: bool) -> int:

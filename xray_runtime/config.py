@@ -369,6 +369,22 @@ class RuntimeConfig(Section):
     """A run that shows no progress for so long hangs: it is ended and started again."""
 
 
+class PromotionConfig(Section):
+    """The gates between `candidate` and `champion`; None turns one off. No stage reads them, so no result changes."""
+
+    min_win_rate: UnitInterval | None = 0.5
+    """The lower end of the win rate's 95% interval, over the SFT model."""
+    max_kl: Positive | None = 20.0
+    """Nats a reply, to the SFT model."""
+    max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
+    """Length of replies after to before, and before to after."""
+    max_gold_drop: NonNegative | None = 0.0
+    """While the learned reward rises, the gold score may fall by no more: it is a sign of reward hacking."""
+    max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
+    """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
+    the same seeds, may be this far below one half."""
+
+
 class LifecycleConfig(Section):
     """Data → SFT → reward model → PPO stages → evaluation → registration."""
 
@@ -389,6 +405,7 @@ class LifecycleConfig(Section):
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")

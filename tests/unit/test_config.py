@@ -66,6 +66,8 @@ REFUSED = [
     ("ppo: {stages: [{gamma: 1.1}]}", "ppo.stages.0.gamma: 1.1 is not allowed: must be less than or equal to 1"),
     ("ppo: {stages: [{importance_cap: 1}]}", "ppo.stages.0.importance_cap: 1 is not allowed: must be greater than 1"),
     ("evaluate: {num_prompts: 2}", "evaluate.num_prompts: 2 is not allowed: must be greater than or equal to 8"),
+    ("promotion: {max_regression: 0.9}", "promotion.max_regression: 0.9 is not allowed: must be less than or equal to"),
+    ("promotion: {max_kll: 0.9}", "promotion.max_kll: unknown field (did you mean max_kl?)"),
     ("runtime: {retries: 99}", "runtime.retries: 99 is not allowed: must be less than or equal to 20"),
     # not one of the allowed words
     ("project: Up/Case", 'project: "Up/Case" is not allowed: must match'),
