@@ -98,14 +98,35 @@ BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
-    """How one model is trained: DeepSpeed ZeRO over data-parallel Workhorses."""
+    """How one model is trained: tensor × pipeline × data parallel Workhorses, DeepSpeed ZeRO over the data-parallel."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Data-parallel ranks, one Workhorse (one device) each."""
+    """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP)."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.num_workhorses % replica:
+            raise ValueError(
+                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
+                f"{replica}"
+            )
+        if replica > 1 and self.zero_stage == 3:
+            raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        return self
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas, each with rows of its own."""
+        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
 class TrainingConfig(Section):
@@ -129,8 +150,10 @@ class TrainingConfig(Section):
 
 
 def _one_row_each(config: TrainingConfig, field: str, rows: int) -> None:
-    if rows < config.engine.num_workhorses:
-        raise ValueError(f"{field} = {rows} must be at least engine.num_workhorses = {config.engine.num_workhorses}")
+    replicas = config.engine.data_parallel
+    if rows < replicas:
+        name = "num_workhorses" if replicas == config.engine.num_workhorses else "data_parallel"
+        raise ValueError(f"{field} = {rows} must be at least engine.{name} = {replicas}")
 
 
 class SFTConfig(TrainingConfig):

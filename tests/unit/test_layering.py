@@ -32,7 +32,7 @@ FORBIDDEN = {
 OWNERS = {
     "mlflow": {"xray_runtime/lineage", "flows/services.py"},
     "vllm": {"xray_runtime/engines/vllm_generator.py", "xray_runtime/weights/vllm_transfer.py"},
-    "deepspeed": {"xray_runtime/engines/zero.py"},
+    "deepspeed": {"xray_runtime/engines/zero.py", "xray_runtime/engines/tensor.py"},
 }
 """Heavy library → the only places that import it."""
 
