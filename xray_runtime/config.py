@@ -149,11 +149,30 @@ class TrainingConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
-def _one_row_each(config: TrainingConfig, field: str, rows: int) -> None:
-    replicas = config.engine.data_parallel
+def _one_row_each(engine: EngineConfig, field: str, rows: int, section: str = "engine") -> None:
+    replicas = engine.data_parallel
     if rows < replicas:
-        name = "num_workhorses" if replicas == config.engine.num_workhorses else "data_parallel"
-        raise ValueError(f"{field} = {rows} must be at least engine.{name} = {replicas}")
+        name = "num_workhorses" if replicas == engine.num_workhorses else "data_parallel"
+        raise ValueError(f"{field} = {rows} must be at least {section}.{name} = {replicas}")
+
+
+def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> None:
+    # What is known of the base without reading it; engines look at the model itself.
+    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
+    if isinstance(base, PretrainedBase):
+        if stages > 1 and base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
+                "computed once, not in a pipeline"
+            )
+        return
+    if base.num_heads % tensor or base.num_kv_heads % tensor:
+        raise ValueError(
+            f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
+            f"{base.num_kv_heads}"
+        )
+    if stages > base.num_layers:
+        raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
 
 
 class SFTConfig(TrainingConfig):
@@ -170,7 +189,7 @@ class SFTConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -227,7 +246,7 @@ class RewardConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -293,6 +312,8 @@ class PPOStageConfig(TrainingConfig):
     """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
+    critic_engine: EngineConfig | None = None
+    """How a separate critic is trained; None: like the policy."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Weights for the difference between the generator's and the trainer's log-probabilities: `truncate` caps them at
     `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
@@ -309,7 +330,11 @@ class PPOStageConfig(TrainingConfig):
                 f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
                 f"{self.prompts_per_iteration}"
             )
-        _one_row_each(self, "minibatch_size", self.minibatch_size)
+        _one_row_each(self.engine, "minibatch_size", self.minibatch_size)
+        if self.critic_engine is not None:
+            if self.critic == "shared":
+                raise ValueError("critic_engine must be absent when critic is 'shared': there is no critic of its own")
+            _one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
         return self
 
 
@@ -382,6 +407,17 @@ class LifecycleConfig(Section):
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _layouts(self) -> Self:
+        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
+        for number, stage in enumerate(self.ppo.stages):
+            engines[f"ppo.stages.{number}.engine"] = stage.engine
+            if stage.critic_engine is not None:
+                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
+        for name, engine in engines.items():
+            _cut(name, engine, self.base)
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -136,7 +136,7 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
     expected, found = learnt({}), learnt(TP_PP)
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
     assert found["losses"][1] < found["losses"][0]
-    # The head's bias cancels in a pair: its gradient is rounding noise, which Adam makes steps of. The rest is the same.
+    # The head's bias cancels in a pair: its gradient is rounding noise, and Adam makes steps of it.
     centred = [run["scores"] - run["scores"].mean() for run in (found, expected)]
     np.testing.assert_allclose(*centred, atol=1e-5)
 
