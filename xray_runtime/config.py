@@ -98,14 +98,35 @@ BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
-    """How one model is trained: DeepSpeed ZeRO over data-parallel Workhorses."""
+    """How one model is trained: tensor × pipeline × data parallel Workhorses, DeepSpeed ZeRO over the data-parallel."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Data-parallel ranks, one Workhorse (one device) each."""
+    """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP)."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.num_workhorses % replica:
+            raise ValueError(
+                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
+                f"{replica}"
+            )
+        if replica > 1 and self.zero_stage == 3:
+            raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        return self
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas, each with rows of its own."""
+        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
 class TrainingConfig(Section):
@@ -128,9 +149,30 @@ class TrainingConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
-def _one_row_each(config: TrainingConfig, field: str, rows: int) -> None:
-    if rows < config.engine.num_workhorses:
-        raise ValueError(f"{field} = {rows} must be at least engine.num_workhorses = {config.engine.num_workhorses}")
+def _one_row_each(engine: EngineConfig, field: str, rows: int, section: str = "engine") -> None:
+    replicas = engine.data_parallel
+    if rows < replicas:
+        name = "num_workhorses" if replicas == engine.num_workhorses else "data_parallel"
+        raise ValueError(f"{field} = {rows} must be at least {section}.{name} = {replicas}")
+
+
+def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> None:
+    # What is known of the base without reading it; engines look at the model itself.
+    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
+    if isinstance(base, PretrainedBase):
+        if stages > 1 and base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
+                "computed once, not in a pipeline"
+            )
+        return
+    if base.num_heads % tensor or base.num_kv_heads % tensor:
+        raise ValueError(
+            f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
+            f"{base.num_kv_heads}"
+        )
+    if stages > base.num_layers:
+        raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
 
 
 class SFTConfig(TrainingConfig):
@@ -147,7 +189,7 @@ class SFTConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -204,7 +246,7 @@ class RewardConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -270,6 +312,8 @@ class PPOStageConfig(TrainingConfig):
     """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
+    critic_engine: EngineConfig | None = None
+    """How a separate critic is trained; None: like the policy."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Weights for the difference between the generator's and the trainer's log-probabilities: `truncate` caps them at
     `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
@@ -286,7 +330,11 @@ class PPOStageConfig(TrainingConfig):
                 f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
                 f"{self.prompts_per_iteration}"
             )
-        _one_row_each(self, "minibatch_size", self.minibatch_size)
+        _one_row_each(self.engine, "minibatch_size", self.minibatch_size)
+        if self.critic_engine is not None:
+            if self.critic == "shared":
+                raise ValueError("critic_engine must be absent when critic is 'shared': there is no critic of its own")
+            _one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
         return self
 
 
@@ -409,6 +457,17 @@ class LifecycleConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")
+    def _layouts(self) -> Self:
+        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
+        for number, stage in enumerate(self.ppo.stages):
+            engines[f"ppo.stages.{number}.engine"] = stage.engine
+            if stage.critic_engine is not None:
+                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
+        for name, engine in engines.items():
+            _cut(name, engine, self.base)
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> Self:
         direct = self.runtime.weight_transfer in ("nccl", "ipc")
         if direct and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
@@ -416,6 +475,12 @@ class LifecycleConfig(Section):
                 f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
                 "generator.engine 'vllm'; 'plasma' works everywhere"
             )
+        for number, stage in enumerate(self.ppo.stages):
+            if self.runtime.weight_transfer != "plasma" and stage.engine.data_parallel < stage.engine.num_workhorses:
+                raise ValueError(
+                    f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
+                    f"tensor_parallel or pipeline_parallel above 1 in ppo.stages.{number}.engine"
+                )
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":
