@@ -323,7 +323,8 @@ class RuntimeConfig(Section):
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
+    """A rank that waits for its peers in one collective for longer is given up, and its stage goes on from a snapshot.
+    At least as long as one rank may be at work alone; NCCL has a limit of its own, ten minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
