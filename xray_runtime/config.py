@@ -318,6 +318,9 @@ class RuntimeConfig(Section):
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
     """Ray GPUs one Workhorse reserves on CUDA."""
+    parallel: Literal["as_written", "auto"] = "as_written"
+    """`auto`: every engine's num_workhorses and zero_stage, and on CUDA the shares of a GPU, are chosen for the cluster
+    by the planner's memory model before anything starts; the run's config.yaml records what was chosen."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
@@ -369,6 +372,8 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
+        if self.runtime.parallel == "auto":
+            self._nothing_chosen()
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":
@@ -388,3 +393,15 @@ class LifecycleConfig(Section):
                     f"must be at most base.max_positions = {limit}"
                 )
         return self
+
+    def _nothing_chosen(self) -> None:
+        sections: dict[str, TrainingConfig] = {"sft": self.sft, "reward": self.reward}
+        sections |= {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
+        for name, section in sections.items():
+            for field in ("num_workhorses", "zero_stage"):
+                value = getattr(section.engine, field)
+                if value != EngineConfig.model_fields[field].default:
+                    raise ValueError(
+                        f"{name}.engine.{field} = {value} must be left out with runtime.parallel = 'auto', which "
+                        "chooses it"
+                    )
