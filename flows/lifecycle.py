@@ -27,7 +27,7 @@ from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
 from flows.records import end_lost_flow_run, end_lost_task_run
 from tasks.stage import RunContext, StageResult, stage
-from xray_runtime.actors.placement import device, nodes
+from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
@@ -39,7 +39,6 @@ from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
-from xray_runtime.planning.demand import check_config
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
@@ -61,7 +60,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     # What cannot work is noticed before anything is computed.
-    check_config(config, device(config.runtime), nodes())
+    config, _ = settled(config)
     signing_key(root)
     before = unfinished(root, config)
     if before is not None:

@@ -18,8 +18,9 @@ from rich.markup import escape
 from flows.services import Health, quiet_environment, services
 from flows.supervisor import FAILED, HEARTBEAT, INTERRUPTED, LOST
 from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError, load_config
+from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 from xray_runtime.errors import root_cause
+from xray_runtime.files import write_whole
 from xray_runtime.stages.spec import plan_stages
 
 CONFIG = "config.yaml"
@@ -82,7 +83,12 @@ def _run(config: LifecycleConfig, output: Path, console: Console, health: Health
     display.note("starting Prefect and Ray")
     with services(output, health):
         from flows.lifecycle import lifecycle
+        from xray_runtime.actors.placement import settled
 
+        config, words = settled(config)
+        if words:
+            display.note(words)
+            write_whole(output / CONFIG, resolved_yaml(config))
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         # The display asks Ray, so it must end before Ray does.

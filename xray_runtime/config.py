@@ -390,12 +390,16 @@ class RuntimeConfig(Section):
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
+    parallel: Literal["as_written", "auto"] = "as_written"
+    """`auto`: every engine's num_workhorses and zero_stage, and on CUDA the shares of a GPU, are chosen for the cluster
+    by the planner's memory model before anything starts; the run's config.yaml records what was chosen."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
+    """A rank that waits for its peers in one collective for longer is given up, and its stage goes on from a snapshot.
+    At least as long as one rank may be at work alone; NCCL has a limit of its own, ten minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
@@ -481,6 +485,8 @@ class LifecycleConfig(Section):
                     f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
                     f"tensor_parallel or pipeline_parallel above 1 in ppo.stages.{number}.engine"
                 )
+        if self.runtime.parallel == "auto":
+            self._nothing_chosen()
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":
@@ -506,3 +512,15 @@ class LifecycleConfig(Section):
                     f"must be at most base.max_positions = {limit}"
                 )
         return self
+
+    def _nothing_chosen(self) -> None:
+        sections: dict[str, TrainingConfig] = {"sft": self.sft, "reward": self.reward}
+        sections |= {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
+        for name, section in sections.items():
+            for field in ("num_workhorses", "zero_stage"):
+                value = getattr(section.engine, field)
+                if value != EngineConfig.model_fields[field].default:
+                    raise ValueError(
+                        f"{name}.engine.{field} = {value} must be left out with runtime.parallel = 'auto', which "
+                        "chooses it"
+                    )

@@ -60,7 +60,8 @@ class WholeModel:
         else:
             bundles = [0 if group is None else bundle_of(demand, group, rank) for rank in range(demand.num_ranks)]
             self._workhorses = [start(kind, runtime, demand.gpus, group, bundle) for bundle in bundles]
-        self._watch = Watch(demand.role, self._workhorses, log_dir, runtime.hang_timeout_s)
+        timeouts = (runtime.hang_timeout_s, runtime.collective_timeout_s)
+        self._watch = Watch(demand.role, self._workhorses, log_dir, *timeouts)
 
     def ping(self) -> None:
         """Answers where this WholeModel lives."""

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.actors.rows import Rows, num_rows, take
 from xray_runtime.config import GeneratorConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
@@ -85,6 +87,7 @@ class Workhorse:
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
         os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.runtime = runtime
+        self._heart = Heart()
 
     def _settle(self, place: Rank) -> None:
         """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
@@ -92,6 +95,7 @@ class Workhorse:
         import torch
 
         self.place = place
+        self._heart.work_thread = threading.get_ident()
         self.device = torch.device(resolve_device(self.runtime.device))
         torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -110,11 +114,9 @@ class Workhorse:
         on_gpu = self.device.type == "cuda"
         return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
-    def pulse(self) -> tuple[str, int]:
-        """A sign of life: (host, process id)."""
-        import ray
-
-        return ray.util.get_node_ip_address(), os.getpid()
+    def pulse(self) -> Pulse:
+        """A sign of life, given in a thread of its own."""
+        return self._heart.pulse()
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
@@ -165,8 +167,7 @@ class Learner(Workhorse):
             from xray_runtime.engines.engine import build_engine
             from xray_runtime.engines.zero import init_collectives
 
-            timeout = self.runtime.collective_timeout_s
-            init_collectives(place.rank, place.world_size, place.host, place.port, self.device, timeout)
+            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
             self.engine = build_engine(module, spec.training)
             self.module = self.engine.module
         elif self.place.world_size > 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +236,8 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def init_collectives(
-    rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float
-) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU. Who waits longer in a collective gives up."""
+def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
+    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
     )
@@ -251,6 +248,4 @@ def init_collectives(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     import deepspeed
 
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
