@@ -61,7 +61,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
     for row in rows:
-        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+        line(row)
+
+
+def line(row: Sequence[object]) -> None:
+    """Print a line of a Markdown table."""
+    print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
 
 
 def start_ray(num_cpus: int) -> None:
