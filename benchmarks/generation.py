@@ -10,9 +10,12 @@ forward of transformers, in nats.
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -62,6 +65,10 @@ def distance(directory: Path, rows: Rows, replies: Rows, temperature: float) -> 
     return worst
 
 
+def _answered(ask: Callable[[], Any]) -> Any:
+    return ray.get(ask())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
@@ -91,9 +98,9 @@ def main() -> None:
             spec = GeneratorSpec(directory, 32 + args.new_tokens, config)
             with open_models(runtime, Path(folder) / "logs", {"generator": spec}) as models:
                 started = time.perf_counter() - begin
-                generate = models["generator"].generate.remote
-                replies: Rows = ray.get(generate(rows, sampling, 0))
-                seconds = times(lambda ask=generate: ray.get(ask(rows, sampling, 0)), repeats=3)
+                ask = functools.partial(models["generator"].generate.remote, rows, sampling, 0)
+                replies: Rows = ray.get(ask())
+                seconds = times(functools.partial(_answered, ask), repeats=3)
             tokens = float(replies["response_mask"].sum())
             speeds = [tokens / s for s in seconds]
             fastest = fastest or speeds

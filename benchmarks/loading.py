@@ -13,7 +13,6 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,10 @@ def main() -> None:
         assert len(sums) == 1, f"the ways read different weights: {sums}"
         for (way, count), runs in results.items():
             reference = [r[0] for r in results[("zero-copy", count)]]
-            column: Callable[[int], list[float]] = lambda i, runs=runs: [r[i] for r in runs]  # noqa: E731
+
+            def column(i: int, runs: list[Any] = runs) -> list[float]:
+                return [run[i] for run in runs]
+
             rows.append(
                 [
                     way,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, lineage_commands
+from flows import custody_commands, keys_command, lineage_commands
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
+from flows.promote_command import promote
 from flows.services import quiet_environment
-from flows.session import BAD_INPUT, CONFIG
+from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 from xray_runtime.files import write_whole
@@ -34,6 +34,8 @@ def _root() -> None:
 
 
 app.command()(plan)
+app.command()(promote)
+app.add_typer(keys_command.app, name="keys")
 
 
 @app.command()
@@ -75,7 +77,7 @@ def run(
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory)
+        lock = hold(directory)
         if verify:
             raise typer.Exit(verify_determinism(resolved, directory, console))
         write_whole(directory / CONFIG, resolved_yaml(resolved))
@@ -92,16 +94,6 @@ def run(
     )
     lock.close()
     raise typer.Exit(code)
-
-
-def _lock(directory: Path) -> IO[str]:
-    """Keep others out of `directory`; the system lets go of it with this process, however that ends."""
-    file = (directory / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"--output: another xray run is at work in {str(directory)!r}") from None
-    return file
 
 
 def _move_away(directory: Path, console: Console) -> None:

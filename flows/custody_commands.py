@@ -1,94 +1,20 @@
-"""`xray promote`, `xray prune`, `xray export` and `xray import`: who is champion, what is kept, what travels."""
+"""`xray prune`, `xray export` and `xray import`: what is kept, what travels."""
 
 from __future__ import annotations
 
-import getpass
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
-from flows.lineage_commands import BROKEN, AsJson, Output, Ref, Tracking, checked, report
-from xray_runtime.config_io import ConfigError
-
-if TYPE_CHECKING:
-    from xray_runtime.lineage.promotion import Gates
-
-Name = Annotated[str, typer.Option("--name", help="Registered model.")]
-Note = Annotated[str, typer.Option("--note", help="Why: recorded with the decision.")]
-By = Annotated[str | None, typer.Option("--by", help="Who decides: recorded as a claim. Default: this user.")]
+from flows.lineage_commands import AsJson, Output, Ref, Tracking, checked, report
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for name, command in (("promote", promote), ("prune", prune), ("export", export), ("import", import_)):
+    for name, command in (("prune", prune), ("export", export), ("import", import_)):
         app.command(name)(command)
-
-
-def promote(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
-    name: Name,
-    note: Note,
-    ref: Annotated[str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`.")] = None,
-    by: By = None,
-    gates: Annotated[
-        list[str] | None, typer.Option("--gate", metavar="NAME=VALUE", help="Another bound; `null` is none.")
-    ] = None,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Back to the previous champion.")] = False,
-    tracking_uri: Tracking = None,
-) -> None:
-    """Make a candidate champion: audit, gates, signed decision, aliases.
-
-    Exit codes: 0 promoted, 1 the audit or a gate stopped it, 2 bad input.
-    """
-    from xray_runtime.lineage.promotion import NotPromoted, roll_back
-    from xray_runtime.lineage.promotion import promote as run_promote
-    from xray_runtime.lineage.reference import open_place, resolve
-
-    who = by or getpass.getuser()
-    if rollback:
-        decision = checked(lambda: roll_back(open_place(output, tracking_uri), name=name, by=who, note=note))
-        print(f"champion of {name}: version {decision.version} {decision.checkpoint[:12]} again")
-        return
-
-    def run() -> None:
-        if ref is None:
-            raise ConfigError("REF: is required, unless --rollback is given")
-        bounds = _gates(gates or [])
-        place, node = resolve(ref, output, tracking_uri)
-        try:
-            held = run_promote(place, node, name=name, gates=bounds, by=who, note=note)
-        except NotPromoted as error:
-            print("not promoted:")
-            for reason in error.reasons:
-                print(f"  {reason}")
-            raise typer.Exit(BROKEN) from None
-        for gate in held:
-            print(f"  {gate.name}: {gate.reason}")
-        print(f"champion of {name}: {node.name}")
-
-    checked(run)
-
-
-def _gates(given: list[str]) -> Gates:
-    from xray_runtime.lineage.promotion import Gates
-
-    values = {}
-    for entry in given:
-        name, equals, text = entry.partition("=")
-        if name not in Gates.model_fields or not equals:
-            known = ", ".join(Gates.model_fields)
-            raise ConfigError(f"--gate {entry!r} is not allowed: must be NAME=VALUE with a name of {known}")
-        values[name] = text
-    try:
-        return Gates.model_validate({k: None if v == "null" else v for k, v in values.items()})
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"--gate {problem['loc'][0]}: {problem['input']!r} is not allowed: {problem['msg']}"
-        ) from None
 
 
 def prune(

@@ -24,20 +24,21 @@ from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 
 from flows.journal import Journal, unfinished
+from flows.lineage import publish_lineage
 from flows.records import end_lost_flow_run, end_lost_task_run
 from tasks.stage import RunContext, StageResult, stage
-from xray_runtime.actors.placement import device, nodes
+from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
-from xray_runtime.config import LifecycleConfig
+from xray_runtime.config import LifecycleConfig, RuntimeConfig
 from xray_runtime.config_io import resolved_yaml
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
-from xray_runtime.planning.demand import check_config
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
@@ -59,7 +60,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     # What cannot work is noticed before anything is computed.
-    check_config(config, device(config.runtime), nodes())
+    config, _ = settled(config)
     signing_key(root)
     before = unfinished(root, config)
     if before is not None:
@@ -72,7 +73,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
         for plan in plan_stages(config):
             parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
             start = time.perf_counter()
-            result, cached = _run_stage(config, plan, parents, context)
+            result, cached = run_stage(plan, parents, context, config.seed, config.runtime)
             if cached:
                 result = _link_cached(tracker, context, result, list(parents.values()))
             done[plan.name] = result
@@ -102,6 +103,8 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     finally:
         ray.kill(stable)
     create_markdown_artifact(journal.markdown(), key="lifecycle", description=f"{config.project}: {root}")
+    place = open_place(root, context.tracking_uri)
+    publish_lineage(place, place.graph.nodes[policy.checkpoint.sha256])
     return journal.content
 
 
@@ -117,7 +120,7 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         resolved_yaml(config),
         {"xray.output": str(root)},
     )
-    flow_run_id, trigger = _trigger()
+    flow_run_id, trigger = trigger_of_run()
     return tracker, RunContext(
         output=str(root),
         tracking_uri=uri,
@@ -128,7 +131,7 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
     )
 
 
-def _trigger() -> tuple[str | None, dict[str, str]]:
+def trigger_of_run() -> tuple[str | None, dict[str, str]]:
     """Id of this flow run, and what started it: a schedule, a deployment (its page, the API), or a command."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
@@ -139,10 +142,10 @@ def _trigger() -> tuple[str | None, dict[str, str]]:
     return str(run.id), {"kind": kind, "by": by} | ({"deployment": str(run.deployment_id)} if run.deployment_id else {})
 
 
-def _run_stage(
-    config: LifecycleConfig, plan: StagePlan, parents: dict[str, CheckpointRef], context: RunContext
+def run_stage(
+    plan: StagePlan, parents: dict[str, CheckpointRef], context: RunContext, seed: int, runtime: RuntimeConfig
 ) -> tuple[StageResult, bool]:
-    """(result, whether it was there already) of one stage, verified byte for byte."""
+    """(result, whether it was there already) of one stage, verified byte for byte. In a flow on Ray."""
     key = stage_key(
         stage=plan.name,
         kind=plan.kind,
@@ -153,24 +156,24 @@ def _run_stage(
         name=plan.name,
         kind=plan.kind,
         key=key,
-        seed=config.seed,
+        seed=seed,
         sections=plan.sections,
         parents=parents,
-        runtime=config.runtime,
+        runtime=runtime,
     )
     configured = stage.with_options(
         name=plan.name,
-        retries=config.runtime.retries,
-        retry_delay_seconds=config.runtime.retry_delay_s,
+        retries=runtime.retries,
+        retry_delay_seconds=runtime.retry_delay_s,
         result_storage=Path(context.output) / "results",
     )
-    state = _submit(configured, spec, context, config.runtime.retries)
+    state = _submit(configured, spec, context, runtime.retries)
     result = StageResult.model_validate(state.result())
     cached = state.name == "Cached"
     findings = verify(result.checkpoint.path, result.checkpoint.sha256)
     if findings and cached:
         log.warning("%s: cached checkpoint is not sound (%s); computing it again", plan.name, "; ".join(findings))
-        state = _submit(configured.with_options(refresh_cache=True), spec, context, config.runtime.retries)
+        state = _submit(configured.with_options(refresh_cache=True), spec, context, runtime.retries)
         result, cached = StageResult.model_validate(state.result()), False
         findings = verify(result.checkpoint.path, result.checkpoint.sha256)
     if findings:

@@ -116,6 +116,20 @@ def _import_ahead() -> None:
     import mlflow  # noqa: F401
 
 
+@contextlib.contextmanager
+def prefect_server(output: Path) -> Iterator[None]:
+    """The Prefect server of PREFECT_API_URL; where none is named, one of this process's own while it is needed."""
+    if os.environ.get("PREFECT_API_URL"):
+        yield
+        return
+    server = PrefectServer(output)
+    try:
+        server.wait_healthy()
+        yield
+    finally:
+        server.stop()
+
+
 class PrefectServer:
     """A Prefect server of this run's own, on loopback, its database under the output directory."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +18,33 @@ from rich.markup import escape
 from flows.services import Health, quiet_environment, services
 from flows.supervisor import FAILED, HEARTBEAT, INTERRUPTED, LOST
 from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError, load_config
+from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
 from xray_runtime.errors import root_cause
+from xray_runtime.files import write_whole
 from xray_runtime.stages.spec import plan_stages
 
 CONFIG = "config.yaml"
 BAD_INPUT = 2
+
+
+def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
+    """The config `output` was last run with (the defaults where it was made elsewhere), with overrides."""
+    path = output / CONFIG
+    return load_config(path if path.is_file() else None, overrides)
+
+
+def hold(directory: Path) -> IO[str]:
+    """Keep others out of `directory`; the system lets go of it when it is closed, or with this process.
+
+    Raises:
+        ConfigError: somebody else is at work there.
+    """
+    file = (directory / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--output: another xray run is at work in {str(directory)!r}") from None
+    return file
 
 
 def main(output: Path, *, as_json: bool) -> int:
@@ -60,7 +83,12 @@ def _run(config: LifecycleConfig, output: Path, console: Console, health: Health
     display.note("starting Prefect and Ray")
     with services(output, health):
         from flows.lifecycle import lifecycle
+        from xray_runtime.actors.placement import settled
 
+        config, words = settled(config)
+        if words:
+            display.note(words)
+            write_whole(output / CONFIG, resolved_yaml(config))
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         # The display asks Ray, so it must end before Ray does.

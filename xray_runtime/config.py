@@ -98,14 +98,35 @@ BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
-    """How one model is trained: DeepSpeed ZeRO over data-parallel Workhorses."""
+    """How one model is trained: tensor × pipeline × data parallel Workhorses, DeepSpeed ZeRO over the data-parallel."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Data-parallel ranks, one Workhorse (one device) each."""
+    """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP)."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.num_workhorses % replica:
+            raise ValueError(
+                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
+                f"{replica}"
+            )
+        if replica > 1 and self.zero_stage == 3:
+            raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        return self
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas, each with rows of its own."""
+        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
 class TrainingConfig(Section):
@@ -128,9 +149,30 @@ class TrainingConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
-def _one_row_each(config: TrainingConfig, field: str, rows: int) -> None:
-    if rows < config.engine.num_workhorses:
-        raise ValueError(f"{field} = {rows} must be at least engine.num_workhorses = {config.engine.num_workhorses}")
+def _one_row_each(engine: EngineConfig, field: str, rows: int, section: str = "engine") -> None:
+    replicas = engine.data_parallel
+    if rows < replicas:
+        name = "num_workhorses" if replicas == engine.num_workhorses else "data_parallel"
+        raise ValueError(f"{field} = {rows} must be at least {section}.{name} = {replicas}")
+
+
+def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> None:
+    # What is known of the base without reading it; engines look at the model itself.
+    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
+    if isinstance(base, PretrainedBase):
+        if stages > 1 and base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
+                "computed once, not in a pipeline"
+            )
+        return
+    if base.num_heads % tensor or base.num_kv_heads % tensor:
+        raise ValueError(
+            f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
+            f"{base.num_kv_heads}"
+        )
+    if stages > base.num_layers:
+        raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
 
 
 class SFTConfig(TrainingConfig):
@@ -147,7 +189,7 @@ class SFTConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -204,7 +246,7 @@ class RewardConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        _one_row_each(self, "batch_size", self.batch_size)
+        _one_row_each(self.engine, "batch_size", self.batch_size)
         return self
 
 
@@ -270,6 +312,8 @@ class PPOStageConfig(TrainingConfig):
     """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
+    critic_engine: EngineConfig | None = None
+    """How a separate critic is trained; None: like the policy."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Weights for the difference between the generator's and the trainer's log-probabilities: `truncate` caps them at
     `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
@@ -286,7 +330,11 @@ class PPOStageConfig(TrainingConfig):
                 f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
                 f"{self.prompts_per_iteration}"
             )
-        _one_row_each(self, "minibatch_size", self.minibatch_size)
+        _one_row_each(self.engine, "minibatch_size", self.minibatch_size)
+        if self.critic_engine is not None:
+            if self.critic == "shared":
+                raise ValueError("critic_engine must be absent when critic is 'shared': there is no critic of its own")
+            _one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
         return self
 
 
@@ -342,12 +390,16 @@ class RuntimeConfig(Section):
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
+    parallel: Literal["as_written", "auto"] = "as_written"
+    """`auto`: every engine's num_workhorses and zero_stage, and on CUDA the shares of a GPU, are chosen for the cluster
+    by the planner's memory model before anything starts; the run's config.yaml records what was chosen."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """How long a rank waits for its peers in a collective before it gives up. At least what one rank may do alone."""
+    """A rank that waits for its peers in one collective for longer is given up, and its stage goes on from a snapshot.
+    At least as long as one rank may be at work alone; NCCL has a limit of its own, ten minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
@@ -367,6 +419,22 @@ class RuntimeConfig(Section):
     """New attempts at the whole run after its driver or Ray was lost, each going on from what is there."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
     """A run that shows no progress for so long hangs: it is ended and started again."""
+
+
+class PromotionConfig(Section):
+    """The gates between `candidate` and `champion`; None turns one off. No stage reads them, so no result changes."""
+
+    min_win_rate: UnitInterval | None = 0.5
+    """The lower end of the win rate's 95% interval, over the SFT model."""
+    max_kl: Positive | None = 20.0
+    """Nats a reply, to the SFT model."""
+    max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
+    """Length of replies after to before, and before to after."""
+    max_gold_drop: NonNegative | None = 0.0
+    """While the learned reward rises, the gold score may fall by no more: it is a sign of reward hacking."""
+    max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
+    """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
+    the same seeds, may be this far below one half."""
 
 
 class LifecycleConfig(Section):
@@ -389,7 +457,19 @@ class LifecycleConfig(Section):
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _layouts(self) -> Self:
+        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
+        for number, stage in enumerate(self.ppo.stages):
+            engines[f"ppo.stages.{number}.engine"] = stage.engine
+            if stage.critic_engine is not None:
+                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
+        for name, engine in engines.items():
+            _cut(name, engine, self.base)
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -399,6 +479,14 @@ class LifecycleConfig(Section):
                 f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
                 "generator.engine 'vllm'; 'plasma' works everywhere"
             )
+        for number, stage in enumerate(self.ppo.stages):
+            if self.runtime.weight_transfer != "plasma" and stage.engine.data_parallel < stage.engine.num_workhorses:
+                raise ValueError(
+                    f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
+                    f"tensor_parallel or pipeline_parallel above 1 in ppo.stages.{number}.engine"
+                )
+        if self.runtime.parallel == "auto":
+            self._nothing_chosen()
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":
@@ -424,3 +512,15 @@ class LifecycleConfig(Section):
                     f"must be at most base.max_positions = {limit}"
                 )
         return self
+
+    def _nothing_chosen(self) -> None:
+        sections: dict[str, TrainingConfig] = {"sft": self.sft, "reward": self.reward}
+        sections |= {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
+        for name, section in sections.items():
+            for field in ("num_workhorses", "zero_stage"):
+                value = getattr(section.engine, field)
+                if value != EngineConfig.model_fields[field].default:
+                    raise ValueError(
+                        f"{name}.engine.{field} = {value} must be left out with runtime.parallel = 'auto', which "
+                        "chooses it"
+                    )

@@ -61,13 +61,13 @@ def _construct_int(loader: _Loader, node: Any) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
-    """The config in `path` with `key.path=value` overrides applied.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LifecycleConfig:
+    """The config in `path` (None: the defaults) with `key.path=value` overrides applied.
 
     Raises:
         ConfigError: anything is wrong with the file, an override or a value.
     """
-    data = _read(Path(path))
+    data = _read(Path(path)) if path is not None else {}
     for override in overrides:
         _apply(data, override)
     return validate(data)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 
+from benchmarks.held import held_bytes
 from xray_runtime.actors.stable import start
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
 from xray_runtime.config import EngineConfig, FreshBase, PretrainedBase, RuntimeConfig, SFTConfig
@@ -40,35 +41,6 @@ class MeasuredLearner(Learner):
 
     def measured(self) -> dict[str, int]:
         return self.held
-
-
-def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of every storage a ZeroEngine's model, gradients and optimizer refer to, each counted once."""
-    zero = engine.optimizer
-    adam = getattr(zero, "optimizer", zero)
-    parameters = list(engine.module.parameters())
-    stepped = [p for group in adam.param_groups for p in group["params"]]
-    partitions = [
-        *getattr(zero, "averaged_gradients", {}).values(),
-        *getattr(zero, "all_grad_tensors", {}).values(),
-    ]
-    kinds = {
-        "weights": [t for p in parameters for t in (p.data, getattr(p, "ds_tensor", None))],
-        "optimizer": [*stepped, *(t for state in adam.state.values() for t in state.values())],
-        "gradients": [
-            *(p.grad for p in (*parameters, *stepped)),
-            *(t for tensors in partitions for t in tensors or []),
-        ],
-    }
-    seen: set[int] = set()
-    held = dict.fromkeys(kinds, 0)
-    for kind, tensors in kinds.items():
-        for tensor in tensors:
-            storage = None if tensor is None else tensor.untyped_storage()
-            if storage is not None and storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                held[kind] += storage.nbytes()
-    return held
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,9 @@ import pytest
 
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from xray_runtime.checkpoints.store import verify
+from xray_runtime.config import PromotionConfig
+from xray_runtime.lineage.promotion import promote, review, roll_back
+from xray_runtime.lineage.reference import resolve
 
 pytestmark = pytest.mark.e2e
 
@@ -126,11 +129,29 @@ def test_a_change_computes_only_what_depends_on_it(first: Outcome, output: Path)
     assert content["registered"]["version"] == "2"
 
 
+def test_the_second_policy_is_compared_with_the_champion_and_promoted(first: Outcome, output: Path) -> None:
+    """Both answer the same prompts on the real engines; what comes of it is a checkpoint like any other."""
+    name, gates = "xray-tiny-policy", {"min_win_rate": None, "max_gold_drop": None, "max_regression": 0.5}
+    place, node = resolve(f"{name}/1", output, None)
+    promote(place, review(place, node, name=name, gates=PromotionConfig(**gates)), by="Ada", note="the first")
+    options = [f"--set=promotion.{gate}={'null' if value is None else value}" for gate, value in gates.items()]
+    done = xray("promote", "--output", str(output), "--name", name, "--by", "Ada", "--note", "better", *options)
+    assert done.code == 0, done.err
+    assert "win rate over the champion" in done.out
+    comparison = json.loads(next(output.glob("checkpoints/compare-*/comparison.json")).read_text())
+    assert comparison["samples"] == 16
+    assert comparison["win_rate_ci95"][0] <= comparison["win_rate"] <= comparison["win_rate_ci95"][1]
+    place, node = resolve(f"{name}@champion", output, None)
+    assert node.sha256 == resolve(f"{name}/2", output, None)[1].sha256
+    assert resolve(f"{name}@previous", output, None)[1].sha256 == shas(first.lifecycle)["ppo-2"]
+    assert roll_back(place, name=name, by="Ada", note="worse in use").version == "1"
+
+
 def test_the_audit_is_sound_after_all_that(first: Outcome, output: Path) -> None:
     """…cached stages, a second policy, a checkpoint computed again; and it is not once a byte has changed."""
     sound = xray("audit", "--all", "--output", str(output), "--json", timeout=120)
     assert sound.code == 0, sound.out
-    assert json.loads(sound.out)["checkpoints"] == len(NAMES) + 2
+    assert json.loads(sound.out)["checkpoints"] == len(NAMES) + 3
     tree = xray("lineage", "xray-tiny-policy@candidate", "--output", str(output), timeout=120)
     assert tree.code == 0, tree.err
     assert all(name in tree.out for name in NAMES[:-1])

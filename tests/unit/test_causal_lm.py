@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from xray_runtime.config import FreshBase
 from xray_runtime.models import location
 from xray_runtime.models.causal_lm import (
+    copy_model,
     fresh_llama,
     load_model,
     load_pretrained,
     load_tokenizer,
     save_model,
-    save_weights,
 )
+from xray_runtime.models.tensor_file import TensorFile
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=32)
 WEIGHTS = "model.safetensors"
@@ -70,10 +71,13 @@ def test_where_a_model_came_from_does_not_show(saved: Path, tmp_path: Path) -> N
 def test_frozen_weights_are_those_of_the_parent_bit_for_bit(saved: Path, tmp_path: Path) -> None:
     before = load_file(saved / WEIGHTS)
     out = tmp_path / "out"
-    out.mkdir()
     # A transposed view: what trained weights look like in memory is no concern of the file.
     moved = torch.arange(32 * 16, dtype=torch.float32).view(32, 16).t()
-    save_weights(None, {"model.layers.0.mlp.up_proj.weight": moved}, saved, out)
+    copy_model(saved, out)
+    with TensorFile(out / WEIGHTS) as file:
+        file.write("model.layers.0.mlp.up_proj.weight", moved)
+        with pytest.raises(ValueError, match=r"has no place for model\.norm\.weight .*'shape': \[2\]"):
+            file.write("model.norm.weight", torch.zeros(2))
     after = load_file(out / WEIGHTS)
     assert torch.equal(after.pop("model.layers.0.mlp.up_proj.weight"), moved)
     del before["model.layers.0.mlp.up_proj.weight"]

@@ -66,6 +66,8 @@ REFUSED = [
     ("ppo: {stages: [{gamma: 1.1}]}", "ppo.stages.0.gamma: 1.1 is not allowed: must be less than or equal to 1"),
     ("ppo: {stages: [{importance_cap: 1}]}", "ppo.stages.0.importance_cap: 1 is not allowed: must be greater than 1"),
     ("evaluate: {num_prompts: 2}", "evaluate.num_prompts: 2 is not allowed: must be greater than or equal to 8"),
+    ("promotion: {max_regression: 0.9}", "promotion.max_regression: 0.9 is not allowed: must be less than or equal to"),
+    ("promotion: {max_kll: 0.9}", "promotion.max_kll: unknown field (did you mean max_kl?)"),
     ("runtime: {retries: 99}", "runtime.retries: 99 is not allowed: must be less than or equal to 20"),
     # not one of the allowed words
     ("project: Up/Case", 'project: "Up/Case" is not allowed: must match'),
@@ -84,6 +86,36 @@ REFUSED = [
     ("base: {kind: fresh, hidden_size: 100, num_heads: 5}", "base: hidden_size = 100 over num_heads = 5 must be a"),
     ("base: {kind: fresh, num_kv_heads: 2}", "base: num_heads = 5 must be divisible by num_kv_heads = 2"),
     ("sft: {batch_size: 2, engine: {num_workhorses: 4}}", "sft: batch_size = 2 must be at least engine.num_workhorses"),
+    (
+        "sft: {engine: {tensor_parallel: 2}}",
+        "sft.engine: num_workhorses = 1 must be a multiple of tensor_parallel × pi",
+    ),
+    (
+        "sft: {engine: {pipeline_parallel: 2, num_workhorses: 4, zero_stage: 3}}",
+        "sft.engine: zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1",
+    ),
+    (
+        "sft: {batch_size: 1, engine: {pipeline_parallel: 2, num_workhorses: 4}}",
+        "sft: batch_size = 1 must be at least engine.data_parallel = 2",
+    ),
+    (
+        "reward: {engine: {tensor_parallel: 2, num_workhorses: 2}}",
+        "reward.engine.tensor_parallel = 2 must divide base.num_heads = 5 and base.num_kv_heads = 5",
+    ),
+    (
+        "ppo: {stages: [{engine: {pipeline_parallel: 5, num_workhorses: 5}}]}",
+        "ppo.stages.0.engine.pipeline_parallel = 5 must be at most base.num_layers = 4",
+    ),
+    ("ppo: {stages: [{critic_engine: {}}]}", "ppo.stages.0: critic_engine must be absent when critic is 'shared'"),
+    (
+        "ppo: {stages: [{critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
+        "ppo.stages.0.critic_engine.tensor_parallel = 2 must divide base.num_heads = 5",
+    ),
+    (
+        "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {pipeline_parallel: 2, "
+        "num_workhorses: 2}}}",
+        "sft.engine.pipeline_parallel = 2 must be 1 where base.trainable_layers is set",
+    ),
     ("reward: {batch_size: 1, engine: {num_workhorses: 2}}", "reward: batch_size = 1 must be at least engine.num_"),
     ("ppo: {stages: [{minibatch_size: 48}]}", "ppo.stages.0: minibatch_size = 48 must divide prompts_per_iteration"),
     ("ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}", "ppo.stages.0: minibatch_size = 1 must be"),

@@ -36,7 +36,11 @@ OWNERS = {
         "xray_runtime/weights/vllm_transfer.py",
         "xray_runtime/weights/device_transfer.py",
     },
-    "deepspeed": {"xray_runtime/engines/zero.py", "xray_runtime/engines/deepspeed_generator.py"},
+    "deepspeed": {
+        "xray_runtime/engines/zero.py",
+        "xray_runtime/engines/tensor.py",
+        "xray_runtime/engines/deepspeed_generator.py",
+    },
 }
 """Heavy library → the only places that import it."""
 

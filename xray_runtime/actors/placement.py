@@ -10,21 +10,27 @@ More than the cluster has is refused at once; what others hold is waited for, `r
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray_runtime.actors.stable import find_stable
-from xray_runtime.config import RuntimeConfig
-from xray_runtime.planning.demand import Demand, check
+from xray_runtime.config import LifecycleConfig, RuntimeConfig
+from xray_runtime.planning.auto import describe, settle
+from xray_runtime.planning.demand import Demand, check, check_config
+from xray_runtime.planning.workload import Machine
 
 START_SECONDS = 10.0
 """What is not there by then may be held by idle Workhorses of the stable."""
 PREFIX = "xray "
+ASK_SECONDS = 120.0
 
 
 class BusyClusterError(RuntimeError):
@@ -41,6 +47,50 @@ def device(runtime: RuntimeConfig) -> str:
     if runtime.device != "auto":
         return runtime.device
     return "cuda" if any(node.get("GPU", 0.0) for node in nodes()) else "cpu"
+
+
+def settled(config: LifecycleConfig) -> tuple[LifecycleConfig, str]:
+    """`config` with what `runtime.parallel: auto` leaves to choose chosen for this cluster; and the choice in words.
+
+    Raises:
+        ConfigError: nothing fits, or more is asked for than the cluster has.
+    """
+    words = ""
+    if config.runtime.parallel == "auto":
+        config, plan = settle(config, _machine(config.runtime))
+        words = describe(plan)
+    check_config(config, device(config.runtime), nodes())
+    return config, words
+
+
+def _machine(runtime: RuntimeConfig) -> Machine:
+    """This cluster as equal devices: the least of each quantity, so that a plan fits everywhere."""
+    kind = device(runtime)
+    found = ray.get(
+        [
+            _memory.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(kind)
+            for node in ray.nodes()
+            if node["Alive"] and node["Resources"].get("GPU" if kind == "cuda" else "CPU", 0.0) >= 1
+        ],
+        timeout=ASK_SECONDS,
+    )
+    if kind == "cuda":
+        gpus = [memory for node in found for memory in node]
+        return Machine(num_devices=len(gpus), memory_bytes=min(gpus))
+    cores = [int(node["CPU"]) for node in nodes() if node.get("CPU", 0.0) >= 1]
+    counts = [max(n // runtime.threads, 1) for n in cores]
+    memory = min(total // count for [total], count in zip(found, counts, strict=True))
+    return Machine(num_devices=sum(counts), memory_bytes=memory, device="cpu")
+
+
+@ray.remote(num_cpus=0)
+def _memory(kind: str) -> list[int]:
+    """Bytes of each GPU of this node, or of its RAM."""
+    if kind == "cpu":
+        return [psutil.virtual_memory().total]
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    return [int(mebibytes) * 2**20 for mebibytes in lines]
 
 
 @contextlib.contextmanager

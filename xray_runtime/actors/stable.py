@@ -116,7 +116,7 @@ def start(kind: type, runtime: RuntimeConfig, gpus: float = 0.0, group: Any = No
 
 
 def pulse(workhorse: Any) -> Any:
-    """Ask a Workhorse for a sign of life, also while it works: a reference to (host, process id)."""
+    """Ask a Workhorse for a sign of life, also while it works: a reference to its `Pulse`."""
     return workhorse.pulse.options(concurrency_group=PULSE).remote()
 
 

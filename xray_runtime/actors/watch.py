@@ -4,7 +4,8 @@ Three things may go wrong, each noticed in its own way:
 
     a process dies            Ray says so, at once
     a process stands still    it answers no pulse for `runtime.hang_timeout_s`; pulses are answered while it works
-    a rank does not come      to a collective: its peers give up after `runtime.collective_timeout_s`
+    a rank does not come      to a collective: its peers wait there for `runtime.collective_timeout_s`. (The groups that
+                              DeepSpeed makes have torch's own limits: half an hour on gloo, ten minutes on NCCL.)
 
 The death of one rank breaks its peers' collectives, often before Ray has noticed the death. So after the first failure
 the others have a moment to fail too, and what cannot be a consequence is reported.
@@ -12,6 +13,7 @@ the others have a moment to fail too, and what cannot be a consequence is report
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 
+from xray_runtime.actors.pulse import Pulse
 from xray_runtime.actors.stable import pulse
 from xray_runtime.errors import root_cause
 
@@ -35,21 +38,30 @@ class WorkhorseError(RuntimeError):
     """A Workhorse died, stands still or did not come to a collective; names rank and host, carries the log's end."""
 
 
+class _InVainError(Exception):
+    """A rank waits in a collective, but not for ever."""
+
+
 class Watch:
     """Over the Workhorses of one model.
 
     Args:
         workhorses: in order of rank.
         hang_timeout_s: who gives no sign of life for so long stands still.
+        collective_timeout_s: who waits for others in one collective for longer waits in vain.
     """
 
-    def __init__(self, role: str, workhorses: list[Any], log_dir: Path, hang_timeout_s: float) -> None:
-        self._role, self._workhorses, self._log_dir, self._timeout = role, workhorses, log_dir, hang_timeout_s
-        self._places: list[tuple[str, int]] = []
+    def __init__(
+        self, role: str, workhorses: list[Any], log_dir: Path, hang_timeout_s: float, collective_timeout_s: float
+    ) -> None:
+        self._role, self._workhorses, self._log_dir = role, workhorses, log_dir
+        self._hang_timeout_s, self._collective_timeout_s = hang_timeout_s, collective_timeout_s
+        self._pulses: dict[int, Pulse] = {}
+        """The last ones felt."""
 
     def begin(self) -> None:
         """Learn where the Workhorses live; they must be up."""
-        self._places = self.collect([pulse(w) for w in self._workhorses])
+        self._pulses = dict(enumerate(self.collect([pulse(w) for w in self._workhorses])))
 
     def collect(self, refs: list[Any]) -> list[Any]:
         """The answers behind `refs`, one a rank.
@@ -60,11 +72,10 @@ class Watch:
         """
         waiting = dict(zip(refs, range(len(refs)), strict=True))
         failures: dict[int, Exception] = {}
-        pulses = _Pulses(self._workhorses)
+        asked: dict[int, tuple[Any, float]] = {}
         while waiting and not failures:
             failures |= _gather(waiting, PULSE_SECONDS)
-            for rank in pulses.missing(set(waiting.values()), self._timeout):
-                failures[rank] = WorkhorseError(f"gave no sign of life for {self._timeout:g} s")
+            failures |= self._feel(asked, set(waiting.values()))
         if not failures:
             answers: list[Any] = ray.get(refs)
             return answers
@@ -74,13 +85,33 @@ class Watch:
         rank = min(failures, key=lambda r: _consequence(failures[r]))
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
+    def _feel(self, asked: dict[int, tuple[Any, float]], ranks: set[int]) -> dict[int, Exception]:
+        """Feel the pulses of `ranks`; those that stand still or wait in vain. `asked`: rank → (pulse, since when)."""
+        failures: dict[int, Exception] = {}
+        for rank in ranks:
+            ref, since = asked.get(rank, (None, 0.0))
+            if ref is not None and not ray.wait([ref], timeout=0)[0]:
+                if time.monotonic() - since > self._hang_timeout_s:
+                    failures[rank] = WorkhorseError(f"gave no sign of life for {self._hang_timeout_s:g} s")
+                continue
+            # A pulse that fails is no news: the call at hand fails too, and says why.
+            with contextlib.suppress(RayError):
+                if ref is not None:
+                    self._pulses[rank] = ray.get(ref)
+            asked[rank] = (pulse(self._workhorses[rank]), time.monotonic())
+        waits = {rank: self._pulses[rank].waits_s for rank in ranks if rank in self._pulses}
+        if not failures and max(waits.values(), default=0.0) > self._collective_timeout_s:
+            error = _InVainError(f"given up after {self._collective_timeout_s:g} s")
+            failures = {rank: error for rank, seconds in waits.items() if seconds}
+        return failures
+
     def _explained(self, rank: int, error: Exception, silent: list[int]) -> Exception:
         if isinstance(error, RayTaskError) and _consequence(error) < 2:
             cause = root_cause(error)
             cause.add_note(f"in {self._name(rank)}\n{self._log_tail(rank)}")
             return error
         if _consequence(error) == 2:
-            missing = " and ".join(self._name(r) for r in silent) or "another rank"
+            missing = " and ".join(f"{self._name(r)}, which is at {self._doing(r)}" for r in silent) or "another rank"
             text = f"{self._name(rank)} waited in vain in a collective for {missing}: {root_cause(error)}"
             return WorkhorseError("\n".join([text, *(self._log_tail(r) for r in silent or [rank])]))
         if isinstance(error, WorkhorseError):
@@ -89,32 +120,18 @@ class Watch:
         return WorkhorseError(f"{self._name(rank)} {fate}: {_reason(error)}\n{self._log_tail(rank)}")
 
     def _name(self, rank: int) -> str:
-        place = " ({}, pid {})".format(*self._places[rank]) if self._places else ""
+        at = self._pulses.get(rank)
+        place = f" ({at.host}, pid {at.pid})" if at is not None else ""
         return f"Workhorse {rank} of {len(self._workhorses)} of {self._role!r}{place}"
+
+    def _doing(self, rank: int) -> str:
+        return self._pulses[rank].doing if rank in self._pulses else "an unknown place"
 
     def _log_tail(self, rank: int) -> str:
         path = self._log_dir / f"{self._role}-{rank}.log"
         if not path.exists():
             return f"{path} was not begun"
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
-
-
-class _Pulses:
-    def __init__(self, workhorses: list[Any]) -> None:
-        self._workhorses = workhorses
-        self._asked: dict[int, tuple[Any, float]] = {}
-
-    def missing(self, ranks: set[int], timeout_s: float) -> list[int]:
-        """Those of `ranks` that have not answered for `timeout_s`; feels the pulse of all."""
-        silent = []
-        for rank in ranks:
-            ref, since = self._asked.get(rank, (None, 0.0))
-            if ref is None or ray.wait([ref], timeout=0)[0]:
-                # A pulse that fails is no news: the call at hand fails too, and says why.
-                self._asked[rank] = (pulse(self._workhorses[rank]), time.monotonic())
-            elif time.monotonic() - since > timeout_s:
-                silent.append(rank)
-        return silent
 
 
 def _gather(waiting: dict[Any, int], timeout_s: float) -> dict[int, Exception]:
@@ -134,6 +151,8 @@ def _gather(waiting: dict[Any, int], timeout_s: float) -> dict[int, Exception]:
 
 def _consequence(error: Exception) -> int:
     """0: a process ended or stands still; 1: it raised; 2: a collective of its broke, which is what peers' ends do."""
+    if isinstance(error, _InVainError):
+        return 2
     if isinstance(error, WorkhorseError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
         return 0
     cause = root_cause(error)
@@ -145,4 +164,5 @@ def _consequence(error: Exception) -> int:
 def _reason(error: Exception) -> str:
     """Ray's own words, without the ids it puts before them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit detail" in line.lower() or "because" in line), " ".join(lines[:3]))
+    reason = next((line for line in lines if "exit detail" in line.lower() or "because" in line), " ".join(lines[:3]))
+    return reason.partition(" Some common causes")[0]

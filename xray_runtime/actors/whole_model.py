@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.watch import Watch, WorkhorseError
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
 from xray_runtime.config import RuntimeConfig
+from xray_runtime.engines.topology import Topology
 from xray_runtime.planning.demand import Demand, demand
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 
@@ -47,6 +49,8 @@ class WholeModel:
     ) -> None:
         self._role, self._kind, self._runtime, self._log_dir = demand.role, kind, runtime, log_dir
         self._num_replicas = demand.num_replicas
+        # Replicas of the model, each spread over Workhorses; how, `build` says.
+        self._topology = Topology(data=demand.num_ranks)
         self._stable = None if demand.grouped() else find_stable()
         if self._stable is not None:
             me = ray.get_runtime_context().current_actor
@@ -56,13 +60,16 @@ class WholeModel:
         else:
             bundles = [0 if group is None else bundle_of(demand, group, rank) for rank in range(demand.num_ranks)]
             self._workhorses = [start(kind, runtime, demand.gpus, group, bundle) for bundle in bundles]
-        self._watch = Watch(demand.role, self._workhorses, log_dir, runtime.hang_timeout_s)
+        timeouts = (runtime.hang_timeout_s, runtime.collective_timeout_s)
+        self._watch = Watch(demand.role, self._workhorses, log_dir, *timeouts)
 
     def ping(self) -> None:
         """Answers where this WholeModel lives."""
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
+        if isinstance(spec, ModelSpec) and spec.training is not None:
+            self._topology = Topology.of(spec.training.engine)
         self._spec = spec
         meeting_points = self._meet()
         size = len(self._workhorses) // self._num_replicas
@@ -96,9 +103,11 @@ class WholeModel:
         return merge(self._deal("score", rows, width))
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
-        """One optimizer step over all rows; sums over the Workhorses."""
+        """One optimizer step over all rows; sums over the rows, and `grad_norm`."""
         parts = self._deal("train", rows, totals, lr)
-        return {name: sum(part.get(name, 0.0) for part in parts) for name in {n for part in parts for n in part}}
+        sums = {name: sum(part.get(name, 0.0) for part in parts) for name in {n for part in parts for n in part}}
+        # Every rank knows the same norm.
+        return sums | {"grad_norm": parts[0]["grad_norm"]}
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         """`Generator.generate`, prompts dealt to the replicas by their predicted tokens; replies in order."""
@@ -119,8 +128,8 @@ class WholeModel:
 
     def export_weights(self, version: int) -> WeightUpdate:
         """The policy's trainable weights as version `version`, in the object store."""
-        update: WeightUpdate = self._call("export_weights", version)[0]
-        return update
+        parts = [part for part in self._call("export_weights", version) if part is not None]
+        return replace(parts[0], buckets=tuple(bucket for part in parts for bucket in part.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Bring every Workhorse to `update`, or, where one fails, none; returns the version they all hold."""
@@ -159,6 +168,7 @@ class WholeModel:
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
         """Write the model in Hugging Face form."""
+        self._get([self._workhorses[0].begin_save.remote(directory)])
         self._call("save", directory, head_file)
 
     def save_state(self, directory: Path) -> None:
@@ -179,12 +189,18 @@ class WholeModel:
                 ray.kill(workhorse)
 
     def _deal(self, method: str, rows: Rows, *args: Any) -> list[Any]:
-        if num_rows(rows) < len(self._workhorses):
-            raise ValueError(
-                f"{self._role}: {num_rows(rows)} rows cannot be dealt to {len(self._workhorses)} Workhorses"
-            )
-        parts = split(rows, len(self._workhorses))
-        return self._get([getattr(w, method).remote(p, *args) for w, p in zip(self._workhorses, parts, strict=True)])
+        """The answer of each replica: all its Workhorses get the same rows, one of them answers for it."""
+        replicas = self._topology.data
+        if num_rows(rows) < replicas:
+            raise ValueError(f"{self._role}: {num_rows(rows)} rows cannot be dealt to {replicas} Workhorses")
+        parts = [ray.put(part) for part in split(rows, replicas)]
+        answers = self._get(
+            [
+                getattr(w, method).remote(parts[self._topology.data_rank(rank)], *args)
+                for rank, w in enumerate(self._workhorses)
+            ]
+        )
+        return [answer for rank, answer in enumerate(answers) if self._topology.reports(rank)]
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         return self._get([getattr(w, method).remote(*args) for w in self._workhorses])

@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.actors.rows import Rows, num_rows, take
 from xray_runtime.config import GeneratorConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
@@ -25,10 +27,15 @@ from xray_runtime.processes import redirect_output
 if TYPE_CHECKING:
     import torch
 
+    from xray_runtime.engines.engine import Engine, MicroBatch
     from xray_runtime.engines.generation import Generation, Sampling
     from xray_runtime.models.objectives import Objective
     from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.plasma import WeightUpdate
+
+
+HEAD_PREFIX = "scalar."
+"""What names of the scalar head's parameters begin with; Hugging Face knows no such head."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Workhorse:
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
         os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.runtime = runtime
+        self._heart = Heart()
 
     def _settle(self, place: Rank) -> None:
         """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
@@ -87,6 +95,7 @@ class Workhorse:
         import torch
 
         self.place = place
+        self._heart.work_thread = threading.get_ident()
         self.device = torch.device(resolve_device(self.runtime.device))
         torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -105,11 +114,9 @@ class Workhorse:
         on_gpu = self.device.type == "cuda"
         return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
-    def pulse(self) -> tuple[str, int]:
-        """A sign of life: (host, process id)."""
-        import ray
-
-        return ray.util.get_node_ip_address(), os.getpid()
+    def pulse(self) -> Pulse:
+        """A sign of life, given in a thread of its own."""
+        return self._heart.pulse()
 
     def rendezvous(self) -> tuple[str, int]:
         """(host, free port) for this model's process group, asked of rank 0."""
@@ -154,14 +161,14 @@ class Learner(Workhorse):
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
         self._trunks: dict[int, torch.Tensor] = {}
-        self.engine = None
+        self.engine: Engine | None = None
         self.module: Any = module
         if spec.training is not None:
-            from xray_runtime.engines.zero import ZeroEngine, init_collectives
+            from xray_runtime.engines.engine import build_engine
+            from xray_runtime.engines.zero import init_collectives
 
-            timeout = self.runtime.collective_timeout_s
-            init_collectives(place.rank, place.world_size, place.host, place.port, self.device, timeout)
-            self.engine = ZeroEngine(module, spec.training, self.device)
+            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
+            self.engine = build_engine(module, spec.training)
             self.module = self.engine.module
         elif self.place.world_size > 1:
             raise ValueError(f"{self.place.role}: a frozen model has one Workhorse")
@@ -181,9 +188,10 @@ class Learner(Workhorse):
 
         self._trunks.clear()
         out: dict[str, np.ndarray] = {}
+        batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
         with torch.no_grad():
-            for index, batch in self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor):
-                scores = self._run(self.spec.objective.score, batch)
+            for batch, scores in self._evaluate(batches):
+                index = batch.rows
                 for name, tensor in scores.items():
                     array = tensor.float().cpu().numpy()[: len(index)]
                     shape = (num_rows(rows), width) if array.ndim == 2 else (num_rows(rows),)
@@ -194,6 +202,14 @@ class Learner(Workhorse):
                         column[index] = array
         return out
 
+    def _evaluate(self, batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        task = self.spec.objective.score
+        if self.engine is not None:
+            yield from self.engine.evaluate(task, batches)
+            return
+        for batch in batches:
+            yield batch, self.module(task, batch.tensors)
+
     def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`."""
         import torch
@@ -203,28 +219,27 @@ class Learner(Workhorse):
         max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
         sums: dict[str, torch.Tensor] = {}
 
-        def losses() -> Iterator[torch.Tensor]:
-            for index, batch in self._micro_batches(rows, max_tokens):
-                loss, stats = self._run(self.spec.objective.loss, batch, totals)
-                if not len(index):
-                    yield loss * 0.0
-                    continue
-                for name, value in stats.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + value
-                yield loss
+        def loss(batch: MicroBatch) -> torch.Tensor:
+            value, stats = self._run(self.spec.objective.loss, batch.tensors, totals)
+            if not batch.rows:
+                return value * 0.0
+            for name, stat in stats.items():
+                sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
+            return value
 
-        norm = self.engine.step(losses(), lr)
-        # Every rank knows the same norm; only rank 0 reports it, since reports are summed.
-        return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm if self.place.rank == 0 else 0.0}
+        norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
+        return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     def _run(self, task: Callable[..., Any], batch: Any, *args: Any) -> Any:
         if self.engine is not None:
             return self.engine.forward(task, batch, *args)
         return self.module(task, batch, *args)
 
-    def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-        """(row indices, trimmed tensors) of like-length micro-batches; the same number of them on every rank."""
+    def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
+        """Rows of like length, trimmed to it; the same number of micro-batches on every rank."""
         import torch
+
+        from xray_runtime.engines.engine import MicroBatch
 
         widths = rows["lengths"]
         if "rejected_lengths" in rows:
@@ -238,7 +253,7 @@ class Learner(Workhorse):
         for number in range(count):
             index = groups[number] if number < len(groups) else []
             # A rank that has run out still joins the collectives, with a row that counts nothing.
-            yield index, self._tensors(take(rows, index or [0]))
+            yield MicroBatch(index, self._tensors(take(rows, index or [0])))
 
     def _tensors(self, rows: Rows) -> dict[str, torch.Tensor]:
         import torch
@@ -268,21 +283,21 @@ class Learner(Workhorse):
         return torch.stack([torch.nn.functional.pad(s[:width], (0, 0, 0, max(width - len(s), 0))) for s in states])
 
     def save_state(self, directory: Path) -> None:
-        """This rank's part of a snapshot: `load_state` of it goes on to the same bits."""
+        """This rank's part of a snapshot: `load_state` of it goes on to the same bits; in another layout, nearly so."""
         assert self.engine is not None
         self.engine.save(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Go on from a snapshot that `save_state` wrote with the same number of Workhorses."""
+        """Go on from a snapshot that `save_state` wrote, under whichever layout."""
         assert self.engine is not None
         self.engine.load(directory)
 
     def export_weights(self, version: int) -> WeightUpdate | None:
-        """Trainable weights under their Hugging Face names, in the object store; None but on rank 0."""
+        """This pipeline stage's trained weights under their Hugging Face names; None but on one of its ranks."""
         from xray_runtime.weights.plasma import pack
 
-        tensors = self._gathered(trainable_only=True)
-        if self.place.rank == 0:
+        tensors = self._weights(head=False)
+        if self.engine is not None and self.engine.writes:
             return pack(tensors, version)
         for _ in tensors:
             pass
@@ -299,39 +314,46 @@ class Learner(Workhorse):
             for name, p in self.module.lm.named_parameters()
             if p.requires_grad
         ]
-        tensors = functools.partial(self._gathered, trainable_only=True)
+        tensors = functools.partial(self._weights, head=False)
         send(transport, tensors, metadata, self.place.rank, meet, receivers, per_replica, version)
 
+    def begin_save(self, directory: Path) -> None:
+        """Write the model in Hugging Face form as it was when it was loaded."""
+        from xray_runtime.models.causal_lm import copy_model
+
+        copy_model(self.spec.directory, directory)
+
     def save(self, directory: Path, head_file: str | None) -> None:
-        """Write the model in Hugging Face form; rank 0 writes, every rank joins the gathering."""
+        """Write what was trained into the model that `begin_save` made there, and the scalar head into `head_file`.
+
+        Every rank joins the gathering, some write; one tensor at a time.
+        """
         from safetensors.torch import save_file
 
-        from xray_runtime.models.causal_lm import save_weights
+        from xray_runtime.models.tensor_file import TensorFile
 
-        weights = {name: t.detach().cpu().clone() for name, t in self._gathered(trainable_only=True)}
+        assert self.engine is not None
+        if not self.engine.writes:
+            for _ in self._weights(head=True):
+                pass
+            return
         head = {}
-        if self.module.scalar is not None:
-            parameters = dict(self.module.scalar.named_parameters())
-            with self._gather(list(parameters.values())):
-                head = {name: p.detach().cpu().clone() for name, p in parameters.items()}
-        if self.place.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            save_weights(self.module.lm, weights, self.spec.directory, directory)
-            if head_file is not None and head:
-                (directory / head_file).parent.mkdir(exist_ok=True)
-                save_file(head, directory / head_file)
+        with TensorFile(directory / "model.safetensors") as file:
+            for name, tensor in self._weights(head=True):
+                if name.startswith(HEAD_PREFIX):
+                    head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
+                else:
+                    file.write(name, tensor)
+        if head_file is not None and head:
+            (directory / head_file).parent.mkdir(exist_ok=True)
+            save_file(head, directory / head_file)
 
-    def _gather(self, parameters: list[Any]) -> Any:
-        import contextlib
-
-        return self.engine.gathered(parameters) if self.engine is not None else contextlib.nullcontext()
-
-    def _gathered(self, *, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor), one at a time."""
-        for name, parameter in self.module.lm.named_parameters():
-            if parameter.requires_grad or not trainable_only:
-                with self._gather([parameter]):
-                    yield name, parameter.data
+    def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor) of what is trained, one at a time."""
+        assert self.engine is not None
+        for name, tensor in self.engine.weights():
+            if head or not name.startswith(HEAD_PREFIX):
+                yield name, tensor
 
 
 class Generator(Workhorse):

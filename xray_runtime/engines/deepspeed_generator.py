@@ -32,7 +32,7 @@ class DeepSpeedSampler:
         import deepspeed
 
         if place.world_size > 1:
-            _join(place, runtime.collective_timeout_s)
+            _join(place)
         lm: Any = load_model(directory)
         lm.generation_config = transformers.GenerationConfig()
         self._tied = bool(lm.config.tie_word_embeddings)
@@ -66,11 +66,11 @@ class DeepSpeedSampler:
         parameter.copy_(shard)
 
 
-def _join(place: Place, timeout_s: float) -> None:
+def _join(place: Place) -> None:
     """The process group of one model's ranks."""
     from deepspeed import comm
 
-    init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device), timeout_s)
+    init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device))
     # Of its own all-reduce through shared memory: it needs all ranks on one host and LOCAL_SIZE to say so (without, it
     # writes to nowhere), and leaves 69 MB a rank behind when one is killed. Level 0 makes it use gloo.
     comm.comm.cdb.shm_vector_kernel_level = 0

@@ -1,45 +1,56 @@
-"""Training engine: DeepSpeed ZeRO 0 to 3 over data-parallel ranks.
+"""Training engine: DeepSpeed ZeRO 0 to 3 over data-parallel ranks, of whole models or of slices of them.
 
 The caller owns normalization: micro-batch losses arrive already divided by *global* counts and are simply summed over
-micro-batches and ranks, so a step does not depend on how a batch was split. DeepSpeed averages gradients over ranks;
-the engine multiplies that back.
+micro-batches and ranks, so a step does not depend on how a batch was split. DeepSpeed averages gradients over
+data-parallel ranks; the engine multiplies that back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xray_runtime.config import TrainingConfig
+from xray_runtime.engines import states
+from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.mesh import Mesh
+from xray_runtime.engines.tensor import Split, join
 
-TAG = "engine"
-"""Name of the one checkpoint DeepSpeed finds in a snapshot's directory."""
 REDUCE_BUCKET = 500_000_000
 """Most gradient elements that are reduced at a time."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's two moments, as torch names them."""
 
 
 class ZeroEngine:
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
-        module: the whole module; ZeRO-3 partitions it here.
+        module: this rank's part of the model; ZeRO-3 partitions it here.
         training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step brings its own.
-        device: where this rank computes.
+        mesh: who holds the other parts; None where every rank has a whole replica.
+        splits: parameters of which this rank holds a slice.
     """
 
-    def __init__(self, module: nn.Module, training: TrainingConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        training: TrainingConfig,
+        mesh: Mesh | None = None,
+        splits: dict[str, Split] | None = None,
+    ) -> None:
         import deepspeed
 
         self.stage = training.engine.zero_stage
-        self.device = device
+        self._mesh, self._splits, self._grad_clip = mesh, splits or {}, training.grad_clip
+        self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             _decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
@@ -58,53 +69,161 @@ class ZeroEngine:
             "gradient_clipping": training.grad_clip if self.stage else 0.0,
             "steps_per_print": 2**31,
         }
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, mpu=mesh
+        )
         self.module: Any = self.engine.module
-        self.world_size = torch.distributed.get_world_size()
+        self.data_parallel = training.engine.data_parallel
         self._norm = 0.0
+        self._moments = self._begin_moments()
         if not self.stage:
+            optimizer.register_step_pre_hook(lambda *_: self._clip())
 
-            def clip(*_: Any) -> None:
-                self._norm = float(torch.nn.utils.clip_grad_norm_(trainable, training.grad_clip))
-
-            optimizer.register_step_pre_hook(clip)
+    def _clip(self) -> None:
+        # Each number of the model counts once: what every tensor-parallel peer holds, on the first of them.
+        first = self._mesh is None or self._mesh.tensor_rank == 0
+        trained = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for n, p in trained if first or n in self._splits])
+        if self._mesh is not None:
+            square = norm.square()
+            dist.all_reduce(square, group=self._mesh.replica_group)
+            norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
+        self._norm = float(norm)
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """Run `task(module, *args)` inside the engine's forward, where sharded parameters are gathered."""
+        """Run `task(module, *args)` inside DeepSpeed's forward, where sharded parameters are gathered."""
         return self.engine(task, *args)
 
-    def step(self, losses: Iterator[Tensor], lr: float) -> float:
-        """One optimizer step at learning rate `lr` over this rank's micro-batch losses.
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """See `Engine.evaluate`."""
+        for batch in batches:
+            yield batch, self.forward(task, batch.tensors)
 
-        Every rank must bring the same number of losses (collectives run in each). Returns the global gradient norm
-        before clipping.
-        """
+    def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
+        """See `Engine.step`."""
+        for batch in batches:
+            self.backward(loss(batch) * self.data_parallel)
+        return self.apply(lr)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, of which DeepSpeed will take the mean over data-parallel ranks."""
+        self.engine.backward(loss)
+
+    def apply(self, lr: float) -> float:
+        """Make the optimizer's step with the gradients added so far; returns their global norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for loss in losses:
-            self.engine.backward(loss * self.world_size)
         self.engine.step()
         norm = self.engine.get_global_grad_norm() if self.stage else self._norm
         return float(norm if norm is not None else 0.0)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.weights`."""
+        for name, parameter in self._trained():
+            yield states.hugging_face_name(name), self._whole(name, self._value(parameter))
+
     def save(self, directory: Path) -> None:
-        """Write everything this rank needs to go on exactly from here: trained parameters and optimizer state."""
-        self.engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
+        """See `Engine.save`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"stage-{self._mesh.stage if self._mesh else 0}.safetensors"
+        shapes = {states.hugging_face_name(n): self._whole_shape(n, p) for n, p in self._trained()}
+        step = int(self._moments[0]["step"])
+
+        def whole() -> Iterator[tuple[str, str, Tensor]]:
+            for name, parameter in self._trained():
+                plain = states.hugging_face_name(name)
+                yield states.WEIGHT, plain, self._whole(name, self._value(parameter))
+                for key in MOMENTS:
+                    yield key, plain, self._whole(name, self._moment(parameter, key))
+
+        states.write(file if self.writes else None, shapes, (states.WEIGHT, *MOMENTS), step, whole())
 
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote under the same layout. The caller vouches for the files (they are pickles)."""
-        self.engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
+        """See `Engine.load`."""
+        with states.Reader(directory) as saved:
+            for name, parameter in self._trained():
+                plain, split = states.hugging_face_name(name), self._splits.get(name)
+                rank = self._mesh.tensor_rank if self._mesh else 0
+                self._set_value(parameter, saved.part(states.WEIGHT, plain, split, rank).to(parameter.device))
+                for key in MOMENTS:
+                    self._set_moment(parameter, key, saved.part(key, plain, split, rank).to(parameter.device))
+            for moments in self._moments:
+                moments["step"].fill_(saved.step)
 
-    @contextlib.contextmanager
-    def gathered(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Whole parameters on every rank while the context lasts (ZeRO-3 gathers them; else a no-op)."""
-        if self.stage < 3:
-            yield
-            return
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._splits:
+            return tensor
+        assert self._mesh is not None
+        return join(tensor, self._splits[name], self._mesh)
+
+    def _whole_shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))
+        if name in self._splits:
+            shape[self._splits[name].dim] = sum(self._splits[name].sizes)
+        return tuple(shape)
+
+    def _adam(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _begin_moments(self) -> list[dict[str, Tensor]]:
+        # Adam keeps its states by parameter, or by DeepSpeed's flat float32 partitions of them. They are made here, as
+        # zeros, like Adam's own at its first step: a snapshot can then be loaded before that. (ZeRO 1 and 2 link
+        # parameters to them after the step of the first group of several, too early for the others.)
+        flat = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups"}
+        flat[3] = "fp32_partitioned_groups_flat"
+        tensors = getattr(self.optimizer, flat[self.stage]) if self.stage else [p for _, p in self._trained()]
+        state = self._adam().state
+        for tensor in tensors:
+            state[tensor] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+        if self.stage in (1, 2):
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        return [state[tensor] for tensor in tensors]
+
+    def _value(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # ZeRO 1 and 2 keep whole parameters beside the partitions they step; after a step both are the same.
+        return parameter.data if self.stage < 3 else safe_get_full_fp32_param(parameter)
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state = self._adam().state
+        moment: Tensor = safe_get_full_optimizer_state(parameter, key) if self.stage else state[parameter][key]
+        return moment
+
+    def _set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        with deepspeed.zero.GatheredParameters(parameters):
-            yield
+        if self.stage < 3:
+            parameter.data.copy_(value)
+            if self.stage:
+                safe_set_full_fp32_param(parameter, value)
+            return
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+        safe_set_local_fp32_param(parameter, self._partition(parameter, value))
+
+    def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if not self.stage:
+            self._adam().state[parameter][key].copy_(value)
+        elif self.stage < 3:
+            safe_set_full_optimizer_state(parameter, value, key)
+        else:
+            safe_set_local_optimizer_state(parameter, self._partition(parameter, value), key)
+
+    def _partition(self, parameter: Any, value: Tensor) -> Tensor:
+        # This rank's equal share of the flat tensor, the last one padded, as ZeRO-3 cuts it.
+        size = parameter.ds_tensor.numel()
+        flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
+        return flat.narrow(0, size * dist.get_rank(), size)
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -117,10 +236,8 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def init_collectives(
-    rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float
-) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU. Who waits longer in a collective gives up."""
+def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
+    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
     )
@@ -131,6 +248,4 @@ def init_collectives(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
     import deepspeed
 
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)

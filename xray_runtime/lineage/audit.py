@@ -23,9 +23,10 @@ from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.evaluation_audit import Prompts, check_dataset, check_evaluation
 from xray_runtime.lineage.findings import Finding
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import Place
-from xray_runtime.lineage.signing import SignatureProblem, Verifier, trusted_keys
+from xray_runtime.lineage.signing import SignatureProblem, Verifier
 from xray_runtime.lineage.statement import Statement
 
 WORKERS = 8
@@ -139,9 +140,9 @@ def _structure(place: Place, order: list[str], everything: bool) -> Iterator[Fin
 
 
 def _verifier(place: Place, public: Path | None, found: list[Finding]) -> Verifier | None:
-    paths = [public] if public else trusted_keys(place.output)
+    found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(place.output)[1]]
     try:
-        return Verifier(paths)
+        return Verifier(trusted_keys(place.output, public))
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         found.append(Finding("keys", "key-missing", reason))
@@ -180,7 +181,8 @@ def _attestation(place: Place, node: Node, verifier: Verifier | None) -> Iterato
             return
     if verifier is not None:
         try:
-            verifier.check(record, directory / SIGNATURE)
+            made = node.statement.predicate.details.metadata.finished if node.statement is not None else None
+            verifier.check(record, directory / SIGNATURE, made)
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
     statement = node.statement

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage.audit import Audit, audit
+from xray_runtime.lineage.evaluation_audit import RESULTS
 from xray_runtime.lineage.graph import CHECKPOINTS, Node
+from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
 from xray_runtime.lineage.reference import Place, open_place
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.signing import public_key, trust, trusted_keys
+from xray_runtime.lineage.signing import public_key
 
 
 def export(place: Place, node: Node, path: Path) -> int:
@@ -34,9 +36,11 @@ def export(place: Place, node: Node, path: Path) -> int:
         raise ConfigError(f"REF: its ancestors {', '.join(missing)} are not in {place.output}: the chain is broken")
     temporary = path.with_name(f"{path.name}.writing")
     with tarfile.open(temporary, "w") as archive:
-        for number, key in enumerate(trusted_keys(place.output)):
-            name = "signing.pub" if number == 0 else f"trusted/{key.name}"
+        for number, key in enumerate(root_keys(place.output)):
+            name = "signing.pub" if number == 0 else f"{TRUSTED}/{key.name}"
             archive.add(key, f"keys/{name}", recursive=False)
+        for file in retirement_files(place.output):
+            archive.add(file, f"keys/{RETIRED}/{file.name}", recursive=False)
         for sha in chosen:
             directory = place.graph.nodes[sha].directory
             archive.add(directory, f"{CHECKPOINTS}/{directory.name}")
@@ -88,9 +92,9 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
         result = audit(place, public=public)
         if not result.is_sound:
             return result
-        for key in [public] if public else trusted_keys(place.output):
-            if not public_key(output).exists() or key.read_bytes() != public_key(output).read_bytes():
-                trust(output, key)
+        own = public_key(output).read_bytes() if public_key(output).exists() else b""
+        keys = [key for key in ([public] if public else root_keys(place.output)) if key.read_bytes() != own]
+        adopt(output, keys, retirement_files(place.output))
         order = place.graph.ancestors(list(place.graph.nodes))
         for sha in order:
             directory = place.graph.nodes[sha].directory
@@ -106,8 +110,7 @@ def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) 
     from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.lineage.tracking_audit import Snapshot
 
-    local = tracking_uri == f"sqlite:///{(place.output / 'mlflow.db').absolute()}"
-    tracker = Tracker(tracking_uri, experiment, place.output.absolute() / "mlartifacts" if local else None)
+    tracker = Tracker(tracking_uri, experiment, place.artifacts)
     known = Snapshot(tracking_uri).by_sha
     parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
@@ -126,8 +129,9 @@ def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) 
             run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.sections)
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])
             numbers = {k: v for k, v in node.results.items() if isinstance(v, int | float)}
-            if manifest.kind == "evaluate":
-                run.metrics([(0, int(time.time() * 1000), {f"evaluate/{k}": float(v) for k, v in numbers.items()})])
+            if manifest.kind in RESULTS:
+                values = {f"{manifest.kind}/{k}": float(v) for k, v in numbers.items()}
+                run.metrics([(0, int(time.time() * 1000), values)])
             run.finish("FINISHED")
         refs[sha] = ref
     tracker.finish(parent, "FINISHED")

@@ -27,13 +27,16 @@ from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
 FOLDER = "decisions"
 START = "0" * 64
 
-Action = Literal["register", "promote", "rollback", "prune"]
+Action = Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
+MOVES = ("register", "promote", "rollback")
+"""Actions after which an alias points somewhere else."""
 
 
 class Decision(BaseModel):
     """One decision: `alias` of the registered model `name` now points to `version`, which is `checkpoint`.
 
-    With action `prune` it is about no model: `checkpoint` was removed from the store, and that was meant.
+    With `decline` it does not: a person said no. Two are about no model: with `prune`, `checkpoint` was removed from
+    the store, and that was meant; with `rotate` it is the sha256 of the public key that signs from here on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +53,8 @@ class Decision(BaseModel):
     note: str = ""
     gates: list[dict[str, Any]] = Field(default_factory=list)
     """What was checked, with the numbers."""
+    evidence: dict[str, Sha256] = Field(default_factory=dict)
+    """`evaluation`, `comparison` → the checkpoints the numbers were read from."""
 
 
 class _Record(BaseModel):
@@ -73,6 +78,7 @@ def decide(
     note: str = "",
     by: str | None = None,
     gates: list[dict[str, Any]] | None = None,
+    evidence: dict[str, str] | None = None,
 ) -> None:
     """Append a decision. The same decision twice in a row is one."""
     files = _files(output)
@@ -90,6 +96,7 @@ def decide(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         note=note,
         gates=gates or [],
+        evidence=evidence or {},
     )
     subject = Subject.model_validate({"name": f"{name}/{version}", "digest": {"sha256": checkpoint}})
     record = _Record.model_validate({"subject": [subject], "predicate": decision})
@@ -113,7 +120,7 @@ def current(output: Path) -> dict[tuple[str, str], Decision]:
             decision = _read(path)
         except (OSError, ValueError):
             continue
-        if decision.action != "prune":
+        if decision.action in MOVES:
             found[decision.name, decision.alias] = decision
     return found
 
@@ -131,7 +138,7 @@ def pruned(output: Path) -> set[str]:
 
 def check_chain(output: Path, verifier: Verifier | None) -> Iterator[Finding]:
     """Whether every decision is signed, none is missing, and none was changed."""
-    previous = START
+    previous, signer, retired = START, "", set[str]()
     for number, path in enumerate(_files(output), start=1):
         subject = f"{FOLDER}/{path.name}"
         if path.name != f"{number:06}.json":
@@ -144,9 +151,15 @@ def check_chain(output: Path, verifier: Verifier | None) -> Iterator[Finding]:
             return
         if verifier is not None:
             try:
-                verifier.check(path, path.with_suffix(".sig"))
+                key = verifier.check(path, path.with_suffix(".sig"), decision.at)
             except SignatureProblem as problem:
                 yield Finding(subject, "decision-broken", str(problem))
+            else:
+                # Whatever time a decision claims: a key that was taken over from signs none after it.
+                if key in retired:
+                    yield Finding(subject, "decision-broken", "it was signed with a key that was retired before it")
+                retired |= {signer} - {key}
+                signer = key
         if decision.previous != previous:
             yield Finding(subject, "decision-broken", "it does not follow the one before")
         previous = file_sha256(path)

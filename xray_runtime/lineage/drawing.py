@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ MAX_INDENT = 16
 """Levels drawn by indentation; deeper ones say their level, so that the text grows with the number of checkpoints."""
 
 MAX_VALUE_CHARS = 120
+MAX_MERMAID = 150
+"""Boxes of a flowchart: it is laid out in a browser, and has to be read."""
 
 
 def printable(text: str) -> str:
@@ -58,6 +61,22 @@ def _summary(node: Node | None) -> str:
     shown = [f"{k} {results[k]:.3g}" for k in ("win_rate", "kl", "accuracy") if isinstance(results.get(k), int | float)]
     shown += [f"{results[k]:,} {k}" for k in ("train_pairs", "heldout_pairs") if isinstance(results.get(k), int)]
     return f"  ({', '.join(shown)})" if shown else ""
+
+
+def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
+    """The graph as a Mermaid flowchart, as Prefect's pages draw it; of very many checkpoints the nearest alone."""
+    chosen = selection(graph, node, descendants)[-MAX_MERMAID:]
+    names = {sha: f"n{number}" for number, sha in enumerate(chosen)}
+    yield "flowchart LR"
+    for sha, name in names.items():
+        # Quotes would end the label; Mermaid and the page read the rest as text.
+        stage = re.sub(r"[^\w .-]", "?", _stage(graph, sha))
+        yield f'  {name}["{stage}<br/>{sha[:12]}"]'
+    for sha, name in names.items():
+        roles: dict[str, list[str]] = {}
+        for role, parent in graph.parents(sha):
+            roles.setdefault(parent, []).append(re.sub(r"[^\w.-]", "?", role))
+        yield from (f"  {names[parent]} -->|{', '.join(r)}| {name}" for parent, r in roles.items() if parent in names)
 
 
 def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:

@@ -1,4 +1,7 @@
-"""Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?"""
+"""Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
+
+Of a comparison the same is asked for both policies.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from xray_runtime.lineage.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
 
 DATASET_KINDS = ("prepare", "preferences")
+RESULTS = {"evaluate": "evaluation.json", "compare": "comparison.json"}
+"""Kind of a judgement → its file of numbers."""
 MAX_LINE = 2**24
 
 
@@ -58,12 +63,12 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
 
 def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Finding]:
     """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any."""
-    if node.manifest.kind != "evaluate":
+    if node.manifest.kind not in RESULTS:
         return
     try:
         asked = _json(node, "prompts.json")
         samples = [str(sample["prompt"]) for sample in _json(node, "samples.json")]
-        count = _json(node, "evaluation.json")["samples"]
+        count = _json(node, RESULTS[node.manifest.kind])["samples"]
         if not isinstance(asked, list) or not all(isinstance(prompt, str) for prompt in asked):
             raise ValueError("prompts.json is not a list of texts")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -76,8 +81,8 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Fin
     if heldout is not None and not questions <= heldout:
         foreign = questions - heldout
         yield Finding(node.name, "evaluation-foreign", f"{len(foreign)} prompts, for example {min(foreign)[:80]!r}")
-    policy = node.manifest.parents.get("policy")
-    for sha in graph.ancestors([policy] if policy else []):
+    judged = [node.manifest.parents[role] for role in ("policy", "champion") if role in node.manifest.parents]
+    for sha in graph.ancestors(judged):
         ancestor = graph.nodes.get(sha)
         if ancestor is None or ancestor.manifest.kind not in DATASET_KINDS:
             continue

@@ -56,6 +56,14 @@ CODES: dict[str, tuple[str, str]] = {
     "signature-missing": ("Nobody vouches for the statement.", _RECOMPUTE),
     "signature-malformed": ("The signature cannot be read.", _RECOMPUTE),
     "signature-foreign": ("The statement was signed with another key than the one trusted here.", _ASK),
+    "signature-retired": (
+        "The statement says it was made after the key it is signed with was retired: who has the old key made it.",
+        _ASK,
+    ),
+    "rotation-broken": (
+        "What says how one signing key took over from another is not signed by both, or not whole.",
+        "Restore keys/retired/ from a copy: until then what the old key signed counts as foreign.",
+    ),
     "signature-invalid": ("The statement, or what lies beside it, was changed after it was signed.", _RECOMPUTE),
     "key-missing": (
         "There is no public key to check signatures with.",

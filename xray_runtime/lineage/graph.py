@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 IGNORED = (".building-", ".damaged-")
 """Directories that are no checkpoints: being built, or moved aside."""
 
-RESULT_FILES = ("evaluation.json", "reward.json", "stats.json")
+RESULT_FILES = ("evaluation.json", "comparison.json", "reward.json", "stats.json")
 
 
 @dataclass(frozen=True)

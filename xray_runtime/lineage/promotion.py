@@ -6,38 +6,24 @@ is written first, so that after a crash the audit names the alias that lags behi
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
-from xray_runtime.checkpoints.store import read_bounded
+from xray_runtime.config import PromotionConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage.audit import audit
-from xray_runtime.lineage.decisions import Decision, current, decide
+from xray_runtime.lineage.decisions import Action, Decision, current, decide
+from xray_runtime.lineage.evaluation_audit import DATASET_KINDS
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import Place
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.stages.spec import SEEN_BY_CHAMPION
 
 CHAMPION, PREVIOUS = "champion", "previous"
-
-
-class Gates(BaseModel):
-    """What an evaluation must show. None turns a gate off."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    min_win_rate: float | None = Field(0.5, ge=0, le=1)
-    """The lower end of the win rate's 95% interval, over the SFT model."""
-    max_kl: float | None = Field(20.0, gt=0)
-    """Nats a reply, to the SFT model."""
-    max_length_ratio: float | None = Field(2.0, ge=1)
-    """Length of replies after to before, and before to after."""
-    max_gold_drop: float | None = Field(0.0, ge=0)
-    """While the learned reward rises, the gold score may fall by no more: it is a sign of reward hacking."""
-    max_regression: float | None = Field(0.05, ge=0, le=1)
-    """Win rate may be this much below the champion's, on the same prompts."""
+NOT_EVALUATED = "the candidate has no evaluation in the store"
 
 
 class Gate(BaseModel):
@@ -56,15 +42,71 @@ class NotPromoted(ValueError):
         self.reasons = reasons
 
 
-def check_gates(graph: Graph, candidate: Node, champion: str | None, gates: Gates) -> list[Gate]:
+@dataclass(frozen=True)
+class Review:
+    """What a person is shown before deciding: a candidate that passed everything."""
+
+    name: str
+    version: str
+    candidate: Node
+    champion: Decision | None
+    """The decision that made the present champion."""
+    gates: list[Gate]
+    evidence: dict[str, str]
+    """`evaluation` and `comparison` → digest of the checkpoint the gates read."""
+
+
+def champion_of(place: Place, name: str) -> Decision | None:
+    """The decision that made the present champion of the registered model `name`."""
+    return current(place.output).get((name, CHAMPION))
+
+
+def evaluation_of(graph: Graph, policy: str) -> Node | None:
+    """The latest evaluation of a policy."""
+    judged = [graph.nodes[child] for role, child in graph.children.get(policy, []) if role == "policy"]
+    judged = [node for node in judged if node.manifest.kind == "evaluate"]
+
+    def finished(node: Node) -> str:
+        return node.statement.predicate.details.metadata.finished if node.statement else ""
+
+    return max(judged, key=lambda node: (finished(node), node.sha256), default=None)
+
+
+def comparison_spec(graph: Graph, candidate: Node, champion: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(config sections, role → digest) of the stage `compare`: the candidate's evaluation against the champion.
+
+    Raises:
+        NotPromoted: there is no evaluation of the candidate, or no champion in the store.
+    """
+    evaluation = evaluation_of(graph, candidate.sha256)
+    if evaluation is None:
+        raise NotPromoted([NOT_EVALUATED])
+    if champion not in graph.nodes:
+        raise NotPromoted([f"the champion {champion[:12]} is not in the store: nothing to compare with"])
+    behind = set(graph.ancestors([candidate.sha256]))
+    foreign = [
+        sha
+        for sha in graph.ancestors([champion])
+        if sha not in behind and sha in graph.nodes and graph.nodes[sha].manifest.kind in DATASET_KINDS
+    ]
+    roles = {"policy": candidate.sha256, "champion": champion}
+    roles |= {role: evaluation.manifest.parents[role] for role in ("reward", "dataset")}
+    roles |= {f"{SEEN_BY_CHAMPION}{number}": sha for number, sha in enumerate(foreign, start=1)}
+    return evaluation.manifest.sections, roles
+
+
+def check_gates(
+    candidate: Node, evaluation: Node | None, champion: str | None, comparison: Node | None, gates: PromotionConfig
+) -> list[Gate]:
     """Every gate that is on.
 
     Args:
+        evaluation: of the candidate.
         champion: digest of the present champion, where there is one.
+        comparison: of the two.
     """
-    evaluation = _evaluation(graph, candidate.sha256)
     if evaluation is None:
-        return [Gate(name="evaluated", passed=False, reason="the candidate has no evaluation in the store")]
+        return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
     e, found = evaluation.results, []
 
     def gate(name: str, passed: bool, reason: str) -> None:
@@ -87,69 +129,126 @@ def check_gates(graph: Graph, candidate: Node, champion: str | None, gates: Gate
             text = f"learned reward {rise:+.3f}, gold score {-drop:+.3f}; a fall of at most {gates.max_gold_drop}"
             gate("max_gold_drop", rise <= 0 or drop <= gates.max_gold_drop, text)
         if gates.max_regression is not None and champion is not None and champion != candidate.sha256:
-            gate("max_regression", *_regression(graph, evaluation, champion, gates.max_regression))
+            parents = comparison.manifest.parents if comparison is not None else {}
+            if comparison is None or (parents.get("policy"), parents.get("champion")) != (candidate.sha256, champion):
+                gate("max_regression", False, f"the candidate was not compared with the champion {champion[:12]}")
+                return found
+            c = comparison.results
+            low = c["win_rate_ci95"][0]
+            text = f"win rate over the champion {c['win_rate']:.3f}, 95% from {low:.3f} ({c['judge']}, {c['samples']}"
+            text += f" prompts); at most {gates.max_regression} below one half"
+            gate("max_regression", low >= 0.5 - gates.max_regression, text)
     except (KeyError, TypeError, IndexError) as error:
         gate("evaluated", False, f"the evaluation lacks a number ({error})")
     return found
 
 
-def promote(
-    place: Place, candidate: Node, *, name: str, gates: Gates, by: str, note: str, public: Path | None = None
-) -> list[Gate]:
-    """Audit, check the gates, write the decision, move the aliases.
-
-    Args:
-        by: who approves: a claim, recorded as such.
+def review(
+    place: Place,
+    candidate: Node,
+    *,
+    name: str,
+    gates: PromotionConfig,
+    comparison: Node | None = None,
+    public: Path | None = None,
+) -> Review:
+    """Audit the candidate and what it is compared with, and check the gates.
 
     Raises:
         NotPromoted: the audit found something, or a gate does not hold.
         ConfigError: the candidate is not a version of `name`.
     """
-    uri = _uri(place)
-    version = _version(uri, name, candidate.sha256)
-    result = audit(place, [candidate], public=public)
-    broken = sorted({f"{f.code} ({f.subject})" for f in result.findings if f.is_broken})
-    if broken:
-        raise NotPromoted([f"the audit found {reason}" for reason in broken])
-    present = current(place.output).get((name, CHAMPION))
-    checked = check_gates(place.graph, candidate, present.checkpoint if present else None, gates)
+    version = _version(_uri(place), name, candidate.sha256)
+    _require_sound(place, [candidate, *([comparison] if comparison else [])], public)
+    evaluation = evaluation_of(place.graph, candidate.sha256)
+    champion = champion_of(place, name)
+    checked = check_gates(candidate, evaluation, champion.checkpoint if champion else None, comparison, gates)
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)
-    if present is None or present.checkpoint != candidate.sha256:
-        _move(place, uri, "promote", name, (version, candidate.sha256), present, by, note, checked)
-    return checked
+    evidence = {"evaluation": evaluation, "comparison": comparison}
+    return Review(
+        name=name,
+        version=version,
+        candidate=candidate,
+        champion=champion,
+        gates=checked,
+        evidence={what: node.sha256 for what, node in evidence.items() if node is not None},
+    )
 
 
-def roll_back(place: Place, *, name: str, by: str, note: str) -> Decision:
+def promote(place: Place, seen: Review, *, by: str, note: str) -> None:
+    """Write the decision and move the aliases. Where the candidate is champion already, the aliases follow again.
+
+    Args:
+        by: who approves: a claim, recorded as such.
+
+    Raises:
+        NotPromoted: another champion was chosen since the review.
+    """
+    if champion_of(place, seen.name) != seen.champion:
+        raise NotPromoted(["another champion was chosen in the meantime; start again"])
+    if seen.champion is None or seen.champion.checkpoint != seen.candidate.sha256:
+        _decide_move(place, "promote", seen.name, (seen.version, seen.candidate.sha256), seen.champion, by, note, seen)
+    _follow(place, seen.name)
+
+
+def decline(place: Place, seen: Review, *, by: str, note: str) -> None:
+    """Record that a person said no; no alias moves."""
+    decide(
+        place.output,
+        signing_key(place.output),
+        action="decline",
+        name=seen.name,
+        alias=CHAMPION,
+        version=seen.version,
+        checkpoint=seen.candidate.sha256,
+        by=by,
+        note=note,
+        gates=[gate.model_dump() for gate in seen.gates],
+        evidence=seen.evidence,
+    )
+
+
+def roll_back(place: Place, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
     """Make the previous champion champion again; returns the decision it goes back to.
 
     Raises:
         ConfigError: there is no previous champion.
+        NotPromoted: its audit found something.
     """
     decisions = current(place.output)
     present, before = decisions.get((name, CHAMPION)), decisions.get((name, PREVIOUS))
     if present is None or before is None:
         raise ConfigError(f"--rollback: {name!r} has no previous champion in {place.output}")
-    _move(place, _uri(place), "rollback", name, (before.version, before.checkpoint), present, by, note, [])
+    if before.checkpoint not in place.graph.nodes:
+        raise NotPromoted([f"the previous champion {before.checkpoint[:12]} is not in the store"])
+    _require_sound(place, [place.graph.nodes[before.checkpoint]], public)
+    _decide_move(place, "rollback", name, (before.version, before.checkpoint), present, by, note, None)
+    _follow(place, name)
     return before
 
 
-def _move(
+def _require_sound(place: Place, nodes: list[Node], public: Path | None) -> None:
+    result = audit(place, nodes, public=public)
+    broken = sorted({f"{f.code} ({f.subject})" for f in result.findings if f.is_broken})
+    if broken:
+        raise NotPromoted([f"the audit found {reason}" for reason in broken])
+
+
+def _decide_move(
     place: Place,
-    uri: str,
-    action: Any,
+    action: Action,
     name: str,
     to: tuple[str, str],
     present: Decision | None,
     by: str,
     note: str,
-    checked: list[Gate],
+    seen: Review | None,
 ) -> None:
-    from xray_runtime.lineage.tracking import set_aliases
-
     key = signing_key(place.output)
-    moves = {CHAMPION: to} | ({PREVIOUS: (present.version, present.checkpoint)} if present else {})
+    # The champion last: cut short before it, the same command decides both again.
+    moves = ({PREVIOUS: (present.version, present.checkpoint)} if present else {}) | {CHAMPION: to}
     for alias, (version, sha256) in moves.items():
         decide(
             place.output,
@@ -161,35 +260,18 @@ def _move(
             checkpoint=sha256,
             by=by,
             note=note,
-            gates=[gate.model_dump() for gate in checked],
+            gates=[gate.model_dump() for gate in seen.gates] if seen else [],
+            evidence=seen.evidence if seen else {},
         )
-    set_aliases(uri, name, {alias: version for alias, (version, _) in moves.items()})
 
 
-def _regression(graph: Graph, evaluation: Node, champion: str, allowed: float) -> tuple[bool, str]:
-    theirs = _evaluation(graph, champion)
-    if theirs is None:
-        return False, f"the champion {champion[:12]} has no evaluation in the store"
-    if _prompts(evaluation) != _prompts(theirs):
-        return False, f"the champion {champion[:12]} was judged on other prompts"
-    mine, other = evaluation.results["win_rate"], theirs.results["win_rate"]
-    return mine >= other - allowed, f"win rate {mine:.3f}, champion's {other:.3f}; at most {allowed} below"
+def _follow(place: Place, name: str) -> None:
+    """Point MLflow's aliases to what was decided."""
+    from xray_runtime.lineage.tracking import set_aliases
 
-
-def _evaluation(graph: Graph, policy: str) -> Node | None:
-    """The latest evaluation of a policy."""
-    judged = [graph.nodes[child] for role, child in graph.children.get(policy, []) if role == "policy"]
-    judged = [node for node in judged if node.manifest.kind == "evaluate"]
-
-    def finished(node: Node) -> str:
-        return node.statement.predicate.details.metadata.finished if node.statement else ""
-
-    return max(judged, key=lambda node: (finished(node), node.sha256), default=None)
-
-
-def _prompts(evaluation: Node) -> list[str]:
-    found: list[str] = json.loads(read_bounded(evaluation.directory / "prompts.json"))
-    return sorted(found)
+    decisions = current(place.output)
+    decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
+    set_aliases(_uri(place), name, decided)
 
 
 def _uri(place: Place) -> str:

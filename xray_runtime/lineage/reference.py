@@ -27,6 +27,12 @@ class Place:
     tracking_uri: str | None
     """None where no store of MLflow is known."""
 
+    @property
+    def artifacts(self) -> Path | None:
+        """Where new experiments keep their artifacts; None leaves that to a server."""
+        own = self.tracking_uri == f"sqlite:///{(self.output / 'mlflow.db').absolute()}"
+        return self.output.absolute() / "mlartifacts" if own else None
+
 
 def open_place(output: Path, tracking_uri: str | None) -> Place:
     """The output directory of lifecycles.

@@ -1,8 +1,8 @@
 """Retention: what may go without breaking a chain.
 
-Kept is what a registered alias points to, what is asked for, all their ancestors and all evaluations of what is kept;
-the rest may go. What goes is renamed first, then deleted, children before parents, so that a crash never leaves a
-checkpoint without its parents.
+Kept is what a registered alias points to, what is asked for, all their ancestors, all evaluations of what is kept and
+all comparisons among it; the rest may go. What goes is renamed first, then deleted, children before parents, so that a
+crash never leaves a checkpoint without its parents.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def plan_prune(place: Place, keep: Iterable[Node]) -> Prune:
 
 
 def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
-    """`starts`, all they came from, and the evaluations of any of them; each before what was made from it."""
+    """`starts`, all they came from, evaluations of and comparisons among them; each before what was made from it."""
     chosen = graph.ancestors(starts)
-    return graph.ancestors([*chosen, *sorted(_evaluations(graph, set(chosen)))])
+    return graph.ancestors([*chosen, *sorted(_judgements(graph, set(chosen)))])
 
 
 def prune(place: Place, plan: Prune) -> None:
@@ -60,10 +60,12 @@ def prune(place: Place, plan: Prune) -> None:
         shutil.rmtree(aside)
 
 
-def _evaluations(graph: Graph, kept: set[str]) -> set[str]:
+def _judgements(graph: Graph, kept: set[str]) -> set[str]:
+    judged = {child for sha in kept for role, child in graph.children.get(sha, []) if role == "policy"}
+    # A comparison with a champion that is not kept would hold on to all champions there ever were.
     return {
-        child
-        for sha in kept
-        for role, child in graph.children.get(sha, [])
-        if role == "policy" and graph.nodes[child].manifest.kind == "evaluate"
+        sha
+        for sha in judged
+        if (kind := graph.nodes[sha].manifest.kind) == "evaluate"
+        or (kind == "compare" and graph.nodes[sha].manifest.parents.get("champion") in kept)
     }

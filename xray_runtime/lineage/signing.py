@@ -11,17 +11,20 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 from xray_runtime.checkpoints.store import read_bounded
 from xray_runtime.config_io import ConfigError
 
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
-PRIVATE, PUBLIC, TRUSTED = "signing.pem", "signing.pub", "trusted"
+PRIVATE, PUBLIC = "signing.pem", "signing.pub"
 
 
 class SignatureProblem(ValueError):
-    """A signature that does not hold; `code` is `missing`, `malformed`, `foreign` or `invalid`."""
+    """A signature that does not hold; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -41,37 +44,36 @@ def signing_key(output: Path) -> Path:
     given = os.environ.get(KEY_VARIABLE)
     private = Path(given) if given else keys / PRIVATE
     if not given and not private.exists():
-        _make(private)
+        make_key(private)
     public = keys / PUBLIC
-    content = _public_bytes(private)
+    content = public_bytes(private)
     if not public.exists():
         _write_new(public, content, 0o644)
     if public.read_bytes() != content:
         raise ConfigError(
             f"{KEY_VARIABLE}: {str(private)!r} is not the key {public} belongs to; records of one output directory "
-            "have one key"
+            "have one key: `xray keys rotate` puts another in its place"
         )
     return private
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A public key whose signatures are accepted."""
+
+    path: Path
+    until: datetime | None = None
+    """When another took over from it: nothing made later may be signed with it."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Raises ValueError or OSError where it cannot be used."""
+        return fingerprint(self.path)
 
 
 def public_key(output: Path) -> Path:
     """Where the public key of an output directory lies."""
     return output / "keys" / PUBLIC
-
-
-def trusted_keys(output: Path) -> list[Path]:
-    """The public key of an output directory, and those of what was imported into it."""
-    others = output / "keys" / TRUSTED
-    imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
-    own = public_key(output)
-    return imported if imported and not own.exists() else [own, *imported]
-
-
-def trust(output: Path, public: Path) -> None:
-    """Trust another public key in `output`."""
-    folder = output / "keys" / TRUSTED
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / f"{fingerprint(public)[:16]}.pub").write_bytes(read_bounded(public))
 
 
 def fingerprint(public: Path) -> str:
@@ -90,7 +92,12 @@ def fingerprint(public: Path) -> str:
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError(f"{public}: not an elliptic-curve public key")
     form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return hashlib.sha256(key.public_bytes(serialization.Encoding.PEM, form)).hexdigest()
+    return key_digest(key.public_bytes(serialization.Encoding.PEM, form))
+
+
+def key_digest(pem: bytes) -> str:
+    """As `fingerprint`, of what `public_bytes` gives."""
+    return hashlib.sha256(pem).hexdigest()
 
 
 def sign(what: Path, signature: Path, private: Path) -> None:
@@ -108,11 +115,18 @@ class Verifier:
         OSError: it cannot be read.
     """
 
-    def __init__(self, public: Sequence[Path]) -> None:
-        self._keys = {fingerprint(path): path for path in public}
+    def __init__(self, trusted: Sequence[TrustedKey]) -> None:
+        self._keys = {key.sha256: key for key in trusted}
 
-    def check(self, what: Path, signature: Path) -> None:
-        """Raises SignatureProblem unless `signature` is a trusted key's and covers every byte of `what`."""
+    def check(self, what: Path, signature: Path, made: str | None = None) -> str:
+        """The digest of the key that signed `what`.
+
+        Args:
+            made: when `what` says it was made (ISO 8601): a retired key vouches only for what was made before.
+
+        Raises:
+            SignatureProblem: `signature` is not a trusted key's, or does not cover every byte of `what`.
+        """
         from model_signing import verifying
 
         try:
@@ -125,15 +139,29 @@ class Verifier:
             raise SignatureProblem(code, f"the signature cannot be read ({type(error).__name__})") from None
         if not isinstance(hint, str) or hint not in self._keys:
             raise SignatureProblem("foreign", f"it was signed with another key ({str(hint)[:12]}…)")
+        key = self._keys[hint]
         try:
-            verifying.Config().use_elliptic_key_verifier(public_key=self._keys[hint]).verify(what, signature)
+            verifying.Config().use_elliptic_key_verifier(public_key=key.path).verify(what, signature)
         # The library lets whatever its parsers raise through; each means the same here.
         except Exception as error:
             lines = str(error).splitlines()
             raise SignatureProblem("invalid", lines[0] if lines else "the signature is not valid") from None
+        if key.until is not None and not _not_after(made, key.until):
+            text = f"key {hint[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
+            raise SignatureProblem("retired", text)
+        return hint
 
 
-def _make(private: Path) -> None:
+def _not_after(made: str | None, until: datetime) -> bool:
+    try:
+        # Without a time zone a date cannot be compared.
+        return made is not None and datetime.fromisoformat(made) <= until
+    except (ValueError, TypeError):
+        return False
+
+
+def make_key(private: Path) -> None:
+    """Write a new private key for its owner alone, unless there is one."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -154,7 +182,8 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
     temporary.unlink()
 
 
-def _public_bytes(private: Path) -> bytes:
+def public_bytes(private: Path) -> bytes:
+    """The public half of a private key, in PEM. Raises ConfigError where it cannot be used."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 

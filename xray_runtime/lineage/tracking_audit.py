@@ -14,6 +14,7 @@ from typing import Any
 
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.decisions import current, pruned
+from xray_runtime.lineage.evaluation_audit import RESULTS
 from xray_runtime.lineage.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place
@@ -200,7 +201,7 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     differing = sorted(name for name, value in tags.items() if run.data.tags.get(name) != value)
     if differing:
         yield Finding(node.name, "mlflow-run-changed", f"tags of run {run.info.run_id}: {', '.join(differing)}")
-    if manifest.kind == "evaluate" and run.data.tags.get("xray.cached") != "true":
+    if manifest.kind in RESULTS and run.data.tags.get("xray.cached") != "true":
         yield from _check_metrics(run.data.metrics, node)
 
 
@@ -209,11 +210,11 @@ def _check_metrics(metrics: Mapping[str, float], node: Node) -> Iterator[Finding
     for name, value in node.results.items():
         if not isinstance(value, int | float):
             continue
-        shown = metrics.get(f"evaluate/{name}")
+        shown = metrics.get(f"{node.manifest.kind}/{name}")
         if shown is None or not math.isclose(shown, float(value), rel_tol=1e-9, abs_tol=1e-12):
             differing.append(name)
     if differing:
-        yield Finding(node.name, "mlflow-metric-changed", f"evaluate/: {', '.join(sorted(differing))}")
+        yield Finding(node.name, "mlflow-metric-changed", f"{node.manifest.kind}/: {', '.join(sorted(differing))}")
 
 
 def _check_inputs(snapshot: Snapshot, run: Any, node: Node) -> Iterator[Finding]:

@@ -6,12 +6,12 @@ Weights on disk are safetensors in Hugging Face form, so every checkpoint also l
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from xray_runtime.config import FreshBase
@@ -98,13 +98,10 @@ def save_model(lm: Any, tokenizer: Any, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def save_weights(lm: Any, weights: dict[str, torch.Tensor], like: Path, directory: Path) -> None:
-    """Write gathered `weights` as a checkpoint whose config and tokenizer are those of the checkpoint `like`.
-
-    `weights` may leave out frozen tensors: they are taken from `like`, bit for bit.
-    """
-    merged = load_file(like / "model.safetensors") | {k: v.detach().contiguous().cpu() for k, v in weights.items()}
-    save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})
+def copy_model(like: Path, directory: Path) -> None:
+    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(like / "model.safetensors", directory / "model.safetensors")
     copy_small_files(like, directory)
 
 

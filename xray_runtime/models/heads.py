@@ -47,7 +47,7 @@ class HeadedLM(nn.Module):
         self.reference_layers: nn.ModuleList | None = None
         self.reference_norm: nn.Module | None = None
         if trainable_layers is not None:
-            if not _built_like_llama(lm):
+            if not built_like_llama(lm):
                 raise ValueError(
                     f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
                     f"taken apart, not a {type(lm).__name__}"
@@ -85,13 +85,37 @@ class HeadedLM(nn.Module):
 
     def hidden(self, input_ids: Tensor, trunk: Tensor | None = None) -> Tensor:
         """Last hidden states [B, S, H]; from `trunk` states where they are given."""
-        if not self.has_trunk:
+        if trunk is None and not self.has_trunk:
             states: Tensor = self.lm.base_model(input_ids=input_ids).last_hidden_state
             return states
         states = self.trunk(input_ids) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
         states = top(inputs_embeds=states).last_hidden_state
         return states
+
+    def keep_stage(self, layers: range) -> None:
+        """Keep one pipeline stage: these layers, and the parts below the first or above the last. Names do not change.
+
+        The last stage's `hidden` wants the states of the stage before as its `trunk`.
+        """
+        model, num_layers = self.lm.model, len(self.lm.model.layers)
+        for i in set(range(num_layers)) - set(layers):
+            model.layers[i] = nn.Identity()
+        if layers.stop < num_layers:
+            model.norm = self.lm.lm_head = nn.Identity()
+            self.scalar = None
+        elif self.lm.config.tie_word_embeddings:
+            self.lm.lm_head = BorrowedHead(self.lm.lm_head.weight)
+        if layers.start > 0:
+            model.embed_tokens = nn.Identity()
+        self.stage, self.frozen_layers = layers, layers.start
+
+    def stage_states(self, input_ids: Tensor | None, states: Tensor | None) -> Tensor:
+        """Hidden states [B, S, H] that leave this pipeline stage, of the ids or states [B, S, H] that enter it."""
+        layers = self.lm.model.layers[self.stage.start : self.stage.stop]
+        part = self._part(self.stage.start, layers, nn.Identity())
+        out: Tensor = part(input_ids=input_ids, inputs_embeds=states).last_hidden_state
+        return out
 
     def reference_hidden(self, trunk: Tensor) -> Tensor:
         """Last hidden states [B, S, H] of the reference branch."""
@@ -127,6 +151,19 @@ class HeadedLM(nn.Module):
         return out
 
 
-def _built_like_llama(lm: Any) -> bool:
+class BorrowedHead(nn.Module):
+    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight.detach().clone().requires_grad_()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, H]."""
+        return nn.functional.linear(hidden, self.weight)
+
+
+def built_like_llama(lm: Any) -> bool:
+    """Whether `lm` has Llama's parts under Llama's names."""
     parts = ("embed_tokens", "layers", "norm")
     return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)

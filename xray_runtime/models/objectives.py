@@ -31,6 +31,11 @@ class Objective(Protocol):
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]: ...
 
 
+def sequences(rows: Tensors) -> Tensor:
+    """The token ids [B', S] that go through the model: of a pair's rows, first all chosen, then all rejected ones."""
+    return torch.cat([rows["input_ids"], rows["rejected_ids"]]) if "rejected_ids" in rows else rows["input_ids"]
+
+
 def response_positions(rows: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where response tokens are: (row [N], t [N], column of the state that predicts it [N], mask [B, T])."""
     num_tokens = rows["lengths"] - rows["prompt_lengths"]
@@ -88,15 +93,17 @@ class RewardObjective:
     """One number a reply, read at its last token; trained on pairs (`chosen_*` and `rejected_*` columns)."""
 
     def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        hidden = module.hidden(rows["input_ids"])
+        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
         last = hidden[torch.arange(len(hidden), device=hidden.device), rows["lengths"] - 1]
         return {"scores": module.scalars(last)}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         both = {
-            "input_ids": torch.cat([rows["input_ids"], rows["rejected_ids"]]),
+            "input_ids": sequences(rows),
             "lengths": torch.cat([rows["lengths"], rows["rejected_lengths"]]),
         }
+        if "trunk" in rows:
+            both["trunk"] = rows["trunk"]
         chosen, rejected = self.score(module, both)["scores"].chunk(2)
         loss, correct = pairwise_loss(chosen, rejected)
         return loss / totals["rows"], {"loss": loss.detach(), "correct": correct}

@@ -45,18 +45,13 @@ class Demand:
         return self.gpus > 0 or self.num_ranks > self.num_replicas
 
 
-def ranks_of(engine: EngineConfig) -> tuple[int, int]:
-    """(Workhorses of a model under `engine`, how many in a row form a tensor-parallel group)."""
-    return engine.num_workhorses, 1
-
-
 def demand(role: str, engine: EngineConfig | GeneratorConfig | None, runtime: RuntimeConfig, device: str) -> Demand:
     """What the model of `role` asks for; without an `engine` it is frozen, on one Workhorse."""
     gpus = runtime.gpus_per_workhorse if device == "cuda" else 0.0
     if isinstance(engine, GeneratorConfig):
         together, replicas = engine.tensor_parallel, runtime.generator_replicas
         return Demand(role, together * replicas, runtime.cpus_per_workhorse, gpus, together, replicas)
-    ranks, together = (1, 1) if engine is None else ranks_of(engine)
+    ranks, together = (1, 1) if engine is None else (engine.num_workhorses, engine.tensor_parallel)
     return Demand(role, ranks, runtime.cpus_per_workhorse, gpus, together)
 
 
@@ -80,7 +75,7 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
         if not shared_trunk:
             roles["reference"] = None
         if stage.critic == "separate":
-            roles["critic"] = stage.engine
+            roles["critic"] = stage.critic_engine or stage.engine
         demands[f"ppo-{number}"] = of(roles)
     return demands | {"evaluate": of({"generator": config.generator, "before": None, "after": None, "reward": None})}
 

@@ -134,7 +134,7 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
         models["critic"] = ModelSpec(
             trained if trained.exists() else reference,
             CriticObjective(config),
-            training=config,
+            training=config.model_copy(update={"engine": config.critic_engine or config.engine}),
             new_head=True,
             head=trained / HEAD_FILE if trained.exists() else None,
             trainable_layers=layers,

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from xray_runtime.checkpoints.snapshots import Snapshot
 
 
+SEEN_BY_CHAMPION = "seen-by-champion-"
+"""How the roles of datasets behind the champion begin that are not behind the candidate (stage `compare`)."""
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """One stage of a lifecycle before it runs."""

@@ -16,6 +16,7 @@ from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import Store, load_manifest
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.evaluation_audit import RESULTS
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.lineage.tracking import Tracker
@@ -113,9 +114,9 @@ class Lifecycle:
             )
         if run is not None:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
-            if kind == "evaluate":
-                numbers = json.loads(files["evaluation.json"])
-                values = {f"evaluate/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
+            if kind in RESULTS:
+                numbers = json.loads(files[RESULTS[kind]])
+                values = {f"{kind}/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
                 run.metrics([(0, 1, values)])
             run.finish("FINISHED")
         self.done[stage] = ref
@@ -163,6 +164,14 @@ class Lifecycle:
         ref = self.add(stage, "evaluate", evaluation_files(asked, win_rate, gold_delta), roles, {"asked": asked})
         publish_card(ref.path, self.done[policy].path)
         return ref
+
+    def compare(
+        self, policy: str, champion: str, asked: list[str], win_rate: float = 0.5, stage: str = "compare"
+    ) -> CheckpointRef:
+        roles = {"policy": policy, "champion": champion, "reward": "reward", "dataset": "prepare"}
+        files = evaluation_files(asked, win_rate, 0.0)
+        files["comparison.json"] = files.pop("evaluation.json")
+        return self.add(stage, "compare", files, roles, {"asked": asked})
 
     def record(self) -> None:
         """lifecycle.json, as far as an audit reads it."""

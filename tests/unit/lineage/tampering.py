@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from tests.unit.lineage.synthetic import ALIAS, NAME
 from xray_runtime.checkpoints.manifest import ATTESTATION, MANIFEST, SIGNATURE
-from xray_runtime.lineage.signing import sign, signing_key
+from xray_runtime.lineage.keys import rotate
+from xray_runtime.lineage.signing import fingerprint, make_key, sign, signing_key
 
 Tampering = Callable[[random.Random, Path], set[str]]
 
@@ -241,6 +243,79 @@ def the_public_key_replaced(rng: random.Random, output: Path) -> set[str]:
     shutil.copy(output / "intruder" / "keys" / "signing.pub", output / "keys" / "signing.pub")
     shutil.rmtree(output / "intruder")
     return {"signature-foreign"}
+
+
+def _signed_by(key: bytes, place: Path, change: Callable[[dict], object]) -> None:
+    """Rewrite the statement in `place` and sign it with a private key one has kept."""
+    path = place / ATTESTATION / "statement.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    private = place.parent.parent / "kept.pem"
+    private.write_bytes(key)
+    sign(place / ATTESTATION, place / SIGNATURE, private)
+    private.unlink()
+
+
+@case
+def a_statement_signed_with_a_retired_key(rng: random.Random, output: Path) -> set[str]:
+    """…after it was retired, which the statement says; or before, as it claims: then MLflow knows better."""
+    old = signing_key(output).read_bytes()
+    rotate(output, by="a person", note="")
+    later = rng.random() < 0.5
+    finished = "2099-01-01T00:00:00+00:00" if later else "2020-01-01T00:00:00+00:00"
+    metadata = {"finishedOn": finished}
+    change = lambda content: content["predicate"]["runDetails"]["metadata"].update(metadata)  # noqa: E731
+    _signed_by(old, rng.choice(checkpoints(output)), change)
+    return {"signature-retired"} if later else {"mlflow-model-changed"}
+
+
+@case
+def a_foreign_signature_after_a_rotation(rng: random.Random, output: Path) -> set[str]:
+    rotate(output, by="a person", note="")
+    if rng.random() < 0.5:
+        # The intruder's key lies among the retired ones, without a record that the owner signed.
+        intruder = signing_key(output / "intruder").parent / "signing.pub"
+        shutil.copy(intruder, output / "keys" / "retired" / f"{fingerprint(intruder)[:16]}.pub")
+        shutil.copy(intruder.with_name("signing.pem"), output / "intruder.pem")
+        shutil.rmtree(output / "intruder")
+    else:
+        make_key(output / "intruder.pem")
+    key = (output / "intruder.pem").read_bytes()
+    (output / "intruder.pem").unlink()
+    _signed_by(key, rng.choice(checkpoints(output)), lambda content: None)
+    return {"signature-foreign"}
+
+
+@case
+def a_rotation_rewritten_or_removed(rng: random.Random, output: Path) -> set[str]:
+    rotate(output, by="a person", note="")
+    path = rng.choice(sorted((output / "keys" / "retired").iterdir()))
+    if rng.random() < 0.5:
+        path.unlink()
+    elif path.suffix == ".json":
+        content = json.loads(path.read_text())
+        content["predicate"]["at"] = "2099-01-01T00:00:00Z"
+        path.write_text(json.dumps(content))
+    else:
+        path.write_bytes(path.read_bytes()[::-1])
+    return {"rotation-broken"}
+
+
+@case
+def a_decision_signed_with_a_retired_key(rng: random.Random, output: Path) -> set[str]:
+    """It claims an earlier time, and stands after the new key's first decision."""
+    old = signing_key(output).read_bytes()
+    first = json.loads((output / "decisions" / "000001.json").read_text())
+    rotate(output, by="a person", note="")
+    first["predicate"]["previous"] = hashlib.sha256((output / "decisions" / "000002.json").read_bytes()).hexdigest()
+    path = output / "decisions" / "000003.json"
+    path.write_text(json.dumps(first))
+    private = output / "kept.pem"
+    private.write_bytes(old)
+    sign(path, path.with_suffix(".sig"), private)
+    private.unlink()
+    return {"decision-broken"}
 
 
 @case

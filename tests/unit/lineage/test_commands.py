@@ -87,10 +87,15 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
         ),
         (["lineage", "{output}"], "holds many checkpoints"),
         (["lineage", "no-model@alias", "--output", "{output}"], "is not a registered model's alias"),
-        (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: is required"),
+        (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: 'm@candidate' is not a registered"),
+        (["promote", "ppo-2", "--output", "{output}", "--name", "m"], "--note: is required where nobody can be asked"),
         (
-            ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--gate", "max_kl=-1"],
-            "--gate max_kl: '-1' is not allowed",
+            ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],
+            "--set 'sft.lr=1' is not allowed: must be promotion.GATE=VALUE",
+        ),
+        (
+            ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "promotion.max_kl=-1"],
+            "promotion.max_kl: -1 is not allowed: must be greater than 0",
         ),
         (["import", "/nowhere.tar", "--output", "{output}"], "bundle: '/nowhere.tar' cannot be read"),
     ],

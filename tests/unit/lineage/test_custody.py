@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tarfile
@@ -11,11 +12,21 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle
+from tests.unit.lineage.synthetic import NAME, Lifecycle, jsonl
+from xray_runtime.config import PromotionConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage.audit import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
-from xray_runtime.lineage.promotion import Gates, NotPromoted, promote, roll_back
+from xray_runtime.lineage.promotion import (
+    NotPromoted,
+    Review,
+    champion_of,
+    comparison_spec,
+    decline,
+    promote,
+    review,
+    roll_back,
+)
 from xray_runtime.lineage.reference import Place, open_place, resolve
 from xray_runtime.lineage.retention import plan_prune, prune
 
@@ -30,17 +41,20 @@ def broken(output: Path) -> list[str]:
     return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_place(output, None)).findings if f.is_broken]
 
 
-def promoted(output: Path, stage: str, **gates: float | None) -> None:
+def promoted(output: Path, stage: str, comparison: str | None = None, **gates: float | None) -> None:
     place, node = resolve(stage, output, None)
-    promote(place, node, name=NAME, gates=Gates(**gates), by="a person", note="looks good")
+    other = resolve(comparison, output, None)[1] if comparison else None
+    seen = review(place, node, name=NAME, gates=PromotionConfig(**gates), comparison=other)
+    promote(place, seen, by="a person", note="looks good")
 
 
-def second_candidate(output: Path) -> str:
-    """Another policy, evaluated and registered; returns its stage."""
+def second_candidate(output: Path, win_rate: float = 0.5) -> str:
+    """Another policy, evaluated, compared with the first one and registered; returns its stage."""
     lifecycle = Lifecycle(output).whole()
     roles = {"policy": "ppo-2", "reference": "sft", "reward": "reward", "dataset": "prepare"}
     lifecycle.add("ppo-3", "ppo", {"config.json": b"{}", "model.safetensors": b"third"}, roles)
     lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-3", stage="evaluate-3", win_rate=0.62)
+    lifecycle.compare("ppo-3", "ppo-2", [f"question {i}" for i in range(51, 57)], win_rate)
     lifecycle.register("ppo-3")
     return "ppo-3"
 
@@ -49,13 +63,60 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=0.4)
     assert aliases(output) == {"candidate": "1", "champion": "1"}
-    promoted(output, second_candidate(output), min_win_rate=0.4)
+    promoted(output, second_candidate(output), "compare", min_win_rate=0.4, max_regression=0.2)
     assert aliases(output) == {"candidate": "2", "champion": "2", "previous": "1"}
     assert broken(output) == []
     decision = roll_back(open_place(output, None), name=NAME, by="a person", note="worse than it looked")
     assert decision.version == "1"
     assert aliases(output) == {"candidate": "2", "champion": "1", "previous": "2"}
     assert broken(output) == []
+    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    assert [d["action"] for d in chain] == ["register", "promote", "register", *["promote"] * 2, *["rollback"] * 2]
+    assert chain[4]["evidence"].keys() == {"evaluation", "comparison"}
+    assert {gate["name"] for gate in chain[4]["gates"]} >= {"min_win_rate", "max_regression"}
+
+
+def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    promoted(output, "ppo-2", min_win_rate=None)
+    uri = f"sqlite:///{output / 'mlflow.db'}"
+    mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
+    assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
+    place, node = resolve("ppo-2", output, None)
+    seen = Review(NAME, "1", node, champion_of(place, NAME), [], {})
+    promote(place, seen, by="a person", note="again")
+    assert broken(output) == []
+    assert len(list(output.glob("decisions/*.json"))) == 2
+
+
+def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    place, node = resolve("ppo-2", output, None)
+    seen = review(place, node, name=NAME, gates=PromotionConfig(min_win_rate=None))
+    decline(place, seen, by="a person", note="it flatters")
+    assert aliases(output) == {"candidate": "1"}
+    assert broken(output) == []
+    assert json.loads((output / "decisions" / "000002.json").read_text())["predicate"]["note"] == "it flatters"
+
+
+def test_two_who_decide_at_the_same_time(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    place, node = resolve("ppo-2", output, None)
+    seen = review(place, node, name=NAME, gates=PromotionConfig(min_win_rate=None))
+    promote(place, seen, by="the first", note="")
+    with pytest.raises(NotPromoted, match="another champion was chosen in the meantime"):
+        promote(place, seen, by="the second", note="")
+
+
+def test_a_previous_champion_that_was_changed_is_not_rolled_back_to(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    promoted(output, "ppo-2", min_win_rate=None)
+    promoted(output, second_candidate(output), "compare", min_win_rate=None, max_regression=0.2)
+    weights = next(iter(output.glob("checkpoints/ppo-2-*/model.safetensors")))
+    weights.write_bytes(weights.read_bytes()[::-1])
+    with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
+        roll_back(open_place(output, None), name=NAME, by="a person", note="")
+    assert aliases(output)["champion"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -83,11 +144,42 @@ def test_a_gate_that_does_not_hold_stops_it(
 def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path]) -> None:
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=None)
-    stage = second_candidate(output)
-    promoted(output, stage, min_win_rate=None, max_regression=0.0)
+    stage = second_candidate(output, win_rate=0.55)
+    with pytest.raises(NotPromoted, match="the candidate was not compared with the champion"):
+        promoted(output, stage, min_win_rate=None)
+    reason = r"win rate over the champion 0.550, 95% from 0.350 \(gold, 6 prompts\); at most 0.1 below one half"
+    with pytest.raises(NotPromoted, match=reason):
+        promoted(output, stage, "compare", min_win_rate=None)
+    promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
+
+
+def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    second_candidate(output)
+    lifecycle = Lifecycle(output).whole()
+    lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "reward": "reward"})
+    lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
+    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "dataset": "other"})
+    lifecycle.compare("ppo-4", "ppo-5", [f"question {i}" for i in range(52, 60)], stage="compare-5")
+    assert [text.split()[0] for text in broken(output)] == ["evaluation-overlap"]
+
+
+def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    lifecycle = Lifecycle(output).whole()
+    lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
+    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "dataset": "other"})
     place, node = resolve("ppo-2", output, None)
-    with pytest.raises(NotPromoted, match=r"win rate 0.600, champion's 0.620; at most 0.0 below"):
-        promote(place, node, name=NAME, gates=Gates(min_win_rate=None, max_regression=0.0), by="x", note="")
+    sections, roles = comparison_spec(place.graph, node, lifecycle.done["ppo-5"].sha256)
+    stages = {role: place.graph.nodes[sha].manifest.stage for role, sha in roles.items()}
+    assert stages == {
+        "policy": "ppo-2",
+        "champion": "ppo-5",
+        "reward": "reward",
+        "dataset": "prepare",
+        "seen-by-champion-1": "other",
+    }
+    assert "asked" in sections
 
 
 def test_an_unsound_candidate_is_not_promoted(fresh: Callable[[], Path]) -> None:
@@ -186,4 +278,4 @@ def test_places_without_mlflow_are_told_so(fresh: Callable[[], Path]) -> None:
     output = fresh()
     place, node = resolve("ppo-2", output, None)
     with pytest.raises(ConfigError, match="--tracking-uri"):
-        promote(Place(place.output, place.graph, None), node, name=NAME, gates=Gates(), by="x", note="")
+        review(Place(place.output, place.graph, None), node, name=NAME, gates=PromotionConfig())

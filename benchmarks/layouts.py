@@ -1,0 +1,267 @@
+"""Every training layout against one process: the same PPO updates on the same global batches.
+
+    python -m benchmarks.layouts [--updates 20] [--out docs/layouts.md]
+
+Layouts run one after the other, each on processes of its own (gloo, one thread each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.held import deepspeed_part, held_bytes
+from benchmarks.ranks import run_ranks
+from xray_runtime.actors.rows import Rows, pad
+from xray_runtime.actors.workhorse import Learner, ModelSpec
+from xray_runtime.config import EngineConfig, FreshBase, PPOStageConfig, PretrainedBase
+from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.topology import Topology
+from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import PPOObjective
+from xray_runtime.planning.memory import Layout, training_memory
+from xray_runtime.planning.shapes import from_pretrained
+
+BASE = FreshBase(
+    vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64
+)
+"""4.7M parameters; each matrix has over 100,000 elements, since ZeRO-3 keeps smaller ones whole."""
+CONFIG = PPOStageConfig(lr=3e-4, grad_clip=0.5)
+MICRO_BATCH_TOKENS = 96
+NUM_BATCHES, NUM_ROWS = 5, 16
+LAYOUTS = {
+    "1 process": {},
+    **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
+    "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
+    "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
+    "TP 2 × PP 2 × DP 2, ZeRO-1": {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "num_workhorses": 8,
+        "zero_stage": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one layout did: U updates, of R ranks."""
+
+    losses: np.ndarray
+    """[U] PPO loss a token, before each update."""
+    norms: np.ndarray
+    """[U] global gradient norm before clipping."""
+    weights: dict[str, np.ndarray]
+    """Final trained weights, whole, under Hugging Face names."""
+    held: list[dict[str, int]]
+    """[R] bytes held before the second optimizer step, when weights, gradients and moments all exist."""
+    seconds: float
+    """A step's, of all but the first."""
+
+
+def make_model(directory: Path, base: FreshBase = BASE) -> Path:
+    tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, base.vocab_size)
+    save_model(fresh_llama(base, tokenizer, seed=1), tokenizer, directory)
+    return directory
+
+
+def global_batches(model: Path, count: int = NUM_BATCHES, num_rows: int = NUM_ROWS) -> list[Rows]:
+    """Ragged PPO batches with random advantages; `old_logprobs` near the model's own, so that some ratios clip."""
+    rng = np.random.default_rng(0)
+    module = HeadedLM(load_model(model), scalar_head=True).eval()
+    batches = []
+    for _ in range(count):
+        prompts = [rng.integers(5, 280, size=rng.integers(3, 12)) for _ in range(num_rows)]
+        replies = [rng.integers(5, 280, size=rng.integers(3, 14)) for _ in range(num_rows)]
+        ids, lengths = pad((np.concatenate(pair).tolist() for pair in zip(prompts, replies, strict=True)), 0)
+        rows: Rows = {
+            "input_ids": ids,
+            "prompt_lengths": np.array([len(p) for p in prompts]),
+            "lengths": lengths,
+        }
+        with torch.no_grad():
+            scores = PPOObjective(CONFIG).score(module, {name: torch.from_numpy(c) for name, c in rows.items()})
+        shape = scores["logprobs"].shape
+
+        def noise(scale: float, shape: Any = shape) -> np.ndarray:
+            return rng.normal(0.0, scale, size=shape).astype(np.float32)
+
+        batches.append(
+            rows
+            | {
+                "old_logprobs": scores["logprobs"].numpy() + noise(0.1),
+                "advantages": noise(1.0),
+                "weights": np.ones(shape, np.float32),
+                "values": scores["values"].numpy(),
+                "returns": noise(1.0),
+            }
+        )
+    return batches
+
+
+def updates(
+    learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], first: int, last: int
+) -> dict[str, Any]:
+    """PPO updates number `first` to `last` on one rank."""
+    inner = deepspeed_part(learner.engine)
+    held: dict[str, int] = {}
+    step = inner.engine.step
+
+    def measured_step() -> None:
+        held.update(held_bytes(inner))
+        step()
+
+    losses, norms, seconds = [], [], []
+    for number in range(first, last):
+        inner.engine.step = measured_step if number == first + 1 else step
+        rows = batches[number % len(batches)]
+        tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+        start = time.perf_counter()
+        stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr)
+        seconds.append(time.perf_counter() - start)
+        losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
+        norms.append(stats["grad_norm"])
+    inner.engine.step = step
+    assert learner.engine is not None
+    weights = {name: t.detach().cpu().numpy().copy() for name, t in learner.engine.weights()}
+    return {
+        "losses": np.array(losses),
+        "norms": np.array(norms),
+        "weights": weights if learner.engine.writes else {},
+        "held": held,
+        "seconds": float(np.mean(seconds[1:])),
+    }
+
+
+def spec_of(model: Path, layout: dict[str, int], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
+    engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, **layout)
+    return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
+
+
+def run_layout(spec: ModelSpec, batches: list[Rows], num_updates: int, logs: Path) -> Run:
+    """`num_updates` PPO updates under the layout of `spec`."""
+    return collect(spec, run_ranks(spec, logs, updates, batches, 0, num_updates))
+
+
+def collect(spec: ModelSpec, ranks: list[dict[str, Any]]) -> Run:
+    """One model's run of its ranks'."""
+    assert spec.training is not None
+    topology = Topology.of(spec.training.engine)
+    weights: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        weights |= rank["weights"]
+    return Run(
+        losses=sum(r["losses"] for number, r in enumerate(ranks) if topology.reports(number)),
+        norms=ranks[0]["norms"],
+        weights=weights,
+        held=[r["held"] for r in ranks],
+        seconds=max(r["seconds"] for r in ranks),
+    )
+
+
+def differences(run: Run, alone: Run) -> tuple[float, float, float]:
+    """Largest relative difference from the one-process run: (losses, gradient norms, weights).
+
+    Losses relative to the largest loss, a weight tensor's difference (2-norm) to the tensor.
+    """
+    assert run.weights.keys() == alone.weights.keys()
+    losses = np.abs(run.losses - alone.losses).max() / np.abs(alone.losses).max()
+    norms = np.abs(run.norms / alone.norms - 1).max()
+    weights = max(
+        np.linalg.norm(run.weights[name] - whole) / np.linalg.norm(whole) for name, whole in alone.weights.items()
+    )
+    return float(losses), float(norms), float(weights)
+
+
+def predicted_bytes(model: Path, layout: dict[str, int]) -> int:
+    """Model states on the fullest rank, as the planner predicts them."""
+    engine = EngineConfig(**layout)
+    memory = training_memory(
+        from_pretrained(PretrainedBase(model=str(model))),
+        4,
+        Layout(
+            zero_stage=engine.zero_stage,
+            tp=engine.tensor_parallel,
+            pp=engine.pipeline_parallel,
+            dp=engine.data_parallel,
+        ),
+        tokens=1,
+        positions=1,
+    )
+    return memory.weights + memory.gradients + memory.optimizer
+
+
+def table(num_updates: int) -> str:
+    """The comparison of all layouts, in Markdown."""
+    lines = [
+        "| layout | loss | gradient norm | weights | held, MB | predicted, MB | s a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        model = make_model(root / "model")
+        batches = global_batches(model)
+        alone: Run | None = None
+        for name, layout in LAYOUTS.items():
+            run = run_layout(spec_of(model, layout), batches, num_updates, root / "logs")
+            alone = alone or run
+            figures = " | ".join(f"{d:.1e}" if run is not alone else "–" for d in differences(run, alone))
+            held = max(sum(rank.values()) for rank in run.held) / 1e6
+            predicted = predicted_bytes(model, layout) / 1e6
+            lines.append(f"| {name} | {figures} | {held:.1f} | {predicted:.1f} | {run.seconds:.2f} |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+TEXT = """# Training layouts, compared
+
+Made by `python -m benchmarks.layouts --out docs/layouts.md` (CPU, gloo, float32, one thread a process). Under each
+layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on the same {batches} global batches of
+{rows} ragged rows, in micro-batches of at most {tokens} tokens. Largest relative differences from one process:
+
+- *loss*: of any update's loss, relative to the largest loss;
+- *gradient norm*: of any update's global norm before clipping;
+- *weights*: of any tensor of the final weights (2-norm);
+- *held*: bytes of weights, gradients and optimizer states on the fullest rank between backward pass and optimizer step,
+  every storage counted once; *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
+
+Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 and ZeRO-2 keep
+a second float32 copy of the weights they step. Seconds are of all the layout's processes on {cores} cores that other
+work shared: they say little of speed on a cluster.
+
+{table}
+"""
+
+
+def main() -> None:
+    import os
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="also write the table, with its explanation, to this file")
+    options = parser.parse_args()
+    rows = table(options.updates)
+    if options.out:
+        options.out.write_text(
+            TEXT.format(
+                updates=options.updates,
+                batches=NUM_BATCHES,
+                rows=NUM_ROWS,
+                tokens=MICRO_BATCH_TOKENS,
+                cores=len(os.sched_getaffinity(0)),
+                table=rows,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

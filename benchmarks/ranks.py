@@ -1,0 +1,82 @@
+"""The ranks of one model as plain processes, without Ray: forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.actors.rows import Rows, split
+from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
+from xray_runtime.config import RuntimeConfig
+from xray_runtime.engines.topology import Topology
+
+PRELOAD = ["deepspeed", "transformers.models.llama.modeling_llama", "benchmarks.ranks"]
+TIMEOUT_S = 900.0
+
+Script = Callable[..., Any]
+"""`script(learner, deal, *args)`, run on every rank; `deal(rows)` are the rows this rank gets of a global batch."""
+
+
+def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any) -> list[Any]:
+    """What `script` returned on each rank of the layout in `spec.training.engine`, by rank.
+
+    Raises:
+        RuntimeError: a rank failed; the message is its traceback. The other ranks are ended.
+    """
+    assert spec.training is not None
+    topology = Topology.of(spec.training.engine)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(s.getsockname()[1])
+    ours, processes = [], []
+    for rank in range(topology.size):
+        mine, theirs = context.Pipe()
+        place = Rank("policy", rank, rank, topology.size, "127.0.0.1", port, logs)
+        process = context.Process(target=_work, args=(theirs, spec, topology, place, script, args), daemon=True)
+        process.start()
+        theirs.close()
+        ours.append(mine)
+        processes.append(process)
+    try:
+        answers: dict[int, Any] = {}
+        while len(answers) < topology.size:
+            waiting = {ours[rank]: rank for rank in range(topology.size) if rank not in answers}
+            ready = wait(list(waiting), TIMEOUT_S)
+            if not ready:
+                raise RuntimeError(f"no rank answered in {TIMEOUT_S:.0f} s")
+            for connection, rank in waiting.items():
+                if connection in ready:
+                    failure, answers[rank] = connection.recv()
+                    if failure is not None:
+                        raise RuntimeError(failure)
+        return [answers[rank] for rank in range(topology.size)]
+    finally:
+        for process in processes:
+            process.join(5.0 if len(answers) == topology.size else 0.0)
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGKILL)
+
+
+def _work(connection: Any, spec: ModelSpec, topology: Topology, place: Rank, script: Script, args: Any) -> None:
+    try:
+        learner = Learner(RuntimeConfig(threads=1, device="cpu"))
+        learner.build(spec, place)
+
+        def deal(rows: Rows) -> Rows:
+            return split(rows, topology.data)[topology.data_rank(place.rank)]
+
+        connection.send((None, script(learner, deal, *args)))
+    except Exception:
+        connection.send((traceback.format_exc(), None))
+    # Not through interpreter exit: gloo's threads may still hold a peer that is already gone.
+    os._exit(0)

@@ -1,0 +1,38 @@
+"""Where a checkpoint came from, on Prefect's pages: the graph, the tree, and the page one can click through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from xray_runtime.lineage.drawing import lineage_mermaid, lineage_text, write_html
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.reference import Place, resolve
+
+FOLDER = "lineage"
+
+
+@flow(name="lineage", flow_run_name="lineage {reference}", persist_result=False)
+def lineage(output: str, reference: str, descendants: bool = False, tracking_uri: str | None = None) -> str:
+    """Publish the lineage of `reference` (as in `xray lineage`) as an artifact; returns the path of its HTML page."""
+    place, node = resolve(reference, Path(output).absolute(), tracking_uri)
+    return str(publish_lineage(place, node, descendants))
+
+
+def publish_lineage(place: Place, node: Node, descendants: bool = False) -> Path:
+    """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the flow run at work that leads there."""
+    page = place.output.absolute() / FOLDER / f"{node.directory.name}.html"
+    page.parent.mkdir(exist_ok=True)
+    write_html(page, place, node, descendants)
+    fence = "```"
+    lines = [
+        f"Where `{node.sha256[:12]}` came from; with config, results and files: [{page}]({page.as_uri()})",
+        "",
+        *(f"{fence}mermaid", *lineage_mermaid(place.graph, node, descendants), fence),
+        "",
+        *(f"{fence}text", *(line.replace("`", "'") for line in lineage_text(place.graph, node, descendants)), fence),
+    ]
+    create_markdown_artifact("\n".join(lines), key="lineage", description=f"{node.directory.name} in {place.output}")
+    return page

@@ -1,0 +1,235 @@
+"""Promotion as a flow: audit, comparison with the champion, gates, a person's word, a signed decision.
+
+Started by `xray promote`, it asks at the terminal. Run as a deployment, it suspends itself with a form on its page in
+Prefect, for days if need be; resumed, it does everything again but the comparison, so that what is promoted is what was
+audited just before. `rollback` undoes the last promotion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import ray
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from prefect.runtime import deployment
+from prefect_ray import RayTaskRunner
+from pydantic import Field
+
+from flows.lifecycle import run_stage, trigger_of_run
+from flows.session import saved_config
+from tasks.stage import RunContext
+from xray_runtime.actors.stable import open_stable
+from xray_runtime.checkpoints.identity import stage_key
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.config import PromotionConfig
+from xray_runtime.config_io import ConfigError
+from xray_runtime.lineage import promotion
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.promotion import NotPromoted, Review
+from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.lineage.tracking_audit import Snapshot
+from xray_runtime.stages.spec import StagePlan
+
+STAGE = "compare"
+MAX_SAMPLES = 6
+
+
+class Approval(RunInput):
+    """What a person answers."""
+
+    approve: bool
+    name: str = Field(min_length=1, description="Who you are: recorded as a claim.")
+    note: str = Field(min_length=1, description="Why: recorded with the decision.")
+
+
+ask_here: ContextVar[Callable[[str], Approval] | None] = ContextVar("ask_here", default=None)
+"""How to ask the person who started the flow in this process, given the review as text."""
+
+
+@flow(name="promote", flow_run_name="promote {name}", persist_result=False)
+def promote(
+    output: str,
+    name: str,
+    candidate: str | None = None,
+    gates: PromotionConfig | None = None,
+    tracking_uri: str | None = None,
+    public_key: str | None = None,
+) -> dict[str, Any]:
+    """Make a candidate champion of the registered model `name`, if it passes and a person agrees.
+
+    Args:
+        output: output directory of the lifecycle.
+        candidate: as in `xray lineage`; by default what has the alias `candidate`.
+        gates: by default the section `promotion` of the config the directory was last run with.
+
+    Raises:
+        NotPromoted: the audit, a gate or a person stopped it.
+    """
+    root = Path(output).absolute()
+    config = saved_config(root)
+    gates = gates or config.promotion
+    public = Path(public_key) if public_key else None
+    place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
+    try:
+        comparison = None
+        champion = promotion.champion_of(place, name)
+        if champion is not None and champion.checkpoint != node.sha256 and gates.max_regression is not None:
+            comparison = _compared(place, node, champion.checkpoint)
+            if comparison is None:
+                # Nothing is computed for a candidate that cannot pass.
+                alone = gates.model_copy(update={"max_regression": None})
+                promotion.review(place, node, name=name, gates=alone, public=public)
+                compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri)
+                place = open_place(root, place.tracking_uri)
+                comparison = _compared(place, node, champion.checkpoint)
+        seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
+        text = review_markdown(seen, place)
+        answer = _ask(text)
+        if not answer.approve:
+            promotion.decline(place, seen, by=answer.name, note=answer.note)
+            raise NotPromoted([f"{answer.name} declined: {answer.note}"])
+        promotion.promote(place, seen, by=answer.name, note=answer.note)
+    except NotPromoted as error:
+        reasons = "\n".join(f"- {_escape(reason)}" for reason in error.reasons)
+        _publish(f"**{_escape(node.name)} is not promoted**\n\n{reasons}", root)
+        raise
+    _publish(f"**{_escape(answer.name)} promoted it:** {_escape(answer.note)}\n\n{text}", root)
+    return {
+        "name": name,
+        "version": seen.version,
+        "checkpoint": node.sha256,
+        "gates": [gate.model_dump() for gate in seen.gates],
+        "evidence": seen.evidence,
+        "by": answer.name,
+        "note": answer.note,
+    }
+
+
+@flow(name="rollback", flow_run_name="rollback {name}", persist_result=False)
+def rollback(
+    output: str, name: str, by: str, note: str, tracking_uri: str | None = None, public_key: str | None = None
+) -> dict[str, Any]:
+    """Make the previous champion of `name` champion again, if its audit is sound; by whom and why is recorded."""
+    root = Path(output).absolute()
+    public = Path(public_key) if public_key else None
+    decision = promotion.roll_back(open_place(root, tracking_uri), name=name, by=by, note=note, public=public)
+    _publish(f"**{_escape(by)} rolled {name} back to version {decision.version}:** {_escape(note)}", root)
+    return {"name": name, "version": decision.version, "checkpoint": decision.checkpoint}
+
+
+@flow(
+    name="compare",
+    flow_run_name="compare {name}",
+    task_runner=RayTaskRunner(
+        address=os.environ.get("RAY_ADDRESS"), init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}
+    ),
+    persist_result=False,
+)
+def compare(output: str, name: str, candidate: str, champion: str, tracking_uri: str | None = None) -> str:
+    """Let candidate and champion (their sha256s) answer the same held-out prompts; returns the comparison's sha256.
+
+    It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
+    """
+    root = Path(output).absolute()
+    place = open_place(root, tracking_uri)
+    assert place.tracking_uri is not None
+    plan, roles = _plan(place, place.graph.nodes[candidate], champion)
+    numeric = plan.sections["numeric"]
+    runtime = saved_config(root).runtime.model_copy(update=numeric)
+    experiment = name.removesuffix("-policy")
+    tracker = Tracker(place.tracking_uri, experiment, place.artifacts)
+    title = f"compare {candidate[:12]} with {champion[:12]}"
+    run_id = tracker.start_lifecycle(None, title, plan.sections, "", {"xray.output": str(root)})
+    flow_run_id, trigger = trigger_of_run()
+    context = RunContext(
+        output=str(root),
+        tracking_uri=place.tracking_uri,
+        experiment=experiment,
+        parent_run_id=run_id,
+        flow_run_id=flow_run_id,
+        trigger=trigger,
+    )
+    known = Snapshot(place.tracking_uri).by_sha
+    parents = {role: _reference(place.graph.nodes[sha], known.get(sha, [])) for role, sha in roles.items()}
+    # Both sides then generate in one process.
+    stable = open_stable()
+    try:
+        result, _ = run_stage(plan, parents, context, plan.sections["seed"], runtime)
+    except BaseException:
+        tracker.finish(run_id, "FAILED")
+        raise
+    finally:
+        ray.kill(stable)
+    tracker.finish(run_id, "FINISHED")
+    return result.checkpoint.sha256
+
+
+def review_markdown(seen: Review, place: Place) -> str:
+    """What a person should see before deciding."""
+    champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
+    lines = [
+        f"Shall version {seen.version} of `{seen.name}` (`{seen.candidate.sha256[:12]}`) become champion? "
+        f"The present champion: {champion}. The audit is sound and every gate holds:",
+        "",
+        *(f"- {gate.name}: {_escape(gate.reason)}" for gate in seen.gates),
+    ]
+    shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
+    samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
+    sides = ("champion", "candidate") if shown.manifest.kind == STAGE else ("before", "after")
+    lines += ["", f"| prompt | {' | '.join(sides)} |", "|---|---|---|"]
+    for sample in samples:
+        cells = [_escape(str(sample.get(column, ""))) for column in ("prompt", *sides)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ask(text: str) -> Approval:
+    here = ask_here.get()
+    if here is not None:
+        return here(text)
+    if deployment.id is None:
+        raise ConfigError("promote: nobody can be asked: run it as a deployment, or with `xray promote`")
+    answer: Approval = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=text))
+    return answer
+
+
+def _plan(place: Place, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
+    sections, roles = promotion.comparison_spec(place.graph, candidate, champion)
+    return StagePlan(STAGE, STAGE, sections, {role: place.graph.nodes[sha].name for role, sha in roles.items()}), roles
+
+
+def _compared(place: Place, candidate: Node, champion: str) -> Node | None:
+    """The comparison of these two under the present code, where it is in the store and in MLflow."""
+    assert place.tracking_uri is not None
+    plan, roles = _plan(place, candidate, champion)
+    key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
+    node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
+    return node if node is not None and Snapshot(place.tracking_uri).by_sha.get(node.sha256) else None
+
+
+def _reference(node: Node, models: list[Any]) -> CheckpointRef:
+    return CheckpointRef(
+        uri=str(node.directory.absolute()),
+        sha256=node.sha256,
+        stage=node.manifest.stage,
+        kind=node.manifest.kind,
+        step=node.manifest.step,
+        mlflow_model_id=models[0].model_id if models else None,
+    )
+
+
+def _publish(text: str, root: Path) -> None:
+    create_markdown_artifact(text, key="promotion", description=str(root))
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,168 @@
+"""Audit, lineage and promotion as deployments of a real Prefect server, answered through its API as its pages would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.services import PrefectServer
+from tests.unit.lineage.synthetic import NAME, Lifecycle
+from xray_runtime.lineage.audit import audit
+from xray_runtime.lineage.reference import open_place
+
+SERVE = """
+from prefect import serve
+from flows.audit import audit
+from flows.lineage import lineage
+from flows.promote import promote
+serve(*(flow.to_deployment(flow.name) for flow in (audit, lineage, promote)), limit=8)
+"""
+ROOT = Path(__file__).parents[2]
+LONG = 180.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server with the deployments, and a process that serves them."""
+    home = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        own = PrefectServer(home)
+        own.wait_healthy()
+        url = os.environ["PREFECT_API_URL"]
+        log = (home / "serve.log").open("wb")
+        runner = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=log, stderr=log)
+        try:
+            with temporary_settings({PREFECT_API_URL: url}):
+                until(lambda: deployed("promote/promote"), f"see {log.name}")
+                yield url
+        finally:
+            runner.terminate()
+            runner.wait(30)
+            log.close()
+            own.stop()
+
+
+def until(condition: Callable[[], Any], why: str) -> Any:
+    deadline = time.monotonic() + LONG
+    while not (found := condition()):
+        assert time.monotonic() < deadline, why
+        time.sleep(0.3)
+    return found
+
+
+def deployed(name: str) -> Any:
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_deployment_by_name(name)
+        except ObjectNotFound:
+            return None
+
+
+def start(deployment: str, /, **parameters: Any) -> Any:
+    with get_client(sync_client=True) as client:
+        return client.create_flow_run_from_deployment(deployed(deployment).id, parameters=parameters).id
+
+
+def state(run: Any) -> Any:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(run).state
+
+
+def ended(run: Any) -> Any:
+    return until(lambda: (s := state(run)).is_final() and s, f"flow run {run} does not end")
+
+
+def suspended(run: Any) -> None:
+    until(lambda: (s := state(run)).name == "Suspended" or s.is_final(), f"{run} does not ask")
+    assert state(run).name == "Suspended", state(run).message
+
+
+def artifacts(url: str, run: Any) -> list[str]:
+    query = {"artifacts": {"flow_run_id": {"any_": [str(run)]}}}
+    # Without a key: results that Prefect kept.
+    return [str(a["data"]) for a in httpx.post(f"{url}/artifacts/filter", json=query).json() if a["key"]]
+
+
+def events(url: str, name: str) -> list[dict[str, Any]]:
+    query = {"filter": {"event": {"name": [name]}}}
+    found: list[dict[str, Any]] = httpx.post(f"{url}/events/filter", json=query).json()["events"]
+    return found
+
+
+def decisions(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+
+
+@pytest.mark.timeout(900)
+def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
+    """…also about a candidate that is changed after it was audited: resumed, the flow audits again."""
+    Lifecycle(tmp_path / "yes").whole()
+    outputs = {name: tmp_path / name for name in ("yes", "changed")}
+    shutil.copytree(outputs["yes"], outputs["changed"])
+    gates = {"min_win_rate": 0.3}
+    runs = {
+        name: start("promote/promote", output=str(output), name=NAME, gates=gates) for name, output in outputs.items()
+    }
+    for run in runs.values():
+        suspended(run)
+    assert [d["action"] for output in outputs.values() for d in decisions(output)] == ["register"] * 2
+
+    changed = next(outputs["changed"].glob("checkpoints/sft-*/model.safetensors"))
+    changed.write_bytes(changed.read_bytes()[::-1])
+    with get_client(sync_client=True) as client:
+        nameless = client.resume_flow_run(runs["yes"], run_input={"approve": True, "name": "", "note": "x"})
+        assert nameless.status.value == "REJECT"
+        for name, run in runs.items():
+            answer = {"approve": True, "name": "Ada", "note": f"she says {name}"}
+            assert client.resume_flow_run(run, run_input=answer).status.value == "ACCEPT"
+    final = {name: ended(run) for name, run in runs.items()}
+    assert {name: s.name for name, s in final.items()} == {"yes": "Completed", "changed": "Failed"}
+    assert "file-changed (sft" in final["changed"].message
+
+    last = {name: decisions(output)[-1] for name, output in outputs.items()}
+    assert {name: d["action"] for name, d in last.items()} == {"yes": "promote", "changed": "register"}
+    assert (last["yes"]["by"], last["yes"]["note"]) == ("Ada", "she says yes")
+    assert last["yes"]["gates"][0]["name"] == "min_win_rate"
+    assert audit(open_place(outputs["yes"], None)).is_sound
+    assert any("Ada promoted it" in text for text in artifacts(server, runs["yes"]))
+    assert any("is not promoted" in text for text in artifacts(server, runs["changed"]))
+
+
+@pytest.mark.timeout(900)
+def test_an_audit_that_finds_something_says_so_everywhere(server: str, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    Lifecycle(whole).whole()
+    shutil.copytree(whole, broken)
+    next(broken.glob("checkpoints/sft-*/model.safetensors")).write_bytes(b"other")
+    runs = {output.name: start("audit/audit", output=str(output)) for output in (whole, broken)}
+    drawn = start("lineage/lineage", output=str(whole), reference=f"{NAME}@candidate")
+    assert {name: ended(run).name for name, run in runs.items()} == {"whole": "Completed", "broken": "Failed"}
+    assert artifacts(server, runs["whole"])[0].startswith("**sound**")
+    assert "| broken | file-changed | sft" in artifacts(server, runs["broken"])[0]
+    (event,) = until(lambda: events(server, "xray.audit.broken"), "no event")
+    assert event["resource"]["prefect.resource.name"] == "broken"
+    assert event["payload"]["findings"][0]["code"] == "file-changed"
+
+    assert ended(drawn).name == "Completed"
+    (text,) = artifacts(server, drawn)
+    assert "```mermaid" in text
+    assert "reward: reward" in text
+    assert len(list(whole.glob("lineage/ppo-2-*.html"))) == 1

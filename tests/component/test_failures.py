@@ -1,0 +1,124 @@
+"""One of two real ranks is killed, stopped, raises, or does not come: the cause is named, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.component.test_learner import text
+from tests.component.test_stable import gone, pids
+from xray_runtime.actors.watch import AFTERMATH_SECONDS, PULSE_SECONDS, WorkhorseError
+from xray_runtime.actors.whole_model import STOP_SECONDS, open_models
+from xray_runtime.actors.workhorse import ModelSpec
+from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
+from xray_runtime.errors import may_retry, root_cause
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import SFTObjective
+
+LIMIT_SECONDS = 5.0
+RUNTIME = RuntimeConfig(threads=1, device="cpu", hang_timeout_s=LIMIT_SECONDS, collective_timeout_s=LIMIT_SECONDS)
+BUSY_SECONDS = 20.0
+"""What a machine with other work to do may add to any limit."""
+
+
+@dataclass(frozen=True)
+class Moody(SFTObjective):
+    """An objective whose rank 1 does in a step what `totals` says, while rank 0 waits for it in an all-reduce."""
+
+    def loss(self, module: HeadedLM, rows: dict[str, Any], totals: dict[str, float]) -> tuple[Any, dict[str, Any]]:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(totals.get("sleep", 0.0))
+            if "raise" in totals:
+                raise KeyError("rank one is moody")
+        return super().loss(module, rows, totals)
+
+
+@contextmanager
+def policy(model: Path, logs: Path) -> Iterator[tuple[Any, list[int]]]:
+    """(WholeModel of two ranks that has made a step, their process ids)."""
+    training = SFTConfig(engine=EngineConfig(num_workhorses=2))
+    with open_models(RUNTIME, logs, {"policy": ModelSpec(model, Moody(), training=training)}) as models:
+        ray.get(models["policy"].train.remote(text(), {"tokens": 10.0}, 1e-3))
+        yield models["policy"], pids(models["policy"])
+
+
+def step(model: Any, **mood: float) -> Any:
+    return model.train.remote(text(), {"tokens": 10.0, **mood}, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "within", "says"),
+    [
+        (signal.SIGKILL, AFTERMATH_SECONDS, r"died: .*exit detail"),
+        (signal.SIGSTOP, LIMIT_SECONDS + 2 * PULSE_SECONDS + AFTERMATH_SECONDS, "gave no sign of life for 5 s"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_lost_in_a_step(
+    cluster: None, tiny_model: Path, tmp_path: Path, number: signal.Signals, within: float, says: str
+) -> None:
+    def lose_one() -> None:
+        with policy(tiny_model, tmp_path) as (model, processes):
+            victims.extend(processes)
+            ref = step(model, sleep=3.0)
+            time.sleep(1.0)
+            os.kill(processes[1], number)
+            blow.append(time.monotonic())
+            ray.get(ref, timeout=within + BUSY_SECONDS)
+
+    victims: list[int] = []
+    blow: list[float] = []
+    with pytest.raises(WorkhorseError, match=rf"Workhorse 1 of 2 of 'policy' \(.+, pid \d+\) {says}") as caught:
+        lose_one()
+    assert time.monotonic() - blow[0] < within + STOP_SECONDS + BUSY_SECONDS
+    assert f"pid {victims[1]})" in str(caught.value)
+    assert f"last lines of {tmp_path}/policy-1.log:" in str(caught.value)
+    assert may_retry(caught.value)
+    assert all(map(gone, victims))
+    assert not ray.util.placement_group_table() or all(
+        group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()
+    )
+
+
+def test_a_rank_that_raises_is_told_from_those_that_wait_for_it(
+    cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    def upset_one() -> None:
+        with policy(tiny_model, tmp_path) as (model, processes):
+            victims.extend(processes)
+            ray.get(step(model, **{"sleep": 1.0, "raise": 1.0}), timeout=AFTERMATH_SECONDS + BUSY_SECONDS)
+
+    victims: list[int] = []
+    with pytest.raises(KeyError, match="rank one is moody") as caught:
+        upset_one()
+    [note] = root_cause(caught.value).__notes__
+    assert note.startswith("in Workhorse 1 of 2 of 'policy' (")
+    assert f"last lines of {tmp_path}/policy-1.log:" in note
+    assert all(map(gone, victims))
+
+
+def test_a_rank_that_does_not_come_to_a_collective(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    def wait_for_one() -> None:
+        with policy(tiny_model, tmp_path) as (model, processes):
+            victims.extend(processes)
+            # It answers pulses: not it stands still, its peers do.
+            ray.get(step(model, sleep=120.0), timeout=100.0)
+
+    victims: list[int] = []
+    says = (
+        r"Workhorse 0 of 2 of 'policy' \(.+\) waited in vain in a collective for Workhorse 1 of 2 of 'policy' \(.+\), "
+        r"which is at Moody.loss in .*test_failures.py:\d+: given up after 5 s"
+    )
+    with pytest.raises(WorkhorseError, match=says):
+        wait_for_one()
+    assert all(map(gone, victims))

@@ -1,0 +1,182 @@
+"""Every layout trains the same model: small forms of `benchmarks.layouts`, and models that change layout midway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
+from benchmarks.ranks import run_ranks
+from xray_runtime.actors.rows import Rows
+from xray_runtime.actors.whole_model import open_models
+from xray_runtime.actors.workhorse import Learner, ModelSpec
+from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import PPOObjective, RewardObjective
+from xray_runtime.weights.plasma import unpack
+
+NUM_UPDATES = 4
+ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}
+TP = {"tensor_parallel": 2, "num_workhorses": 2}
+PP = {"pipeline_parallel": 2, "num_workhorses": 2}
+TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1}
+ALL = TP_PP | {"num_workhorses": 8}
+
+
+def same(run: Run, alone: Run) -> None:
+    """Float32 sums in another order, and Adam's divisions: 20 times what `docs/layouts.md` measured."""
+    losses, norms, weights = differences(run, alone)
+    assert losses < 1e-5
+    assert norms < 5e-5
+    assert weights < 5e-5
+
+
+@pytest.fixture(scope="module")
+def batches(tiny_model: Path) -> list[Rows]:
+    return global_batches(tiny_model, count=2, num_rows=9)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path, batches: list[Rows], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = run_layout(spec_of(tiny_model, {}), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))
+    before = load_file(tiny_model / "model.safetensors")
+    moved = [np.linalg.norm(run.weights[n] - t.numpy()) / np.linalg.norm(t.numpy()) for n, t in before.items()]
+    assert min(moved) > 1e-4  # every tensor learns, so a layout that leaves one out shows
+    return run
+
+
+@pytest.mark.parametrize("layout", [ZERO_3, TP, PP, ALL], ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2"])
+def test_the_layout_does_not_show(
+    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, int]
+) -> None:
+    same(run_layout(spec_of(tiny_model, layout, 32), batches, NUM_UPDATES, tmp_path), alone)
+
+
+def test_splitting_divides_what_a_rank_holds(tiny_model: Path, batches: list[Rows], alone: Run, tmp_path: Path) -> None:
+    split = run_layout(spec_of(tiny_model, TP_PP), batches, 2, tmp_path)
+    assert max(sum(rank.values()) for rank in split.held) < 0.55 * sum(alone.held[0].values())
+
+
+def part(
+    learner: Learner,
+    deal: Callable[[Rows], Rows],
+    batches: list[Rows],
+    span: range,
+    came: Path | None,
+    goes: Path | None,
+) -> dict[str, Any]:
+    """Some of the updates: from a snapshot, to a snapshot."""
+    if came is not None:
+        learner.load_state(came)
+    done = updates(learner, deal, batches, span.start, span.stop)
+    if goes is not None:
+        learner.save_state(goes)
+    return done
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [[ZERO_3 | {"num_workhorses": 4}, TP, {}], [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3]],
+    ids=["ZeRO-3 on 4, TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3"],
+)
+def test_a_model_goes_on_under_another_layout(
+    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, int]]
+) -> None:
+    ends = np.linspace(0, NUM_UPDATES, len(layouts) + 1).astype(int).tolist()
+    came, losses = None, []
+    for number, layout in enumerate(layouts):
+        spec, goes = spec_of(tiny_model, layout), tmp_path / str(number)
+        ranks = run_ranks(spec, tmp_path, part, batches, range(ends[number], ends[number + 1]), came, goes)
+        run = collect(spec, ranks)
+        losses += run.losses.tolist()
+        names = {name for file in goes.glob("*") for name in load_file(file)}
+        assert names == {f"{kind}/{n}" for kind in ("weight", "exp_avg", "exp_avg_sq") for n in alone.weights}
+        came = goes
+    np.testing.assert_allclose(losses, alone.losses, atol=1e-5 * np.abs(alone.losses).max())
+    assert differences(Run(alone.losses, alone.norms, run.weights, [], 0.0), alone)[2] < 5e-5
+
+
+def test_going_on_under_the_same_layout_gives_the_same_bits(
+    tiny_model: Path, batches: list[Rows], tmp_path: Path
+) -> None:
+    spec, place = spec_of(tiny_model, TP_PP), tmp_path / "snapshot"
+    whole = collect(spec, run_ranks(spec, tmp_path, part, batches, range(3), None, None))
+    run_ranks(spec, tmp_path, part, batches, range(2), None, place)
+    resumed = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, 3), place, None))
+    assert resumed.losses.tolist() == whole.losses[2:].tolist()
+    assert all(np.array_equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
+
+
+def pairs_learnt(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> dict[str, Any]:
+    """Two steps of a reward model and its scores."""
+    stats = [learner.train(deal(rows), {"rows": 6.0}, 1e-3) for _ in range(2)]
+    chosen = {name: rows[name] for name in ("input_ids", "lengths")}
+    return {"losses": [s.get("loss", 0.0) for s in stats], "scores": learner.score(deal(chosen), 0).get("scores")}
+
+
+def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    rows: Rows = {}
+    for ids, lengths in (("input_ids", "lengths"), ("rejected_ids", "rejected_lengths")):
+        rows |= {ids: rng.integers(5, 280, size=(6, 14)), lengths: rng.integers(5, 15, size=6)}
+
+    def learnt(layout: dict[str, int]) -> dict[str, Any]:
+        training = RewardConfig(engine=EngineConfig(micro_batch_tokens=64, **layout))
+        spec = ModelSpec(tiny_model, RewardObjective(), training=training, new_head=True)
+        return run_ranks(spec, tmp_path, pairs_learnt, rows)[-2 if "tensor_parallel" in layout else -1]
+
+    expected, found = learnt({}), learnt(TP_PP)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
+    assert found["losses"][1] < found["losses"][0]
+    # The head's bias cancels in a pair: its gradient is rounding noise, and Adam makes steps of it.
+    centred = [run["scores"] - run["scores"].mean() for run in (found, expected)]
+    np.testing.assert_allclose(*centred, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"tensor_parallel": 4, "num_workhorses": 4},
+            "engine.tensor_parallel: 4 is not allowed: it must divide the model's",
+        ),
+        ({"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: the model has 2"),
+    ],
+)
+def test_what_the_model_cannot_be_cut_into_is_refused(
+    tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
+
+
+def test_a_pipeline_is_one_whole_model(cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path) -> None:
+    """Over Ray: scores of all rows in order, one learning step, and the same weights exported and saved."""
+    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths", "lengths")}
+    module = HeadedLM(load_model(tiny_model), scalar_head=True).eval()
+    with torch.no_grad():
+        expected = PPOObjective(CONFIG).score(module, {n: torch.from_numpy(c) for n, c in rows.items()})["logprobs"]
+    runtime = RuntimeConfig(threads=1, device="cpu")
+    with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, PP, 32)}) as models:
+        policy = models["policy"]
+        scores = ray.get(policy.score.remote(rows, expected.shape[1]))
+        stats = ray.get(policy.train.remote(batches[0], {"tokens": 60.0}, 1e-3))
+        ray.get(policy.save.remote(tmp_path / "out", "head/head.safetensors"))
+        update = ray.get(policy.export_weights.remote(1))
+        exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
+    np.testing.assert_allclose(scores["logprobs"], expected.numpy(), atol=1e-5)
+    assert stats["policy_loss"] != 0.0
+    saved, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(tiny_model / "model.safetensors")
+    assert saved.keys() == before.keys()
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    assert not any(torch.equal(before[name], tensor) for name, tensor in saved.items())
+    assert load_file(tmp_path / "out" / "head" / "head.safetensors").keys() == {"weight", "bias"}

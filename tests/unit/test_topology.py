@@ -1,0 +1,21 @@
+"""Ranks of a tensor × pipeline × data grid."""
+
+from __future__ import annotations
+
+from xray_runtime.config import EngineConfig
+from xray_runtime.engines.topology import Topology
+
+
+def test_ranks_of_two_by_two_by_two() -> None:
+    grid = Topology.of(EngineConfig(tensor_parallel=2, pipeline_parallel=2, num_workhorses=8))
+    assert [grid.stage(r) for r in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [grid.data_rank(r) for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [grid.tensor_rank(r) for r in range(8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    # One rank a replica answers: the last stage's first slice.
+    assert [r for r in range(8) if grid.reports(r)] == [4, 6]
+    assert [grid.rank(grid.stage(r), grid.data_rank(r), grid.tensor_rank(r)) for r in range(8)] == list(range(8))
+
+
+def test_layers_are_dealt_evenly() -> None:
+    assert [list(Topology(pipeline=3).layers(s, 7)) for s in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert list(Topology().layers(0, 2)) == [0, 1]

@@ -1,0 +1,85 @@
+"""What a Workhorse asks of a training engine, however its model is cut; and which engine a layout gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from xray_runtime.config import TrainingConfig
+from xray_runtime.engines.topology import Topology
+
+if TYPE_CHECKING:
+    from xray_runtime.models.heads import HeadedLM
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the model together."""
+
+    rows: list[int]
+    """Which of the rank's rows these are; none: a filler that only joins the collectives."""
+    tensors: dict[str, Tensor]
+
+
+class Engine(Protocol):
+    """One rank of a trained model. Every rank makes every call, with its replica's micro-batches; as many on each."""
+
+    module: Any
+    """What is left of the `HeadedLM` on this rank."""
+    writes: bool
+    """Whether this rank writes the tensors it yields and saves to disk, for all ranks that hold them."""
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """`task(module, *args)`, where the module's parameters are whole."""
+
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """(micro-batch, `task(module, tensors)`) of each; nothing but on ranks where the model's output comes out."""
+
+    def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
+        """One optimizer step at learning rate `lr` over the sum of the micro-batches' losses and of the ranks'.
+
+        `loss` calls `forward`. Returns the global gradient norm before clipping.
+        """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of this rank's trained parameters, one at a time.
+
+        The scalar head's are `scalar.weight` and `scalar.bias`.
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimizer states in a form that any layout loads; see `states`."""
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote: under the same layout to the same bits."""
+
+
+def build_engine(module: HeadedLM, training: TrainingConfig) -> Engine:
+    """The engine of `training.engine`'s layout, around this rank's part of `module`, which is cut here.
+
+    Raises:
+        ValueError: the model cannot be cut so; the message names the field.
+    """
+    from xray_runtime.engines.mesh import Mesh
+    from xray_runtime.engines.pipeline import PipelineEngine, check_stages
+    from xray_runtime.engines.tensor import check_split, split_layers
+    from xray_runtime.engines.zero import ZeroEngine
+
+    topology = Topology.of(training.engine)
+    if topology.size == topology.data:
+        return ZeroEngine(module, training)
+    # Refused before any group is made: all ranks fail alike, and none waits for another.
+    if topology.pipeline > 1:
+        check_stages(module, topology.pipeline)
+    if topology.tensor > 1:
+        check_split(module.lm, topology.tensor)
+    mesh = Mesh(topology)
+    splits = split_layers(module, mesh) if topology.tensor > 1 else {}
+    if topology.pipeline > 1:
+        module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
+    engine = ZeroEngine(module, training, mesh, splits)
+    return PipelineEngine(engine, mesh) if topology.pipeline > 1 else engine

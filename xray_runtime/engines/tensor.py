@@ -1,0 +1,98 @@
+"""Tensor parallelism: DeepSpeed AutoTP splits a model's linear layers by the plan its Hugging Face class carries.
+
+Column-parallel layers hold rows of their matrix, row-parallel ones columns; norms, embeddings and heads stay whole, the
+same on every peer. AutoTP is called directly, with our own groups: its config key would make groups that know of no
+pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xray_runtime.engines.mesh import Mesh
+from xray_runtime.models.heads import HeadedLM
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is cut: along `dim`, into pieces of these sizes."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+def check_split(lm: Any, degree: int) -> None:
+    """Raises ValueError where `lm` cannot be split over `degree` peers."""
+    refused = f"engine.tensor_parallel: {degree} is not allowed"
+    config = lm.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % degree or kv_heads % degree:
+        raise ValueError(f"{refused}: it must divide the model's {heads} heads and {kv_heads} key-value heads")
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ValueError(f"{refused}: a {type(lm).__name__} carries no tensor-parallel plan")
+
+
+def split_layers(module: HeadedLM, mesh: Mesh) -> dict[str, Split]:
+    """Replace the module's linear layers by this rank's slices of them; returns name → how it was cut.
+
+    Raises:
+        ValueError: the model's plan asks for what AutoTP does not do.
+    """
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import AutoTPConfig
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+
+    degree = mesh.topology.tensor
+    check_split(module.lm, degree)
+    try:
+        specs = TPPlanConverter.convert(_get_hf_tp_plan(module.lm))
+    except ValueError as error:
+        name = type(module.lm).__name__
+        raise ValueError(f"engine.tensor_parallel: {degree} is not allowed for a {name}: {error}") from error
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    set_autotp_mode(training=True)
+    autotp = AutoTP(
+        module=module,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=AutoTPConfig(tp_size=degree, layer_specs=specs),
+        model_config=module.lm.config,
+        training_mode=True,
+    )
+    # Its setter would look for DeepSpeed's own groups.
+    autotp.mp_size, autotp.mp_group = degree, mesh.tensor_group
+    autotp.update_linear_policies()
+    autotp._replace_module(module)
+    autotp.register_replicated_grad_hooks(module)
+    splits = {}
+    for name, parameter in module.named_parameters():
+        cut = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
+        if cut:
+            sizes = [torch.zeros((), dtype=torch.int64, device=parameter.device) for _ in range(degree)]
+            mine = torch.tensor(parameter.shape[cut[0]], device=parameter.device)
+            dist.all_gather(sizes, mine, group=mesh.tensor_group)
+            splits[name] = Split(cut[0], tuple(int(size) for size in sizes))
+    return splits
+
+
+def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
+    """The whole tensor of which every tensor-parallel peer brings its `part`."""
+    widest, own = max(split.sizes), split.sizes[mesh.tensor_rank]
+    shape = list(part.shape)
+    shape[split.dim] = widest - own
+    # Every peer sends as much as the widest part, as all_gather asks.
+    padded = torch.cat([part, part.new_zeros(shape)], dim=split.dim).contiguous()
+    parts = [torch.empty_like(padded) for _ in split.sizes]
+    dist.all_gather(parts, padded, group=mesh.tensor_group)
+    return torch.cat([p.narrow(split.dim, 0, size) for p, size in zip(parts, split.sizes, strict=True)], dim=split.dim)

@@ -1,0 +1,217 @@
+"""Which keys are trusted, since when and until when; and how one key takes over from another.
+
+    keys/signing.pem, signing.pub     the key that signs today
+    keys/retired/DIGEST.pub           one that signed before, by the first digits of its sha256
+    keys/retired/DIGEST.json          which key took over from it, and when
+    keys/retired/DIGEST.old.sig       … signed with the old key
+    keys/retired/DIGEST.new.sig       … and with the new one
+    keys/trusted/*.pub                keys of what was imported
+
+Both keys sign the record: whoever kept a copy of either can go from it to the other. From a trusted key one goes back
+to those it took over from, and forward only from a key one was given: a thief of a retired key cannot name a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from xray_runtime.checkpoints.manifest import Sha256
+from xray_runtime.checkpoints.store import read_bounded
+from xray_runtime.config_io import ConfigError
+from xray_runtime.files import write_whole
+from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
+    PRIVATE,
+    SignatureProblem,
+    TrustedKey,
+    Verifier,
+    fingerprint,
+    key_digest,
+    make_key,
+    public_bytes,
+    public_key,
+    sign,
+    signing_key,
+)
+from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+
+RETIRED, TRUSTED = "retired", "trusted"
+NEXT = "signing.next.pem"
+DIGITS = 16
+
+
+class Rotation(BaseModel):
+    """One key took over from another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    retired: Sha256
+    successor: Sha256
+    at: datetime
+    by: str
+    note: str
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
+    subject: list[Subject]
+    predicate_type: Literal["urn:xray:rotation:v1"] = Field("urn:xray:rotation:v1", alias="predicateType")
+    predicate: Rotation
+
+
+def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> Rotation:
+    """A new key signs from now on; what was signed before stays good. Cut short, the same call finishes it.
+
+    Args:
+        new_key: PEM file of the new key, made where there is none, for keys kept outside (XRAY_SIGNING_KEY); by default
+            it takes the place of `keys/signing.pem`. The old private key in `keys/` is gone either way.
+
+    Raises:
+        ConfigError: the present key, or `new_key`, cannot be used.
+    """
+    keys = output / "keys"
+    if new_key is None and os.environ.get(KEY_VARIABLE):
+        raise ConfigError(f"--new-key: is required where {KEY_VARIABLE} names the key that signs")
+    private = new_key or keys / NEXT
+    there = private.exists() and public_key(output).exists()
+    taken_over = there and public_bytes(private) == public_key(output).read_bytes()
+    if taken_over and new_key is not None:
+        raise ConfigError(f"--new-key: {str(new_key)!r} is the key that signs already")
+    if not taken_over:
+        old = signing_key(output)
+        if not private.exists():
+            make_key(private)
+        _record(output, old, private, by, note)
+        write_whole(public_key(output), public_bytes(private))
+    if new_key is None:
+        os.replace(private, keys / PRIVATE)
+        private = keys / PRIVATE
+    else:
+        (keys / PRIVATE).unlink(missing_ok=True)
+    successor = fingerprint(public_key(output))
+    rotation = next(rotation for rotation in read_rotations(output)[0] if rotation.successor == successor)
+    decide(output, private, action="rotate", checkpoint=successor, by=by, note=note)
+    return rotation
+
+
+def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
+    """Every key that is trusted in an output directory, and until when.
+
+    Args:
+        public: a copy of a key kept elsewhere, trusted instead of what lies in `keys/`.
+
+    Raises:
+        ValueError: a public key cannot be used.
+        OSError: it cannot be read.
+    """
+    roots = {fingerprint(path): path for path in ([public] if public else root_keys(output))}
+    rotations = read_rotations(output)[0]
+    paths = _known(output) | roots
+    successor = {rotation.retired: rotation.successor for rotation in rotations}
+    reached = set(roots)
+    for root in roots:
+        while (root := successor.get(root, "")) and root not in reached:
+            reached.add(root)
+    before = 0
+    while before != len(reached):
+        before = len(reached)
+        reached |= {rotation.retired for rotation in rotations if rotation.successor in reached}
+    until = {rotation.retired: rotation.at for rotation in rotations}
+    return [TrustedKey(paths[sha], until.get(sha)) for sha in sorted(reached)]
+
+
+def root_keys(output: Path) -> list[Path]:
+    """The public key of an output directory, and those of what was imported into it."""
+    others = output / "keys" / TRUSTED
+    imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
+    own = public_key(output)
+    return imported if imported and not own.exists() else [own, *imported]
+
+
+def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]:
+    """(rotations that both keys signed, (file, reason) of what is none)."""
+    known, found, problems = _known(output), [], []
+    files = retirement_files(output)
+    names = {path.name.split(".")[0] for path in files}
+    for name in sorted(names):
+        path = output / "keys" / RETIRED / f"{name}.json"
+        try:
+            rotation = _Record.model_validate_json(read_bounded(path)).predicate
+            if not rotation.retired.startswith(name) or rotation.at.tzinfo is None:
+                raise ValueError("it is about another key, or says no time")
+            for which, sha in (("old", rotation.retired), ("new", rotation.successor)):
+                if sha not in known:
+                    raise ValueError(f"the public key {sha[:12]} is not there")
+                Verifier([TrustedKey(known[sha])]).check(path, path.with_name(f"{name}.{which}.sig"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, SignatureProblem) else type(error).__name__
+            problems.append((f"keys/{RETIRED}/{path.name}", reason))
+        else:
+            found.append(rotation)
+    return found, problems
+
+
+def retirement_files(output: Path) -> list[Path]:
+    """Records, keys and signatures of what was retired."""
+    folder = output / "keys" / RETIRED
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None:
+    """Trust other public keys in `output`, and know what they took over from."""
+    for folder, paths in ((TRUSTED, public), (RETIRED, retired)):
+        for path in paths:
+            name = f"{fingerprint(path)[:DIGITS]}.pub" if folder == TRUSTED else path.name
+            place = output / "keys" / folder / name
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not place.exists():
+                place.write_bytes(read_bounded(path))
+
+
+def _known(output: Path) -> dict[str, Path]:
+    """Digest → every public key that lies in `keys/`, trusted or not."""
+    retired = [path for path in retirement_files(output) if path.suffix == ".pub"]
+    return dict(_readable([*retired, *root_keys(output)]))
+
+
+def _readable(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    for path in paths:
+        try:
+            yield fingerprint(path), path
+        except (OSError, ValueError):
+            continue
+
+
+def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
+    """Write who took over from whom, signed by both."""
+    # Seconds of imports would pass between the time in the record and the new key in its place.
+    import model_signing.signing  # noqa: F401
+
+    folder = output / "keys" / RETIRED
+    folder.mkdir(mode=0o700, exist_ok=True)
+    retired, successor = fingerprint(public_key(output)), key_digest(public_bytes(new))
+    name = retired[:DIGITS]
+    write_whole(folder / f"{name}.pub", read_bounded(public_key(output)))
+    # The successor's key is not in its place yet; whoever checks the record finds it there.
+    now = datetime.now(UTC).replace(microsecond=0)
+    rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
+    subject = Subject.model_validate({"name": "signing.pub", "digest": {"sha256": successor}})
+    record = _Record.model_validate({"subject": [subject], "predicate": rotation}).model_dump(
+        mode="json", by_alias=True
+    )
+    path = folder / f"{name}.json"
+    write_whole(path, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    for which, key in (("old", old), ("new", new)):
+        sign(path, folder / f"{name}.{which}.sig", key)

@@ -1,0 +1,64 @@
+"""Safetensors files written one tensor at a time, also by several processes: nobody holds the whole model to save it.
+
+https://github.com/huggingface/safetensors#format: 8 bytes of header length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> None:
+    """A file with room for float32 tensors of these shapes, still zeros."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+class TensorFile:
+    """A whole safetensors file whose tensors are overwritten in place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, os.open(path, os.O_RDWR)
+        size = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self._header = json.loads(os.pread(self._file, size, 8))
+        self._start = 8 + size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._file)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put `tensor` in its place.
+
+        Raises:
+            ValueError: the file has no tensor of this name, dtype and shape.
+        """
+        entry = self._header.get(name)
+        found = {"dtype": NAMES.get(tensor.dtype), "shape": list(tensor.shape)}
+        if entry is None or any(entry[key] != value for key, value in found.items()):
+            raise ValueError(f"{self._path}: has no place for {name} {found}")
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        place = self._start + entry["data_offsets"][0]
+        while raw:
+            written = os.pwrite(self._file, raw, place)
+            raw, place = raw[written:], place + written
