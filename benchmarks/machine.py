@@ -51,11 +51,6 @@ def own_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
-def share_bytes() -> int:
-    """Bytes of this process, what it shares with others divided by their number (PSS)."""
-    return int(psutil.Process().memory_full_info().pss)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
     print("| " + " | ".join(head) + " |")
