@@ -3,8 +3,8 @@
     python -m benchmarks.loading [--mib 128] [--readers 1 8]
 
 Readers are actors that have imported everything; they load at the same time, then read every weight once. Time: until
-the last reader has its model, and until it has read it. Memory: USS of all readers, what ending them
-would give back; the one copy they may share (in the object store, or in the page cache) is not in it.
+the last reader has its model, and until it has read it. Memory: USS of all readers, what ending them would give back;
+the one copy they may share (in the object store, or in the page cache) is not in it.
 """
 
 from __future__ import annotations
