@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from benchmarks.machine import machine, ratio, spread, start_ray, table, times
+from benchmarks.machine import line, machine, ratio, spread, start_ray, table, times
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec
@@ -89,8 +89,8 @@ def main() -> None:
         eos = load_tokenizer(directory).eos_token_id
         sampling = Sampling(args.new_tokens, 1.0, eos_token_id=eos, pad_token_id=0)
         print(f"{machine()}; {args.prompts} prompts, {args.new_tokens} new tokens each\n")
-        measured: dict[str, list[float]] = {}
-        facts: dict[str, tuple[float, float]] = {}
+        fastest: list[float] = []
+        table(["engine", "tokens/s", f"÷ {args.engines[0]}", "start, s", "largest difference, nats"], [])
         for name in args.engines:
             config, replicas = ENGINES[name]
             runtime = RuntimeConfig(threads=2 // max(replicas, config.tensor_parallel), generator_replicas=replicas)
@@ -102,16 +102,11 @@ def main() -> None:
                 replies: Rows = ray.get(ask())
                 seconds = times(functools.partial(_answered, ask), repeats=3)
             tokens = float(replies["response_mask"].sum())
-            measured[name] = [tokens / s for s in seconds]
-            facts[name] = started, distance(directory, rows, replies, sampling.temperature)
-        fastest = measured[args.engines[0]]
-        table(
-            ["engine", "tokens/s", f"÷ {args.engines[0]}", "start, s", "largest difference, nats"],
-            [
-                [name, spread(speeds), ratio(speeds, fastest), f"{facts[name][0]:.0f}", f"{facts[name][1]:.1e}"]
-                for name, speeds in measured.items()
-            ],
-        )
+            speeds = [tokens / s for s in seconds]
+            fastest = fastest or speeds
+            worst = distance(directory, rows, replies, sampling.temperature)
+            # Line by line: each engine takes its time to start.
+            line([name, spread(speeds), ratio(speeds, fastest), f"{started:.0f}", f"{worst:.1e}"])
     ray.shutdown()
     end_marked(mark)
 

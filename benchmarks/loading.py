@@ -3,8 +3,8 @@
     python -m benchmarks.loading [--mib 128] [--readers 1 8]
 
 Readers are actors that have imported everything; they load at the same time, then read every weight once. Time: until
-the last reader has its model, and until it has read it. Memory of all readers: USS (their own), PSS (with their part
-of what they share, the object store included).
+the last reader has its model, and until it has read it. Memory: USS of all readers, what ending them would give back;
+the one copy they may share (in the object store, or in the page cache) is not in it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.machine import MIB, machine, own_bytes, ratio, share_bytes, spread, start_ray, table
+from benchmarks.machine import MIB, machine, own_bytes, ratio, spread, start_ray, table
 
 REPEATS = 3
 WAYS = ("zero-copy", "safetensors", "torch.load", "from_pretrained")
@@ -62,7 +62,7 @@ class Reader:
         """Forget the model before."""
         self._model: Any = None
         gc.collect()
-        self._uss, self._pss = own_bytes(), share_bytes()
+        self._before = own_bytes()
 
     def load(self, way: str, directory: Path, shared: Any) -> None:
         import torch
@@ -88,13 +88,13 @@ class Reader:
         """Touch every weight."""
         return sum(float(p.detach().sum()) for p in self._model.parameters())
 
-    def memory(self) -> tuple[int, int]:
-        """(USS, PSS) more than before the model."""
-        return own_bytes() - self._uss, share_bytes() - self._pss
+    def memory(self) -> int:
+        """Bytes of its own more than before the model."""
+        return own_bytes() - self._before
 
 
-def measure(way: str, readers: list[Any], directory: Path, shared: Any) -> tuple[float, float, float, float, float]:
-    """Seconds to load, seconds to have read, MiB of USS and PSS of all `readers`, and what they read."""
+def measure(way: str, readers: list[Any], directory: Path, shared: Any) -> tuple[float, float, float, float]:
+    """Seconds to load, seconds to have read, MiB of USS of all `readers`, and what they read."""
     ray.get([r.ready.remote() for r in readers])
     start = time.perf_counter()
     ray.get([r.load.remote(way, directory, shared) for r in readers])
@@ -103,7 +103,7 @@ def measure(way: str, readers: list[Any], directory: Path, shared: Any) -> tuple
     done = time.perf_counter() - start
     memory = ray.get([r.memory.remote() for r in readers])
     ray.get([r.ready.remote() for r in readers])
-    return loaded, done, sum(m[0] for m in memory) / MIB, sum(m[1] for m in memory) / MIB, sums[0]
+    return loaded, done, sum(memory) / MIB, sums[0]
 
 
 def main() -> None:
@@ -126,13 +126,13 @@ def main() -> None:
         print(f"{machine()}; model of {size:.0f} MiB; read and put into the object store once in {put:.2f} s\n")
         readers = [ray.remote(Reader).options(num_cpus=0).remote() for _ in range(max(args.readers))]
         rows = []
-        results: dict[tuple[str, int], list[tuple[float, float, float, float, float]]] = {}
+        results: dict[tuple[str, int], list[tuple[float, float, float, float]]] = {}
         for _ in range(args.repeats):
             # Turn by turn, so that a machine that changes its speed changes it for all.
             for count in args.readers:
                 for way in WAYS:
                     results.setdefault((way, count), []).append(measure(way, readers[:count], directory, shared))
-        sums = {round(r[4], 1) for runs in results.values() for r in runs}
+        sums = {round(r[3], 1) for runs in results.values() for r in runs}
         assert len(sums) == 1, f"the ways read different weights: {sums}"
         for (way, count), runs in results.items():
             reference = [r[0] for r in results[("zero-copy", count)]]
@@ -148,10 +148,9 @@ def main() -> None:
                     ratio(column(0), reference),
                     spread(column(1), " s"),
                     spread(column(2)),
-                    spread(column(3)),
                 ]
             )
-        table(["way", "readers", "load", "÷ zero-copy", "load and read", "USS, MiB", "PSS, MiB"], rows)
+        table(["way", "readers", "load", "÷ zero-copy", "load and read", "USS, MiB"], rows)
 
 
 if __name__ == "__main__":

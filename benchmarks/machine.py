@@ -51,17 +51,17 @@ def own_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
-def share_bytes() -> int:
-    """Bytes of this process, what it shares with others divided by their number (PSS)."""
-    return int(psutil.Process().memory_full_info().pss)
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
     for row in rows:
-        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+        line(row)
+
+
+def line(row: Sequence[object]) -> None:
+    """Print a line of a Markdown table."""
+    print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
 
 
 def start_ray(num_cpus: int) -> None:

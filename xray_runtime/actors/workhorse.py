@@ -309,11 +309,8 @@ class Learner(Workhorse):
         """Trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
         from xray_runtime.weights.device_transfer import send
 
-        metadata = [
-            (name, p.dtype, tuple(getattr(p, "ds_shape", p.shape)))
-            for name, p in self.module.lm.named_parameters()
-            if p.requires_grad
-        ]
+        # Gathered once only to be measured: no layout knows whole shapes otherwise.
+        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
         tensors = functools.partial(self._weights, head=False)
         send(transport, tensors, metadata, self.place.rank, meet, receivers, per_replica, version)
 
