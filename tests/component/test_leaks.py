@@ -20,7 +20,7 @@ from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, marked
 
-CYCLES = int(os.environ.get("XRAY_LEAK_CYCLES", "3"))
+CYCLES = int(os.environ.get("XRAY_LEAK_CYCLES", "2"))
 SETTLE_SECONDS = 60.0
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 SERVERS = ("raylet", "gcs_server")
@@ -68,9 +68,12 @@ def _is_of(path: Path, pids: set[int]) -> bool:
 def test_nothing_is_left_of_models_that_came_and_went(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     cycle(tiny_model, tmp_path)  # what is kept once for all (the stable's process, Ray's idle workers) is there now
     before = _settled({})
+    print(before)
     for _ in range(CYCLES):
         cycle(tiny_model, tmp_path)
-    assert _grown(_settled(before), before) == {}
+    after = _settled(before)
+    print(after)
+    assert _grown(after, before) == {}
 
 
 def _settled(before: dict[str, int]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Workhorse:
 
     def release(self) -> None:
         """Let go of the model."""
+        self._heart = Heart()
 
     def pulse(self) -> Pulse:
         """A sign of life, given in a thread of its own."""
@@ -154,6 +155,7 @@ class Learner(Workhorse):
         self.module.eval()
 
     def release(self) -> None:
+        super().release()
         self.engine = self.module = None
         self._trunks = {}
         gc.collect()
