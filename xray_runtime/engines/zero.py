@@ -124,4 +124,7 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    # An op that training never calls. Its build lock outlives a rank killed while it loads it, and every Workhorse
+    # on that machine would wait for it for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
