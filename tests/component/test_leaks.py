@@ -68,12 +68,9 @@ def _is_of(path: Path, pids: set[int]) -> bool:
 def test_nothing_is_left_of_models_that_came_and_went(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     cycle(tiny_model, tmp_path)  # what is kept once for all (the stable's process, Ray's idle workers) is there now
     before = _settled({})
-    print(before)
     for _ in range(CYCLES):
         cycle(tiny_model, tmp_path)
-    after = _settled(before)
-    print(after)
-    assert _grown(after, before) == {}
+    assert _grown(_settled(before), before) == {}
 
 
 def _settled(before: dict[str, int]) -> dict[str, Any]:
