@@ -188,16 +188,16 @@ def _read(
             "data.max_prompt_tokens and ppo.stages.N.max_new_tokens"
         )
     resolved = load_config(config, overrides)
-    machine = _machine(resolved.runtime.device, num_devices, memory)
+    machine = _machine(resolved.runtime.device, num_devices, memory, resolved.runtime.threads)
     return from_config(resolved, machine.device), machine
 
 
-def _machine(device: str, num_devices: float | None, memory_gib: float | None) -> Machine:
+def _machine(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:
     """The machine described, what is not described being this machine's."""
     if num_devices is not None and memory_gib is not None:
         described = Machine(num_devices=int(num_devices), memory_bytes=int(memory_gib * GIB))
         return replace(described, device="cpu") if device == "cpu" else described
-    here = this_machine(device)
+    here = this_machine(device, threads)
     count = here.num_devices if num_devices is None else int(num_devices)
     each = here.memory_bytes if here.device == "cuda" else here.memory_bytes * here.num_devices // count
     return replace(here, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))

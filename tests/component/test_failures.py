@@ -18,7 +18,7 @@ import torch
 from tests.component.test_learner import text
 from tests.component.test_stable import gone, pids
 from xray_runtime.actors.watch import AFTERMATH_SECONDS, PULSE_SECONDS, WorkhorseError
-from xray_runtime.actors.whole_model import STOP_SECONDS, open_models
+from xray_runtime.actors.whole_model import LEAVE_SECONDS, open_models
 from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
 from xray_runtime.errors import may_retry, root_cause
@@ -80,7 +80,7 @@ def test_a_rank_that_is_lost_in_a_step(
     blow: list[float] = []
     with pytest.raises(WorkhorseError, match=rf"Workhorse 1 of 2 of 'policy' \(.+, pid \d+\) {says}") as caught:
         lose_one()
-    assert time.monotonic() - blow[0] < within + STOP_SECONDS + BUSY_SECONDS
+    assert time.monotonic() - blow[0] < within + LEAVE_SECONDS + BUSY_SECONDS
     assert f"pid {victims[1]})" in str(caught.value)
     assert f"last lines of {tmp_path}/policy-1.log:" in str(caught.value)
     assert may_retry(caught.value)

@@ -20,7 +20,7 @@ from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, marked
 
-CYCLES = int(os.environ.get("XRAY_LEAK_CYCLES", "3"))
+CYCLES = int(os.environ.get("XRAY_LEAK_CYCLES", "2"))
 SETTLE_SECONDS = 60.0
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 SERVERS = ("raylet", "gcs_server")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +151,3 @@ def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, t
             WorkhorseError, match=r"Workhorse 0 of 1 of 'policy' \(.+, pid \d+\) died[\s\S]*policy-0\.log"
         ):
             ray.get(models["policy"].score.remote(text()))
-
-
-def test_the_lock_of_a_killed_process_holds_up_nobody(alone: Any, tiny_model: Path, tmp_path: Path) -> None:
-    """Torch guards the loading of DeepSpeed's operator with a file, which a killed process leaves behind."""
-    operators = Path(os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
-    [built] = operators.glob("*/*.so")
-    (built.parent / "lock").touch()
-    assert train(tiny_model, tmp_path / "logs", tmp_path / "out", EngineConfig())[0] == alone[0]
-    assert not (built.parent / "lock").exists()

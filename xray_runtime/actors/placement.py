@@ -57,13 +57,13 @@ def settled(config: LifecycleConfig) -> tuple[LifecycleConfig, str]:
     """
     words = ""
     if config.runtime.parallel == "auto":
-        config, plan = settle(config, _machine(config.runtime))
+        config, plan = settle(config, cluster_machine(config.runtime))
         words = describe(plan)
     check_config(config, device(config.runtime), nodes())
     return config, words
 
 
-def _machine(runtime: RuntimeConfig) -> Machine:
+def cluster_machine(runtime: RuntimeConfig) -> Machine:
     """This cluster as equal devices: the least of each quantity, so that a plan fits everywhere."""
     kind = device(runtime)
     found = ray.get(

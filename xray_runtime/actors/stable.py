@@ -28,31 +28,26 @@ class Stable:
 
     def __init__(self) -> None:
         self._idle: list[tuple[Any, Any]] = []
-        self._lent: list[tuple[Any, Any]] = []
-        self._what_for: dict[Any, str] = {}
+        self._lent: list[tuple[Any, Any, str]] = []
 
     def ping(self) -> None:
         """Answers where the stable lives."""
 
     def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any, what_for: str = "") -> Any:
         """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
-        workhorse = self._lend(kind, runtime, borrower)
-        self._what_for[workhorse] = f"{what_for}: {runtime.cpus_per_workhorse:g} CPUs"
-        return workhorse
-
-    def _lend(self, kind: type, runtime: RuntimeConfig, borrower: Any) -> Any:
         want = (kind.__name__, runtime.model_dump_json())
+        held = f"{what_for}: {runtime.cpus_per_workhorse:g} CPUs"
         for entry in [e for e in self._idle if e[0] == want]:
             self._idle.remove(entry)
             if _alive(entry[1]):
-                self._lent.append((borrower, entry[1]))
+                self._lent.append((borrower, entry[1], held))
                 return entry[1]
             ray.kill(entry[1])
         self._reap()
         if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
             self.make_room()
         workhorse = start(kind, runtime)
-        self._lent.append((borrower, workhorse))
+        self._lent.append((borrower, workhorse, held))
         return workhorse
 
     def give_back(self, kind: type, runtime: RuntimeConfig, workhorse: Any) -> None:
@@ -62,13 +57,13 @@ class Stable:
 
     def end_lent(self, borrowers: list[Any]) -> None:
         """End what `borrowers` have not given back."""
-        for borrower, workhorse in [entry for entry in self._lent if entry[0] in borrowers]:
-            ray.kill(workhorse)
-            self._lent.remove((borrower, workhorse))
+        for entry in [entry for entry in self._lent if entry[0] in borrowers]:
+            ray.kill(entry[1])
+            self._lent.remove(entry)
 
     def holders(self) -> list[str]:
         """Who has borrowed what."""
-        return [self._what_for[workhorse] for _, workhorse in self._lent]
+        return [held for _, _, held in self._lent]
 
     def make_room(self) -> None:
         """End those that wait: they must not starve those that are wanted."""
@@ -78,7 +73,7 @@ class Stable:
 
     def _reap(self) -> None:
         """End what a dead borrower (a killed stage) left behind."""
-        pings = {borrower.ping.remote(): (borrower, workhorse) for borrower, workhorse in self._lent}
+        pings = {entry[0].ping.remote(): entry for entry in self._lent}
         if not pings:
             return
         # Who is busy does not answer in time; all are asked at once, so that many busy ones cost no more than one.

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from xray_runtime.engines.generation import Sampling
     from xray_runtime.weights.plasma import WeightUpdate
 
-STOP_SECONDS = 20.0
-"""How long a model has to part with its Workhorses in good order."""
+STOP_SECONDS, LEAVE_SECONDS = 20.0, 3.0
+"""How long a model has to part with its Workhorses: in good order, and after a failure."""
 
 
 class WholeModel:
@@ -268,7 +268,8 @@ def demand_of(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig
 def _end(models: list[Any], sound: bool) -> None:
     """Part with the models; one that is busy, or stands still, is ended with its Workhorses."""
     stops = [model.stop.remote(sound=sound) for model in models]
-    ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS)
+    if stops:
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_SECONDS if sound else LEAVE_SECONDS)
     for model in models:
         ray.kill(model)
     stable = find_stable()

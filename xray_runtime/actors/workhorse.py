@@ -103,6 +103,7 @@ class Workhorse:
 
     def release(self) -> None:
         """Let go of the model."""
+        self._heart = Heart()
 
     def where(self) -> Device:
         """The device it holds."""
@@ -175,6 +176,7 @@ class Learner(Workhorse):
         self.module.eval()
 
     def release(self) -> None:
+        super().release()
         self.engine = self.module = None
         self._trunks = {}
         gc.collect()

@@ -32,7 +32,7 @@ class DeepSpeedSampler:
         import deepspeed
 
         if place.world_size > 1:
-            _join(place)
+            init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device))
         lm: Any = load_model(directory)
         lm.generation_config = transformers.GenerationConfig()
         self._tied = bool(lm.config.tie_word_embeddings)
@@ -64,13 +64,3 @@ class DeepSpeedSampler:
             # The layer cuts out this rank's part as it did when DeepSpeed replaced the original one.
             self._lm.get_submodule(name.rpartition(".")[0])._tp_partition([shard])
         parameter.copy_(shard)
-
-
-def _join(place: Place) -> None:
-    """The process group of one model's ranks."""
-    from deepspeed import comm
-
-    init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device))
-    # Of its own all-reduce through shared memory: it needs all ranks on one host and LOCAL_SIZE to say so (without, it
-    # writes to nowhere), and leaves 69 MB a rank behind when one is killed. Level 0 makes it use gloo.
-    comm.comm.cdb.shm_vector_kernel_level = 0

@@ -7,9 +7,7 @@ data-parallel ranks; the engine multiplies that back.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -244,23 +242,9 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
     )
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        _load_operator()
     import deepspeed
 
+    # An operator that is never called here (it needs LOCAL_SIZE). Built at first use, it takes a minute, and a rank that
+    # is killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
-
-
-def _load_operator() -> None:
-    """Load DeepSpeed's operator for gloo before DeepSpeed does, built where it is not yet."""
-    # It names the environment it was built for; in torch's cache, which all of a user's environments share, each would
-    # have to build it again after another did.
-    directory = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-    # Torch's own lock is a file, which a process that is killed here leaves behind: everybody after it would wait for
-    # ever. The kernel gives up this one, and under it whatever file there is has lost its owner.
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "xray.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (directory / ShareMemCommBuilder.NAME / "lock").unlink(missing_ok=True)
-        ShareMemCommBuilder().load(verbose=False)

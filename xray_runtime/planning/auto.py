@@ -34,11 +34,16 @@ def settle(config: LifecycleConfig, machine: Machine) -> tuple[LifecycleConfig, 
     Raises:
         ConfigError: nothing fits, or the base model cannot be planned.
     """
-    workload = _workload(config, machine.device)
+    plan = choose(_workload(config, machine.device), machine)
+    return _apply(config, plan), plan
+
+
+def choose(workload: Workload, machine: Machine) -> Plan:
+    """The first plan that fits. Raises ConfigError where none does."""
     tried: list[Plan] = []
     for plan in _plans(workload, machine):
         if plan.fits:
-            return _apply(config, plan), plan
+            return plan
         tried.append(plan)
     nearest = min(tried, key=lambda plan: plan.fullest.peak_bytes)
     raise ConfigError(
@@ -47,22 +52,24 @@ def settle(config: LifecycleConfig, machine: Machine) -> tuple[LifecycleConfig, 
     )
 
 
+def engine_of(plan: Plan) -> dict[str, int]:
+    """The fields of `EngineConfig` that the plan's trained models get."""
+    layout = next(p.layout for p in plan.roles if p.role.use == "train")
+    return {"num_workhorses": layout.dp, "zero_stage": layout.zero_stage}
+
+
 def describe(plan: Plan) -> str:
     """The choice in one line."""
     return f"runtime.parallel: auto takes {_words(plan)}"
 
 
 def _words(plan: Plan) -> str:
-    layout, machine = _trained(plan), plan.machine
+    engine, machine = engine_of(plan), plan.machine
     return (
-        f"{plan.placement}, trained models on {layout.dp} Workhorses under ZeRO-{layout.zero_stage}: "
+        f"{plan.placement}, trained models on {engine['num_workhorses']} Workhorses under ZeRO-{engine['zero_stage']}: "
         f"{plan.fullest.peak_bytes / 1e9:.3g} GB on the fullest of {machine.num_devices} {machine.device} devices with "
         f"{machine.usable_bytes / 1e9:.3g} usable GB"
     )
-
-
-def _trained(plan: Plan) -> Layout:
-    return next(p.layout for p in plan.roles if p.role.use == "train")
 
 
 def _workload(config: LifecycleConfig, device: str) -> Workload:
@@ -117,12 +124,10 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
 
 
 def _apply(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:
-    layout = _trained(plan)
     generator = next(p for p in plan.roles if p.role.use == "generate")
-    chosen = {"num_workhorses": layout.dp, "zero_stage": layout.zero_stage}
     data: dict[str, Any] = config.model_dump(mode="json")
     for section in (data["sft"], data["reward"], *data["ppo"]["stages"]):
-        section["engine"] |= chosen
+        section["engine"] |= engine_of(plan)
     data["runtime"]["parallel"] = "as_written"
     if plan.machine.device == "cuda":
         share = max(len(group.roles) for group in plan.groups)
