@@ -244,7 +244,7 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    # An operator that is never called here (it needs LOCAL_SIZE). Built at first use, it takes a minute, and a rank that
-    # is killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
+    # An operator that is never called here (it needs LOCAL_SIZE). Its build takes a minute at first use, and a rank
+    # killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
