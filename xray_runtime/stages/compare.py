@@ -16,17 +16,18 @@ import torch
 
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
+from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies
-from xray_runtime.engines.vllm_generator import Sampling
+from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.common import generator_spec, max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.evaluate import record_replies
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import SEEN_BY_CHAMPION, Recorder, StageSpec
 
@@ -56,18 +57,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     lengths = {side: [len(ids) for ids in encode_replies(load_tokenizer(reward), texts[side])] for side in SIDES}
 
     comparison = compare(config, spec.seed, rewards, golds, lengths)
-    samples: list[dict[str, Any]] = [
-        dict[str, Any]({"prompt": asked[i]})
-        | {side: texts[side][i] for side in SIDES}
-        | {f"reward_{side}": float(rewards[side][i]) for side in SIDES}
-        | {f"gold_{side}": None if golds is None else float(golds[side][i]) for side in SIDES}
-        for i in range(min(config.num_samples_shown, len(asked)))
-    ]
-    (out / "comparison.json").write_text(json.dumps(comparison, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
-    recorder.metrics({f"compare/{k}": float(v) for k, v in comparison.items() if isinstance(v, int | float)}, step=0)
-    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
+    record_replies(out, recorder, "comparison", "compare", comparison, asked, texts, rewards, golds, config)
     recorder.progress(3, 3, "steps", f"win rate over the champion {comparison['win_rate']:.2f}")
     return 0
 
@@ -140,7 +130,7 @@ def _replies(
     ids, lengths = pad(encode_prompts(tokenizer, prompts), tokenizer.pad_token_id)
     seeds = np.array([derive_seed(spec.seed, "compare", "sample", row) for row in range(len(prompts))])
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    generator = GeneratorSpec(model, max_prompt_tokens(spec) + config.max_new_tokens)
+    generator = generator_spec(spec, model, config.max_new_tokens)
     with open_models(spec.runtime, recorder.log_dir, {"generator": generator}) as models:
         rows = {"input_ids": ids, "lengths": lengths, "seed": seeds}
         answer = ray.get(models["generator"].generate.remote(rows, sampling, 0))

@@ -69,20 +69,36 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     golds = {side: torch.tensor(gold(asked, texts[side])) for side in SIDES} if gold is not None else None
 
     evaluation = _evaluation(config, spec.seed, replies, rewards, golds, kl)
-    samples: list[dict[str, Any]] = [
-        dict[str, Any]({"prompt": asked[i]})
-        | {side: texts[side][i] for side in SIDES}
-        | {f"reward_{side}": float(rewards[side][i]) for side in SIDES}
-        | {f"gold_{side}": None if golds is None else float(golds[side][i]) for side in SIDES}
-        for i in range(min(config.num_samples_shown, len(asked)))
-    ]
-    (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
-    recorder.metrics({f"evaluate/{k}": float(v) for k, v in evaluation.items() if isinstance(v, int | float)}, step=0)
-    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
+    record_replies(out, recorder, "evaluation", "evaluate", evaluation, asked, texts, rewards, golds, config)
     recorder.progress(3, 3, "steps", f"win rate {evaluation['win_rate']:.2f}")
     return 0
+
+
+def record_replies(
+    out: Path,
+    recorder: Recorder,
+    name: str,
+    prefix: str,
+    summary: dict[str, Any],
+    asked: list[str],
+    texts: dict[str, list[str]],
+    rewards: dict[str, torch.Tensor],
+    golds: dict[str, torch.Tensor] | None,
+    config: EvaluateConfig,
+) -> None:
+    """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
+    samples: list[dict[str, Any]] = [
+        dict[str, Any]({"prompt": asked[i]})
+        | {side: texts[side][i] for side in texts}
+        | {f"reward_{side}": float(rewards[side][i]) for side in texts}
+        | {f"gold_{side}": None if golds is None else float(golds[side][i]) for side in texts}
+        for i in range(min(config.num_samples_shown, len(asked)))
+    ]
+    (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    recorder.metrics({f"{prefix}/{k}": float(v) for k, v in summary.items() if isinstance(v, int | float)}, step=0)
+    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
 
 
 def _sample(
