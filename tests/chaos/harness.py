@@ -308,8 +308,12 @@ def main() -> None:
         cases = [draw(options.seed * 1_000_003 + done + i, stage) for i, stage in enumerate(stages)]
         begin = time.monotonic()
         output = options.output / f"storm-{done}"
-        met = run(output, cases)
-        found = differences(expected, outcome(output))
+        met = [str(case) for case in cases]
+        try:
+            met = run(output, cases)
+            found = differences(expected, outcome(output))
+        except (OSError, RuntimeError, TimeoutError) as error:
+            found = [str(error)]
         done += len(cases)
         bad += bool(found)
         print(f"{done}/{options.cases} cases, {time.monotonic() - begin:.0f} s: {found or 'nothing lost'}")
