@@ -29,6 +29,7 @@ from flows.records import end_lost_flow_run, end_lost_task_run
 from tasks.stage import RunContext, StageResult, stage
 from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
+from xray_runtime.actors.whole_model import expect_models
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
@@ -68,17 +69,21 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     tracker, context = _start(config, root, before)
     journal = Journal(root, config, context.parent_run_id, flow_run.id)
     done: dict[str, StageResult] = {}
+    computing = False
     stable = open_stable()
+    plans = plan_stages(config)
     try:
-        for plan in plan_stages(config):
+        for number, plan in enumerate(plans):
             parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
             start = time.perf_counter()
+            if computing and number + 1 < len(plans):
+                expect_models(config, plans[number + 1].name)
             result, cached = run_stage(plan, parents, context, config.seed, config.runtime)
             if cached:
                 result = _link_cached(tracker, context, result, list(parents.values()))
-            done[plan.name] = result
+            done[plan.name], computing = result, computing or not cached
             journal.stage_done(result, cached, time.perf_counter() - start)
-        policy = done[plan_stages(config)[-1].parents["policy"]]
+        policy = done[plans[-1].parents["policy"]]
         publish_card(done["evaluate"].checkpoint.path, policy.checkpoint.path)
         name = f"{config.project}-policy"
         version = tracker.register(name, policy.checkpoint, policy.mlflow_run_id, ALIAS)

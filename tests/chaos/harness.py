@@ -50,12 +50,14 @@ MARK = "CHAOS_MARK"
 LEFT_SECONDS = 20
 """How long what a run started may take to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+STALL_SECONDS = int(os.environ.get("XRAY_CHAOS_STALL_SECONDS", "45"))
+"""Without progress for so long a run hangs. On a machine busy with other work its start alone takes as long."""
 OVERRIDES = (
     "runtime.snapshot_every=1",
     "runtime.retries=3",
     "runtime.retry_delay_s=0.5",
     "runtime.restarts=10",
-    "runtime.stall_timeout_s=45",
+    f"runtime.stall_timeout_s={STALL_SECONDS}",
 )
 LIMIT_SECONDS = 1200
 APPEAR_SECONDS = 15.0

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +96,30 @@ def test_a_process_that_did_its_work_waits_for_the_next_model(open_model: Callab
     assert pids(open_model(runtime, Generator)) != before
     assert pids(open_model(runtime.model_copy(update={"threads": 2}))) != before
     assert pids(open_model(runtime)) == before
+
+
+def test_the_next_stage_finds_its_processes_ready(open_model: Callable[..., Any]) -> None:
+    runtime = a_runtime()
+    stable, first = find_stable(), open_model(runtime)
+    assert stable is not None
+    [lent] = pids(first)
+    # One of the two is there already, lent to the stage at work.
+    for _ in range(2):
+        ray.get(stable.expect.remote(Learner, runtime, 2), timeout=SECONDS)
+    ready = ray.get(stable.__ray_call__.remote(lambda s: len(s._idle)))
+    second = open_model(runtime)
+    assert pids(second) != [lent]
+    assert ray.get(stable.__ray_call__.remote(lambda s: len(s._idle))) == ready - 1
+    loaded = ray.get(second.__ray_call__.remote(_modules), timeout=SECONDS)
+    assert {"torch", "deepspeed", "transformers"} <= loaded
+    # Nobody is made to wait for those that are only expected.
+    greedy = runtime.model_copy(update={"cpus_per_workhorse": 1000.0})
+    ray.get(stable.expect.remote(Learner, greedy, 1), timeout=SECONDS)
+    assert ray.get(stable.__ray_call__.remote(lambda s: len(s._idle))) == ready - 1
+
+
+def _modules(model: WholeModel) -> set[str]:
+    return set(ray.get(model._workhorses[0].__ray_call__.remote(lambda _: list(sys.modules))))
 
 
 def test_a_process_that_saw_a_failure_is_ended(open_model: Callable[..., Any]) -> None:

@@ -1,14 +1,15 @@
 """Where Workhorse processes wait between stages.
 
 Starting one costs seconds of imports (torch, transformers, DeepSpeed; vLLM most of all), and on a laptop that would be
-most of a short stage. On CPU a process that did its work well is therefore kept, and the next model is built in it.
-On CUDA, and for models of several ranks, every model gets new processes: device memory and process groups are cleanest
-given back by ending.
+most of a short stage. On CPU a process that did its work well is therefore kept, and the next model is built in it; and
+those that only the next stage needs start while this one works. On CUDA, and for models of several ranks, every model
+gets new processes: device memory and process groups are cleanest given back by ending.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -23,47 +24,73 @@ PULSE_SECONDS = 10.0
 """Who waits has nothing else to do than to answer."""
 
 
+Kind = tuple[str, str]
+"""What makes two Workhorses interchangeable: their class, and the runtime settings they were started with."""
+
+
+@dataclass(frozen=True)
+class _Loan:
+    borrower: Any
+    workhorse: Any
+    kind: Kind
+    what_for: str
+
+
 class Stable:
     """Owns the Workhorses it lends, so that they outlive the stage that borrowed them."""
 
     def __init__(self) -> None:
-        self._idle: list[tuple[Any, Any]] = []
-        self._lent: list[tuple[Any, Any, str]] = []
+        self._idle: list[tuple[Kind, Any]] = []
+        self._lent: list[_Loan] = []
 
     def ping(self) -> None:
         """Answers where the stable lives."""
 
+    def expect(self, kind: type, runtime: RuntimeConfig, count: int, *libraries: Any) -> None:
+        """Have `count` Workhorses of class `kind`, lent ones included, by the time they are asked for.
+
+        Those that are missing are started and told to load their `libraries`, as far as there are CPUs for them.
+        """
+        want = _kind(kind, runtime)
+        missing = count - sum(k == want for k, _ in self._idle) - sum(loan.kind == want for loan in self._lent)
+        for _ in range(missing):
+            if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
+                break
+            workhorse = start(kind, runtime)
+            workhorse.load_libraries.remote(*libraries)
+            self._idle.append((want, workhorse))
+
     def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any, what_for: str = "") -> Any:
         """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
-        want = (kind.__name__, runtime.model_dump_json())
+        want = _kind(kind, runtime)
         held = f"{what_for}: {runtime.cpus_per_workhorse:g} CPUs"
         for entry in [e for e in self._idle if e[0] == want]:
             self._idle.remove(entry)
             if _alive(entry[1]):
-                self._lent.append((borrower, entry[1], held))
+                self._lent.append(_Loan(borrower, entry[1], want, held))
                 return entry[1]
             ray.kill(entry[1])
         self._reap()
         if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
             self.make_room()
         workhorse = start(kind, runtime)
-        self._lent.append((borrower, workhorse, held))
+        self._lent.append(_Loan(borrower, workhorse, want, held))
         return workhorse
 
     def give_back(self, kind: type, runtime: RuntimeConfig, workhorse: Any) -> None:
         """Take back a Workhorse that is sound and idle."""
-        self._lent = [entry for entry in self._lent if entry[1] != workhorse]
-        self._idle.append(((kind.__name__, runtime.model_dump_json()), workhorse))
+        self._lent = [loan for loan in self._lent if loan.workhorse != workhorse]
+        self._idle.append((_kind(kind, runtime), workhorse))
 
     def end_lent(self, borrowers: list[Any]) -> None:
         """End what `borrowers` have not given back."""
-        for entry in [entry for entry in self._lent if entry[0] in borrowers]:
-            ray.kill(entry[1])
-            self._lent.remove(entry)
+        for loan in [loan for loan in self._lent if loan.borrower in borrowers]:
+            ray.kill(loan.workhorse)
+            self._lent.remove(loan)
 
     def holders(self) -> list[str]:
         """Who has borrowed what."""
-        return [held for _, _, held in self._lent]
+        return [loan.what_for for loan in self._lent]
 
     def make_room(self) -> None:
         """End those that wait: they must not starve those that are wanted."""
@@ -73,13 +100,13 @@ class Stable:
 
     def _reap(self) -> None:
         """End what a dead borrower (a killed stage) left behind."""
-        pings = {entry[0].ping.remote(): entry for entry in self._lent}
+        pings = {loan.borrower.ping.remote(): loan for loan in self._lent}
         if not pings:
             return
         # Who is busy does not answer in time; all are asked at once, so that many busy ones cost no more than one.
         for ping in ray.wait(list(pings), num_returns=len(pings), timeout=PING_SECONDS)[0]:
             if not _answered(ping):
-                ray.kill(pings[ping][1])
+                ray.kill(pings[ping].workhorse)
                 self._lent.remove(pings[ping])
 
 
@@ -113,6 +140,10 @@ def start(kind: type, runtime: RuntimeConfig, gpus: float = 0.0, group: Any = No
 def pulse(workhorse: Any) -> Any:
     """Ask a Workhorse for a sign of life, also while it works: a reference to its `Pulse`."""
     return workhorse.pulse.options(concurrency_group=PULSE).remote()
+
+
+def _kind(kind: type, runtime: RuntimeConfig) -> Kind:
+    return kind.__name__, runtime.model_dump_json()
 
 
 def _alive(workhorse: Any) -> bool:

@@ -28,9 +28,9 @@ from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.watch import Watch, WorkhorseError
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
-from xray_runtime.config import RuntimeConfig
+from xray_runtime.config import LifecycleConfig, RuntimeConfig
 from xray_runtime.engines.topology import Topology
-from xray_runtime.planning.demand import Demand, demand
+from xray_runtime.planning.demand import Demand, demand, stage_demands
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 
 if TYPE_CHECKING:
@@ -256,6 +256,17 @@ def open_models(
             sound = True
         finally:
             _end(list(models.values()), sound)
+
+
+def expect_models(config: LifecycleConfig, stage: str) -> None:
+    """Start the processes in which the stable will lend `stage` its models, so that they load their libraries now."""
+    stable = find_stable()
+    if stable is None:
+        return
+    demands = [d for d in stage_demands(config, device(config.runtime)).get(stage, []) if not d.grouped()]
+    generators = sum(d.num_ranks for d in demands if d.role == "generator")
+    stable.expect.remote(Learner, config.runtime, sum(d.num_ranks for d in demands) - generators)
+    stable.expect.remote(Generator, config.runtime, generators, config.generator)
 
 
 def demand_of(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig, where: str) -> Demand:

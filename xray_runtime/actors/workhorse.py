@@ -141,6 +141,13 @@ def resolve_device(wanted: str) -> str:
 class Learner(Workhorse):
     """One rank of a model that is trained, or only scored."""
 
+    def load_libraries(self) -> None:
+        """Import ahead of the first model what takes seconds to import."""
+        from xray_runtime.engines.zero import load_deepspeed
+        from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+        load_deepspeed(resolve_device(self.runtime.device))
+
     def build(self, spec: ModelSpec, place: Rank) -> None:
         """Load the model and, where it is trained, join its process group and start its engine."""
         self._settle(place)
@@ -359,6 +366,13 @@ class Generator(Workhorse):
     """One engine that samples, or one rank of an engine that is split over several Workhorses."""
 
     _engine: Generation | None = None
+
+    def load_libraries(self, config: GeneratorConfig) -> None:
+        """Import ahead of the first model what takes seconds to import."""
+        if config.engine == "vllm":
+            from xray_runtime.engines.vllm_generator import load_vllm
+
+            load_vllm(self.runtime, resolve_device(self.runtime.device))
 
     def build(self, spec: GeneratorSpec, place: Rank) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""

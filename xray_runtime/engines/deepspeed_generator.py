@@ -6,7 +6,6 @@ kernels are not used: they exist for few families, and none on CPU.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import transformers
 from xray_runtime.config import RuntimeConfig
 from xray_runtime.engines.generation import Place, Reply, Sampling
 from xray_runtime.engines.transformers_generator import sample
-from xray_runtime.engines.zero import init_collectives
+from xray_runtime.engines.zero import init_collectives, load_deepspeed
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights.held import Tensors
 
@@ -27,10 +26,7 @@ class DeepSpeedSampler:
     """This rank's shard of one model under DeepSpeed Inference."""
 
     def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, place: Place) -> None:
-        if place.device == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed
-
+        deepspeed = load_deepspeed(place.device)
         if place.world_size > 1:
             init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device))
         lm: Any = load_model(directory)

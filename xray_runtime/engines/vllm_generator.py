@@ -14,6 +14,24 @@ PREFILL_TOKENS = 8192
 """Prompt tokens vLLM takes in at a time."""
 
 
+def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
+    """The library, imported with the settings that it reads at import."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(runtime.generator_memory_gib))),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if device == "cpu":
+        # Some of vLLM's samplers compile themselves even in eager mode: 15 s at the first call, for nothing here.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    import vllm
+    import vllm.entrypoints.llm
+
+    return vllm
+
+
 class VLLMSampler:
     """One vLLM engine in this process, or this rank of one that is split over several (tensor parallel).
 
@@ -23,18 +41,7 @@ class VLLMSampler:
 
     def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, place: Place) -> None:
         device = place.device
-        # vLLM reads its settings from the environment, at import.
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(runtime.generator_memory_gib))),
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        if device == "cpu":
-            # Some of vLLM's samplers compile themselves even in eager mode: 15 s at the first call, for nothing here.
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        import vllm
+        self._vllm = load_vllm(runtime, device)
         from vllm.config.weight_transfer import WeightTransferConfig
 
         from xray_runtime.weights import vllm_transfer
@@ -47,8 +54,7 @@ class VLLMSampler:
                 "tensor_parallel_size": place.world_size,
                 "distributed_executor_backend": "external_launcher",
             }
-        self._vllm = vllm
-        self._llm = vllm.LLM(
+        self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
             dtype="float32" if device == "cpu" else "bfloat16",

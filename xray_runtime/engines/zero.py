@@ -235,16 +235,22 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
-    )
-    if device.type == "cpu":
+def load_deepspeed(device: str) -> Any:
+    """The library, imported with the settings that it reads at import."""
+    if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     # An operator that is never called here (it needs LOCAL_SIZE). Its build takes a minute at first use, and a rank
     # killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
+    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
+    )
+    deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)

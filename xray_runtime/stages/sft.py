@@ -37,7 +37,6 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         raise ValueError(
             f"sft: no pairs fit data.max_prompt_tokens = {limits[0]} and sft.max_response_tokens = {limits[1]}"
         )
-    recorder.metrics({"sft/pairs": len(pairs), "sft/dropped_too_many_tokens": len(examples) - len(pairs)}, step=0)
     rows = text_rows(pairs, tokenizer.pad_token_id)
     heldout_rows = text_rows(heldout, tokenizer.pad_token_id)
     heldout_tokens = sum(len(reply) for _, reply in heldout)
@@ -47,7 +46,11 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     with open_models(spec.runtime, recorder.log_dir, {"policy": model}) as models:
         policy = models["policy"]
         state = Resumable(recorder, models, cursor=cursor)
-        for step in range(state.restore(), config.steps):
+        done = state.restore()
+        if not done:
+            dropped = len(examples) - len(pairs)
+            recorder.metrics({"sft/pairs": len(pairs), "sft/dropped_too_many_tokens": dropped}, step=0)
+        for step in range(done, config.steps):
             start = time.perf_counter()
             batch = take(rows, cursor.take(config.batch_size))
             tokens = int((batch["lengths"] - batch["prompt_lengths"]).sum())
