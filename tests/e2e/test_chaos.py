@@ -1,4 +1,4 @@
-"""Twelve random disturbances, seeded: nothing is lost, nothing differs, nothing is left running."""
+"""Twelve disturbances of one lifecycle, two a stage: nothing is lost, nothing differs, nothing is left running."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import STAGES, differences, draw, outcome, run
+from tests.chaos.harness import STAGES, TARGETS, differences, draw, outcome, run
 from tests.e2e.conftest import Outcome
 
+SEED = 2322
+"""The first from which twelve draws hit every target."""
 pytestmark = pytest.mark.e2e
 
 
@@ -19,9 +21,9 @@ def calm(first: Outcome, output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("storm", [0, 1])
-def test_nothing_is_lost(calm: dict[str, Any], storm: int, tmp_path: Path) -> None:
-    cases = [draw(100 + storm * len(STAGES) + i, stage) for i, stage in enumerate(STAGES)]
+def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path) -> None:
+    cases = [draw(SEED + i, stage) for i, stage in enumerate(STAGES * 2)]
+    assert {case.target for case in cases} == TARGETS.keys()
     met = run(tmp_path / "storm", cases)
     log = (tmp_path / "storm.log").read_text()
     assert differences(calm, outcome(tmp_path / "storm")) == [], "\n".join([*met, log])
