@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
 PREFECT_START_SECONDS = 120
+RAY_STARTS = 3
 FLUSH_SECONDS = 5
 
 QUIET = {
@@ -195,14 +196,23 @@ def _ray() -> Iterator[None]:
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
-    ray.init(
-        address=address,
-        namespace="xray",
-        include_dashboard=None if address else False,
-        num_cpus=None if address else usable_cores(),
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    for attempt in range(1 if address else RAY_STARTS):
+        try:
+            ray.init(
+                address=address,
+                namespace="xray",
+                include_dashboard=None if address else False,
+                num_cpus=None if address else usable_cores(),
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+            break
+        except Exception as error:
+            # Ray gives a new node half a minute, which a busy machine does not always keep.
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt + 1 == RAY_STARTS:
+                raise
+            log.warning("Ray did not start in time; starting it again")
     try:
         yield
     finally:
