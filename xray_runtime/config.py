@@ -391,8 +391,8 @@ class RuntimeConfig(Section):
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
     parallel: Literal["as_written", "auto"] = "as_written"
-    """`auto`: every engine's num_workhorses and zero_stage, and on CUDA the shares of a GPU, are chosen for the cluster
-    by the planner's memory model before anything starts; the run's config.yaml records what was chosen."""
+    """`auto`: every engine's layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's
+    memory model before anything starts; the run's config.yaml records what was chosen."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
@@ -462,12 +462,7 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _layouts(self) -> Self:
-        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
-        for number, stage in enumerate(self.ppo.stages):
-            engines[f"ppo.stages.{number}.engine"] = stage.engine
-            if stage.critic_engine is not None:
-                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
-        for name, engine in engines.items():
+        for name, engine in self._engines().items():
             _cut(name, engine, self.base)
         return self
 
@@ -519,13 +514,19 @@ class LifecycleConfig(Section):
         return self
 
     def _nothing_chosen(self) -> None:
-        sections: dict[str, TrainingConfig] = {"sft": self.sft, "reward": self.reward}
-        sections |= {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
-        for name, section in sections.items():
-            for field in ("num_workhorses", "zero_stage"):
-                value = getattr(section.engine, field)
+        for name, engine in self._engines().items():
+            for field in ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
+                value = getattr(engine, field)
                 if value != EngineConfig.model_fields[field].default:
                     raise ValueError(
-                        f"{name}.engine.{field} = {value} must be left out with runtime.parallel = 'auto', which "
-                        "chooses it"
+                        f"{name}.{field} = {value} must be left out with runtime.parallel = 'auto', which chooses it"
                     )
+
+    def _engines(self) -> dict[str, EngineConfig]:
+        """Each engine by the name of its section."""
+        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
+        for number, stage in enumerate(self.ppo.stages):
+            engines[f"ppo.stages.{number}.engine"] = stage.engine
+            if stage.critic_engine is not None:
+                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
+        return engines

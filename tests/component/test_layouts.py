@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
@@ -18,6 +19,7 @@ from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import Learner, ModelSpec
 from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig
+from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective
@@ -28,7 +30,7 @@ ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}
 TP = {"tensor_parallel": 2, "num_workhorses": 2}
 PP = {"pipeline_parallel": 2, "num_workhorses": 2}
 TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1}
-ALL = TP_PP | {"num_workhorses": 8}
+ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 
 
 def same(run: Run, alone: Run) -> None:
@@ -156,6 +158,15 @@ def test_what_the_model_cannot_be_cut_into_is_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
+
+
+def test_what_a_model_can_be_cut_into_is_known_from_its_config(tiny_model: Path, tmp_path: Path) -> None:
+    """For the planner: Llama's plan is AutoTP's too; GPT-NeoX has a plan, other parts than Llama; GPT-2 has neither."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    transformers.GPTNeoXConfig(**sizes).save_pretrained(tmp_path / "neox")
+    transformers.GPT2Config(**sizes).save_pretrained(tmp_path / "gpt2")
+    found = [can_be_cut(str(model)) for model in (tiny_model, tmp_path / "neox", tmp_path / "gpt2")]
+    assert found == [(True, True), (True, False), (False, False)]
 
 
 def test_a_pipeline_is_one_whole_model(cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path) -> None:

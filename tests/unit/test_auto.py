@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from xray_runtime.config import LifecycleConfig
+from xray_runtime.config import FreshBase, LifecycleConfig, PretrainedBase
 from xray_runtime.config_io import ConfigError, load_config, validate
-from xray_runtime.planning.auto import describe, settle
-from xray_runtime.planning.workload import GIB, Machine
+from xray_runtime.planning.auto import choose, describe, settle
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
 from xray_runtime.stages.spec import plan_stages
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,8 @@ SEVEN = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads":
 """6.6 billion parameters with 2,048 tokens."""
 
 
-def gpus(count: int, gib: int = 80) -> Machine:
-    return Machine(num_devices=count, memory_bytes=gib * GIB)
+def gpus(count: int, gib: int = 80, node: int | None = None) -> Machine:
+    return Machine(num_devices=count, memory_bytes=gib * GIB, devices_per_node=node)
 
 
 def auto(base: dict[str, Any] | None = None, **stage: Any) -> LifecycleConfig:
@@ -80,9 +81,110 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     # are needed: activations are 32 GB more.
     assert layouts(settle(large(4096), gpus(8))[0]) == {(5, 3)}
     # Two trained models share 13 GPUs, six each.
-    assert layouts(settle(large(4096, critic="separate"), gpus(16))[0]) == {(6, 3)}
+    separate, _ = settle(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
+    assert layouts(separate) == {(6, 3)}
+    assert separate.ppo.stages[0].critic_engine == separate.ppo.stages[0].engine
     with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; nearest is "):
         settle(large(4096), gpus(4, 40))
+
+
+def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
+    """Steps of two rows, which ZeRO cannot shard over more than two ranks."""
+    engine = {"engine": {"micro_batch_tokens": 512}}
+    stages = [engine | {"minibatch_size": 2, "prompts_per_iteration": 8}]
+    step = engine | {"batch_size": 2}
+    runtime = {"parallel": "auto", **runtime}
+    return validate(
+        {"base": {"kind": "fresh", **base}, "sft": step, "reward": step, "ppo": {"stages": stages}}
+        | {"runtime": runtime}
+    )
+
+
+def replica(config: LifecycleConfig) -> tuple[int, int, int, int]:
+    """(TP, PP, DP, ZeRO stage), the same for every trained model."""
+    [engine] = {section.engine for section in (config.sft, config.reward, *config.ppo.stages)}
+    return engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.zero_stage
+
+
+@pytest.mark.parametrize(
+    ("machine", "layout"),
+    [
+        # 6.5 × 10⁹ parameters. ZeRO-3 on two ranks: 16 / 2 = 8 bytes a parameter, 52 GB; gathered weights 4, the bucket
+        # 2, activations of 512 tokens 5.6, a process 0.5: 64.0 GB. 80 GiB have 77.3 usable GB.
+        (gpus(8), (1, 1, 2, 3)),
+        # 48 GiB have 46.4. TP 2 holds 3.25 × 10⁹ a rank: ZeRO-2 on two replicas 4 + (4 + 12) / 2 = 12 bytes, 39.0 GB;
+        # bucket 2, activations 3.6, process 0.5: 45.1. Of four pairs of GPUs, two are left to the other three models.
+        (gpus(8, 48), (2, 1, 2, 2)),
+        # 40 GiB have 38.7. TP 4: 1.63 × 10⁹ parameters at 16 bytes, 26.1 GB; 2.6 and 0.5: 29.2. Another four are not
+        # free.
+        (gpus(8, 40), (4, 1, 1, 0)),
+        # The same where a node has four GPUs; where it has two, a replica goes over two nodes in two stages: half the
+        # layers split in two, 26.0 GB; but activations of two micro-batches under way, 3.6, and 0.5: 30.2.
+        (gpus(8, 40, node=4), (4, 1, 1, 0)),
+        (gpus(8, 40, node=2), (2, 2, 1, 0)),
+        # Single GPUs: four stages, 26.0 GB; activations of four micro-batches 5.6, 0.5: 32.1.
+        (gpus(8, 40, node=1), (1, 4, 1, 0)),
+    ],
+)
+def test_what_zero_cannot_shard_is_cut(machine: Machine, layout: tuple[int, int, int, int]) -> None:
+    chosen, plan = settle(two_rows(SEVEN), machine)
+    assert replica(chosen) == layout
+    assert plan.placement == "separate"
+    tp, pp, _, _ = layout
+    said = (f", TP {tp}" if tp > 1 else "") + (f", PP {pp}" if pp > 1 else "")
+    assert f"under ZeRO-{layout[3]}{said}: " in describe(plan)
+
+
+def test_heads_and_layers_bound_the_cut() -> None:
+    # 43 layers, 35 heads: no power of two divides them, so layers alone are dealt. 6.6 × 10⁹ parameters.
+    odd = {"hidden_size": 3360, "num_layers": 43, "num_heads": 35, "num_kv_heads": 35, "intermediate_size": 10752}
+    assert replica(settle(two_rows(odd), gpus(8, 40))[0])[:2] == (1, 4)
+    # Key-value heads are split too: two of them bound the degree.
+    grouped = SEVEN | {"num_kv_heads": 2, "intermediate_size": 13312}
+    assert replica(settle(two_rows(grouped), gpus(8, 40))[0])[:2] == (2, 2)
+    # Two layers give two stages at most.
+    wide = {"hidden_size": 10080, "num_layers": 2, "num_heads": 45, "num_kv_heads": 45, "intermediate_size": 94464}
+    with pytest.raises(ConfigError, match="PP 2"):
+        settle(two_rows(wide), gpus(8, 40))
+
+
+def test_a_cut_policy_keeps_to_the_object_store() -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.weight_transfer = 'auto' must be 'plasma'"):
+        settle(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40))
+
+
+def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:
+    """70 × 10⁹ parameters trained in mixed precision: 80 layers, hidden 8192, 64 heads, 8 key-value heads."""
+    workload = from_parameters(70e9, 1024)
+    return replace(workload, roles=workload.roles[:1], batch_size=batch_size, micro_batch_tokens=micro_batch_tokens)
+
+
+def test_seventy_billion() -> None:
+    def chosen(workload: Workload, machine: Machine) -> tuple[int, int, int, int]:
+        [role] = choose(workload, machine, FreshBase()).roles
+        return role.layout.tp, role.layout.pp, role.layout.dp, role.layout.zero_stage
+
+    # 16 × 70 = 1,120 GB of model states: more than 8 × 77.3.
+    with pytest.raises(ConfigError, match="nothing fits"):
+        chosen(seventy(512, 1024), gpus(8))
+    # ZeRO-3 on 32: 35 GB; gathered 2, bucket 1, activations of 1,024 tokens 31.6, logits 0.3, a process 0.5: 70.4.
+    assert chosen(seventy(512, 1024), gpus(32, node=8)) == (1, 1, 32, 3)
+    # Steps of eight rows: ZeRO-3 would hold 140 GB a rank. TP 8 within a node leaves a rank 9.27 × 10⁹ parameters: with
+    # ZeRO-1 over four replicas (4 + 12 / 4) × 9.27 = 64.9, bucket 1, activations 14.6, 0.8: 81.3, too much; with ZeRO-2
+    # (2 + (2 + 12) / 4) × 9.27 = 51.0: 67.3.
+    assert chosen(seventy(8, 1024), gpus(32, node=8)) == (8, 1, 4, 2)
+    # Nodes of four: TP 4 on eight replicas holds (2 + 14 / 8) × 17.9 = 67.3, bucket 1, activations 17.0, 0.8: 86.1. So
+    # two stages, over two nodes: (2 + 14 / 4) × 8.97 = 49.4: 68.1.
+    assert chosen(seventy(8, 1024), gpus(32, node=4)) == (4, 2, 4, 2)
+
+
+def test_a_frozen_trunk_is_not_cut() -> None:
+    base = PretrainedBase(model="x", trainable_layers=16)
+    workload = from_config(two_rows(SEVEN), "cuda")
+    policy = replace(workload.roles[0], top_layers=16, reference_branch=True)
+    others = [role for role in workload.roles[1:] if role.name != "reference"]
+    with pytest.raises(ConfigError, match="nothing fits"):
+        choose(replace(workload, roles=(policy, *others), batch_size=2), gpus(8, 32), base)
 
 
 def test_small_models_share_gpus() -> None:
@@ -107,3 +209,6 @@ def test_what_was_chosen_is_as_if_written_by_hand() -> None:
 def test_what_is_chosen_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sft\.engine\.zero_stage = 2 must be left out with runtime"):
         validate({"sft": {"engine": {"zero_stage": 2}}, "runtime": {"parallel": "auto"}})
+    stage = {"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}
+    with pytest.raises(ConfigError, match=r"ppo\.stages\.0\.critic_engine\.num_workhorses = 2 must be left out"):
+        validate({"ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}})

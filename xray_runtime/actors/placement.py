@@ -76,11 +76,11 @@ def cluster_machine(runtime: RuntimeConfig) -> Machine:
     )
     if kind == "cuda":
         gpus = [memory for node in found for memory in node]
-        return Machine(num_devices=len(gpus), memory_bytes=min(gpus))
+        return Machine(num_devices=len(gpus), memory_bytes=min(gpus), devices_per_node=min(map(len, found)))
     cores = [int(node["CPU"]) for node in nodes() if node.get("CPU", 0.0) >= 1]
     counts = [max(n // runtime.threads, 1) for n in cores]
     memory = min(total // count for [total], count in zip(found, counts, strict=True))
-    return Machine(num_devices=sum(counts), memory_bytes=memory, device="cpu")
+    return Machine(num_devices=sum(counts), memory_bytes=memory, device="cpu", devices_per_node=min(counts))
 
 
 @ray.remote(num_cpus=0)
@@ -105,7 +105,8 @@ def reserved(demands: Sequence[Demand], runtime: RuntimeConfig, log_dir: Path) -
     check(log_dir.name, demands, have)
     groups: dict[str, Any] = {}
     try:
-        for demand in demands:
+        # The widest bundles first: single ones could leave none of the nodes with room for them.
+        for demand in sorted(demands, key=lambda d: d.together, reverse=True):
             if demand.each() and demand.grouped():
                 groups[demand.role] = _request(demand, have, f"{PREFIX}{log_dir} {demand.role}")
         _await(groups, runtime.wait_timeout_s)

@@ -11,7 +11,7 @@
         loss = train(rows)
         train.save(Path("models/trained"))
 
-The planner chooses ranks and ZeRO stage; each rank sees its share of the rows; gradients are those of the mean over all
+The planner chooses the layout; each replica sees its share of the rows; gradients are those of the mean over all
 of them.
 """
 
@@ -108,16 +108,16 @@ class Sharded:
             ConfigError: nothing fits, or the model cannot be planned.
         """
         runtime = runtime or RuntimeConfig()
-        shape = from_pretrained(PretrainedBase(model=str(model)))
+        base = PretrainedBase(model=str(model))
         workload = Workload(
-            roles=(Role(name="model", shape=shape, use="train", weight_bytes=FLOAT32_BYTES),),
+            roles=(Role(name="model", shape=from_pretrained(base), use="train", weight_bytes=FLOAT32_BYTES),),
             sequence_tokens=sequence_tokens,
             response_tokens=sequence_tokens,
             batch_size=batch_size,
             rollout_size=batch_size,
             micro_batch_tokens=training.engine.micro_batch_tokens,
         )
-        plan = choose(workload, cluster_machine(runtime))
+        plan = choose(workload, cluster_machine(runtime), base)
         engine = training.engine.model_copy(update=engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)

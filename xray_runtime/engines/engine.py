@@ -83,3 +83,22 @@ def build_engine(module: HeadedLM, training: TrainingConfig) -> Engine:
         module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
     engine = ZeroEngine(module, training, mesh, splits)
     return PipelineEngine(engine, mesh) if topology.pipeline > 1 else engine
+
+
+def can_be_cut(model: str) -> tuple[bool, bool]:
+    """Whether layers of `model` (as in `PretrainedBase`) can be split by tensor, and dealt to pipeline stages."""
+    from xray_runtime.engines.pipeline import check_stages
+    from xray_runtime.engines.tensor import check_split
+    from xray_runtime.models.causal_lm import skeleton
+    from xray_runtime.models.heads import HeadedLM
+
+    module = HeadedLM(skeleton(model))
+
+    def accepted(check: Callable[[], None]) -> bool:
+        try:
+            check()
+        except ValueError:
+            return False
+        return True
+
+    return accepted(lambda: check_split(module.lm, 1)), accepted(lambda: check_stages(module, 1))

@@ -36,27 +36,29 @@ def check_split(lm: Any, degree: int) -> None:
         raise ValueError(f"{refused}: it must divide the model's {heads} heads and {kv_heads} key-value heads")
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"{refused}: a {type(lm).__name__} carries no tensor-parallel plan")
+    try:
+        _layer_specs(lm)
+    except ValueError as error:
+        raise ValueError(f"{refused} for a {type(lm).__name__}: {error}") from error
+
+
+def _layer_specs(lm: Any) -> Any:
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+
+    return TPPlanConverter.convert(_get_hf_tp_plan(lm))
 
 
 def split_layers(module: HeadedLM, mesh: Mesh) -> dict[str, Split]:
     """Replace the module's linear layers by this rank's slices of them; returns name → how it was cut.
 
-    Raises:
-        ValueError: the model's plan asks for what AutoTP does not do.
+    The model is one that `check_split` lets pass.
     """
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig
-    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
-    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 
     degree = mesh.topology.tensor
-    check_split(module.lm, degree)
-    try:
-        specs = TPPlanConverter.convert(_get_hf_tp_plan(module.lm))
-    except ValueError as error:
-        name = type(module.lm).__name__
-        raise ValueError(f"engine.tensor_parallel: {degree} is not allowed for a {name}: {error}") from error
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     set_autotp_mode(training=True)
     autotp = AutoTP(
@@ -66,7 +68,7 @@ def split_layers(module: HeadedLM, mesh: Mesh) -> dict[str, Split]:
         state_dict=None,
         linear_layer_setting=(nn.Linear, nn.Embedding),
         orig_layer_impl=None,
-        partition_config=AutoTPConfig(tp_size=degree, layer_specs=specs),
+        partition_config=AutoTPConfig(tp_size=degree, layer_specs=_layer_specs(module.lm)),
         model_config=module.lm.config,
         training_mode=True,
     )

@@ -119,6 +119,15 @@ def copy_small_files(source: Path, directory: Path) -> None:
             (directory / file.name).write_bytes(file.read_bytes())
 
 
+def skeleton(model: str) -> nn.Module:
+    """The causal LM of a hub name, a directory, a .gguf file or a packaged name, without weights (meta device)."""
+    name, gguf = locate(model)
+    config = transformers.AutoConfig.from_pretrained(name, **({"gguf_file": gguf} if gguf else {}))
+    with torch.device("meta"):
+        lm: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return lm
+
+
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
     """The causal LM of a checkpoint directory, in float32."""
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,12 +1,19 @@
 """`runtime.parallel: auto`: the engines of a config chosen by the memory model, for the devices that there are.
 
-Only layouts that Workhorses have: ZeRO over data-parallel ranks for what is trained, one Workhorse for the others.
-The first of these that fits, and within it the lowest ZeRO stage:
+Only layouts that Workhorses have: one Workhorse for what is frozen and for the generator, and for what is trained the
+first of these that fits:
+
+    ZeRO 0 to 3         over whole replicas
+    tensor parallel     a replica split over 2, 4, 8 devices of one node, ZeRO 0 to 2 over replicas
+    and pipeline        in 2, 4, 8 stages, each on one device or split again
+
+The last two are for what ZeRO-3 cannot do: it shards over no more ranks than a step has rows, and each holds all
+activations of its pass. Placements:
 
     colocated   one rank a model, all models sharing the devices; on CPU as many ranks as are of use
     separate    a GPU for each frozen model and the generator; the trained ones share out the rest
 
-As many ranks are of use as a step has micro-batches; where that does not fit, all devices may be taken. One layout
+As many replicas are of use as a step has micro-batches; where that does not fit, all devices may be taken. One layout
 serves every trained model, so each quantity is taken where it is largest.
 """
 
@@ -17,13 +24,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from xray_runtime.config import LifecycleConfig
+from xray_runtime.config import FreshBase, LifecycleConfig, PretrainedBase
 from xray_runtime.config_io import ConfigError, validate
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Group, Placement, Plan, RolePlan
-from xray_runtime.planning.workload import Machine, Workload, from_config
+from xray_runtime.planning.workload import Machine, Role, Workload, from_config
 
 MAX_RANKS = 1024
+CUTS = (1, 2, 4, 8)
 GENERATOR_SHARE = 0.9
 """Of a GPU that vLLM has to itself."""
 
@@ -34,14 +42,14 @@ def settle(config: LifecycleConfig, machine: Machine) -> tuple[LifecycleConfig, 
     Raises:
         ConfigError: nothing fits, or the base model cannot be planned.
     """
-    plan = choose(_workload(config, machine.device), machine)
+    plan = choose(_workload(config, machine.device), machine, config.base)
     return _apply(config, plan), plan
 
 
-def choose(workload: Workload, machine: Machine) -> Plan:
-    """The first plan that fits. Raises ConfigError where none does."""
+def choose(workload: Workload, machine: Machine, base: FreshBase | PretrainedBase) -> Plan:
+    """The first plan that fits; `base` is the model that all roles are made of. Raises ConfigError where none does."""
     tried: list[Plan] = []
-    for plan in _plans(workload, machine):
+    for plan in _plans(workload, machine, base):
         if plan.fits:
             return plan
         tried.append(plan)
@@ -55,7 +63,12 @@ def choose(workload: Workload, machine: Machine) -> Plan:
 def engine_of(plan: Plan) -> dict[str, int]:
     """The fields of `EngineConfig` that the plan's trained models get."""
     layout = next(p.layout for p in plan.roles if p.role.use == "train")
-    return {"num_workhorses": layout.dp, "zero_stage": layout.zero_stage}
+    return {
+        "num_workhorses": layout.num_devices,
+        "zero_stage": layout.zero_stage,
+        "tensor_parallel": layout.tp,
+        "pipeline_parallel": layout.pp,
+    }
 
 
 def describe(plan: Plan) -> str:
@@ -65,8 +78,11 @@ def describe(plan: Plan) -> str:
 
 def _words(plan: Plan) -> str:
     engine, machine = engine_of(plan), plan.machine
+    degrees = {"TP": engine["tensor_parallel"], "PP": engine["pipeline_parallel"]}
+    cut = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
     return (
-        f"{plan.placement}, trained models on {engine['num_workhorses']} Workhorses under ZeRO-{engine['zero_stage']}: "
+        f"{plan.placement}, trained models on {engine['num_workhorses']} Workhorses under ZeRO-{engine['zero_stage']}"
+        f"{cut}: "
         f"{plan.fullest.peak_bytes / 1e9:.3g} GB on the fullest of {machine.num_devices} {machine.device} devices with "
         f"{machine.usable_bytes / 1e9:.3g} usable GB"
     )
@@ -90,16 +106,14 @@ def _workload(config: LifecycleConfig, device: str) -> Workload:
     )
 
 
-def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
+def _plans(workload: Workload, machine: Machine, base: FreshBase | PretrainedBase) -> Iterator[Plan]:
     trained = [role for role in workload.roles if role.use == "train"]
     others = [role for role in workload.roles if role.use != "train"]
     tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
-    ranks_at_most = min(workload.batch_size, MAX_RANKS)
+    models = len(workload.roles)
 
-    def plan(placement: Placement, ranks: int, stage: int, shared_by: int) -> Plan:
-        # Tensor- and pipeline-parallel degrees would be chosen here, beside the ZeRO stage.
-        layout = Layout(zero_stage=stage, dp=ranks)
+    def plan(placement: Placement, layout: Layout, shared_by: int) -> Plan:
         plans = [RolePlan(role, layout, workload.memory(role, layout), 0) for role in trained]
         plans += [RolePlan(role, Layout(), workload.memory(role, Layout()), 0) for role in others]
         plans.sort(key=lambda p: p.memory.total, reverse=True)
@@ -107,27 +121,60 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
         groups = [Group(tuple(plans[i : i + shared_by]), range(1), False) for i in range(0, len(plans), shared_by)]
         return Plan(placement, tuple(groups), machine, ())
 
-    def stages(ranks: int) -> range:
-        return range(4 if ranks > 1 else 1)
+    on_cpu = machine.device == "cpu"
+    alone = 0 if on_cpu else len(others)
+    if not on_cpu and (useful == 1 or machine.num_devices < alone + len(trained)):
+        yield plan("colocated", Layout(), math.ceil(models / machine.num_devices))
+    for tp, pp in _cuts(trained[0], machine, base):
+        # On CPU trained models share devices as well.
+        replicas = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
+        most = min(replicas, workload.batch_size, MAX_RANKS // (tp * pp))
+        for dp in sorted({min(useful, most), most}) if most else ():
+            for stage in _zero_stages(dp, cut=tp * pp > 1):
+                layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
+                yield plan("colocated", layout, models) if on_cpu else plan("separate", layout, 1)
 
-    devices, models = machine.num_devices, len(workload.roles)
-    if machine.device == "cpu":
-        for ranks in sorted({min(useful, devices), min(ranks_at_most, devices)}):
-            yield from (plan("colocated", ranks, stage, models) for stage in stages(ranks))
+
+def _cuts(role: Role, machine: Machine, base: FreshBase | PretrainedBase) -> Iterator[tuple[int, int]]:
+    """(tensor-parallel degree, pipeline stages) of a replica, least communication first; whole ones first of all."""
+    yield 1, 1
+    # A frozen trunk is computed once a rollout, in one piece.
+    if role.top_layers is not None:
         return
-    rest = (devices - len(others)) // len(trained)
-    if useful == 1 or rest < 1:
-        yield plan("colocated", 1, 0, math.ceil(models / devices))
-    if rest >= 1:
-        for ranks in sorted({min(useful, rest), min(ranks_at_most, rest)}):
-            yield from (plan("separate", ranks, stage, 1) for stage in stages(ranks))
+    shape, node = role.shape, machine.devices_per_node or machine.num_devices
+    by_tensor, by_layers = True, True
+    if isinstance(base, PretrainedBase):
+        # Only now: it takes seconds of imports, and what is small enough for one device never asks.
+        from xray_runtime.engines.engine import can_be_cut
+
+        by_tensor, by_layers = can_be_cut(base.model)
+    heads = math.gcd(shape.num_heads, shape.num_kv_heads)
+    tensor = [tp for tp in CUTS if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
+    stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= shape.num_layers)]
+    yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
+
+
+def _groups(machine: Machine, tp: int, alone: int) -> int:
+    """How many times `tp` devices of one node there are, with `alone` single ones left over."""
+    node = machine.devices_per_node or machine.num_devices
+    groups = machine.num_devices // node * (node // tp)
+    spare = machine.num_devices - groups * tp
+    return max(groups - math.ceil(max(alone - spare, 0) / tp), 0)
+
+
+def _zero_stages(dp: int, *, cut: bool) -> range:
+    if dp == 1:
+        return range(1)
+    return range(3 if cut else 4)
 
 
 def _apply(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:
     generator = next(p for p in plan.roles if p.role.use == "generate")
     data: dict[str, Any] = config.model_dump(mode="json")
     for section in (data["sft"], data["reward"], *data["ppo"]["stages"]):
-        section["engine"] |= engine_of(plan)
+        for engine in (section["engine"], section.get("critic_engine")):
+            if engine is not None:
+                engine |= engine_of(plan)
     data["runtime"]["parallel"] = "as_written"
     if plan.machine.device == "cuda":
         share = max(len(group.roles) for group in plan.groups)

@@ -41,6 +41,8 @@ class Machine:
     num_devices: int
     memory_bytes: int
     device: Literal["cpu", "cuda"] = "cuda"
+    devices_per_node: int | None = None
+    """None: all on one node."""
 
     @property
     def usable_bytes(self) -> int:
