@@ -24,7 +24,7 @@ Script = Callable[..., Any]
 """`script(learner, deal, *args)`, run on every rank; `deal(rows)` are the rows this rank gets of a global batch."""
 
 
-def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any) -> list[Any]:
+def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: type[Learner] = Learner) -> list[Any]:
     """What `script` returned on each rank of the layout in `spec.training.engine`, by rank.
 
     Raises:
@@ -42,7 +42,7 @@ def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any) -> list[A
     for rank in range(topology.size):
         mine, theirs = context.Pipe()
         place = Rank("policy", rank, rank, topology.size, "127.0.0.1", port, logs)
-        process = context.Process(target=_work, args=(theirs, spec, topology, place, script, args), daemon=True)
+        process = context.Process(target=_work, args=(theirs, kind, spec, topology, place, script, args), daemon=True)
         process.start()
         theirs.close()
         ours.append(mine)
@@ -67,9 +67,17 @@ def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any) -> list[A
                 os.kill(process.pid or 0, signal.SIGKILL)
 
 
-def _work(connection: Any, spec: ModelSpec, topology: Topology, place: Rank, script: Script, args: Any) -> None:
+def _work(
+    connection: Any,
+    kind: type[Learner],
+    spec: ModelSpec,
+    topology: Topology,
+    place: Rank,
+    script: Script,
+    args: Any,
+) -> None:
     try:
-        learner = Learner(RuntimeConfig(threads=1, device="cpu"))
+        learner = kind(RuntimeConfig(threads=1, device="cpu"))
         learner.build(spec, place)
 
         def deal(rows: Rows) -> Rows:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import ray
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
 from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import Learner, ModelSpec
+from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
 from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
-from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective
 from xray_runtime.weights.plasma import unpack
@@ -65,6 +67,72 @@ def test_the_layout_does_not_show(
 def test_splitting_divides_what_a_rank_holds(tiny_model: Path, batches: list[Rows], alone: Run, tmp_path: Path) -> None:
     split = run_layout(spec_of(tiny_model, TP_PP), batches, 2, tmp_path)
     assert max(sum(rank.values()) for rank in split.held) < 0.55 * sum(alone.held[0].values())
+
+
+class _ReachedError(Exception):
+    pass
+
+
+class Loader(Learner):
+    """Gets as far as to its engine, and tells by how much its memory had grown at most."""
+
+    def build(self, spec: ModelSpec, place: Rank) -> None:
+        before = _memory("VmRSS")
+
+        def reached(*_: Any) -> None:
+            self.grown = _memory("VmHWM") - before
+            raise _ReachedError
+
+        with mock.patch("xray_runtime.engines.zero.ZeroEngine.__init__", reached), suppress(_ReachedError):
+            super().build(spec, place)
+
+
+def _memory(field: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+def grown(loader: Loader, deal: Callable[[Rows], Rows]) -> int:
+    return loader.grown
+
+
+def test_a_rank_loads_its_own_part_alone(tmp_path: Path) -> None:
+    """201M parameters in 16 bits: 0.8 GB in float32, and half of that on each of two ranks."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
+    transformers.LlamaConfig(vocab_size=320, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    weights = {
+        name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in skeleton(str(tmp_path)).named_parameters()
+    }
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def fullest(layout: dict[str, int]) -> int:
+        return max(run_ranks(spec_of(tmp_path, layout), tmp_path, grown, kind=Loader))
+
+    whole = fullest({})
+    assert whole > 4 * 201e6
+    assert fullest(PP) < 0.6 * whole
+    assert fullest(TP) < 0.6 * whole
+
+
+def loaded(learner: Learner, deal: Callable[[Rows], Rows]) -> dict[str, np.ndarray]:
+    assert learner.engine is not None
+    weights = {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
+    return weights if learner.engine.writes else {}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_parts_are_the_whole(tiny_model: Path, tmp_path: Path, tied: bool) -> None:
+    lm = load_model(tiny_model)
+    lm.config.tie_word_embeddings = tied
+    if not tied:
+        lm.lm_head.weight = torch.nn.Parameter(2.0 * lm.lm_head.weight.detach())
+    lm.half().save_pretrained(tmp_path / "half")  # read as float32, whatever the file holds
+    ranks = run_ranks(spec_of(tmp_path / "half", TP_PP), tmp_path, loaded)
+    found = {name: tensor for rank in ranks for name, tensor in rank.items() if not name.startswith("scalar.")}
+    expected = load_file(tmp_path / "half" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert ("lm_head.weight" in found) is not tied
+    assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in expected.items())
 
 
 def part(

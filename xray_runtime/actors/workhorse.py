@@ -22,6 +22,7 @@ from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.actors.rows import Rows, num_rows, take
 from xray_runtime.config import GeneratorConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
+from xray_runtime.engines.topology import Topology
 from xray_runtime.processes import redirect_output
 
 if TYPE_CHECKING:
@@ -153,19 +154,22 @@ class Learner(Workhorse):
         self._settle(place)
         from safetensors.torch import load_file
 
-        from xray_runtime.models.causal_lm import load_model
+        from xray_runtime.models.causal_lm import load_model, skeleton
         from xray_runtime.models.heads import HeadedLM
 
         self.spec = spec
+        # A frozen trunk is compared with the reference's before anything is cut.
+        in_part = spec.training is not None and spec.trainable_layers is None and Topology.of(spec.training.engine).cuts
         module = HeadedLM(
-            load_model(spec.directory),
+            skeleton(str(spec.directory)) if in_part else load_model(spec.directory),
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
             reference=None if spec.reference is None else load_model(spec.reference),
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
-        module.to(self.device)
+        if not in_part:
+            module.to(self.device)
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
         self._trunks: dict[int, torch.Tensor] = {}
@@ -176,7 +180,7 @@ class Learner(Workhorse):
             from xray_runtime.engines.zero import init_collectives
 
             init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
-            self.engine = build_engine(module, spec.training)
+            self.engine = build_engine(module, spec.training, spec.directory, self.device)
             self.module = self.engine.module
         elif self.place.world_size > 1:
             raise ValueError(f"{self.place.role}: a frozen model has one Workhorse")

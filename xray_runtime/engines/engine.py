@@ -58,19 +58,22 @@ class Engine(Protocol):
         """Go on from what `save` wrote: under the same layout to the same bits."""
 
 
-def build_engine(module: HeadedLM, training: TrainingConfig) -> Engine:
+def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: Any) -> Engine:
     """The engine of `training.engine`'s layout, around this rank's part of `module`, which is cut here.
+
+    Where its causal LM is a skeleton, what is left after the cut is read from `checkpoint`.
 
     Raises:
         ValueError: the model cannot be cut so; the message names the field.
     """
     from xray_runtime.engines.mesh import Mesh
+    from xray_runtime.engines.part import fill
     from xray_runtime.engines.pipeline import PipelineEngine, check_stages
-    from xray_runtime.engines.tensor import check_split, split_layers
+    from xray_runtime.engines.tensor import check_split, split_layers, sum_gradients
     from xray_runtime.engines.zero import ZeroEngine
 
     topology = Topology.of(training.engine)
-    if topology.size == topology.data:
+    if not topology.cuts:
         return ZeroEngine(module, training)
     # Refused before any group is made: all ranks fail alike, and none waits for another.
     if topology.pipeline > 1:
@@ -78,9 +81,12 @@ def build_engine(module: HeadedLM, training: TrainingConfig) -> Engine:
     if topology.tensor > 1:
         check_split(module.lm, topology.tensor)
     mesh = Mesh(topology)
-    splits = split_layers(module, mesh) if topology.tensor > 1 else {}
+    splits = split_layers(module, mesh, device) if topology.tensor > 1 else {}
     if topology.pipeline > 1:
         module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
+    fill(module, checkpoint, splits, mesh.tensor_rank, device)
+    if topology.tensor > 1:
+        sum_gradients(module, mesh)
     engine = ZeroEngine(module, training, mesh, splits)
     return PipelineEngine(engine, mesh) if topology.pipeline > 1 else engine
 

@@ -71,11 +71,15 @@ class Reader:
         key = f"{kind}/{name}"
         if key not in self._files:
             raise ValueError(f"the snapshot has no {key}: it is of another model")
-        whole = self._files[key].get_slice(key)
-        if split is None:
-            part: Tensor = whole[:]
-            return part
-        start = sum(split.sizes[:tensor_rank])
-        cut = slice(start, start + split.sizes[tensor_rank])
-        part = whole[cut] if split.dim == 0 else whole[:, cut]
+        return cut(self._files[key].get_slice(key), split, tensor_rank)
+
+
+def cut(whole: Any, split: Split | None, tensor_rank: int) -> Tensor:
+    """The tensor behind safetensors' slice `whole`, or this tensor-parallel rank's part of it; no more is read."""
+    if split is None:
+        part: Tensor = whole[:]
         return part
+    start = sum(split.sizes[:tensor_rank])
+    piece = slice(start, start + split.sizes[tensor_rank])
+    part = whole[piece] if split.dim == 0 else whole[:, piece]
+    return part

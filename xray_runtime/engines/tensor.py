@@ -49,17 +49,34 @@ def _layer_specs(lm: Any) -> Any:
     return TPPlanConverter.convert(_get_hf_tp_plan(lm))
 
 
-def split_layers(module: HeadedLM, mesh: Mesh) -> dict[str, Split]:
+def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str, Split]:
     """Replace the module's linear layers by this rank's slices of them; returns name → how it was cut.
 
-    The model is one that `check_split` lets pass.
+    The model is one that `check_split` lets pass; it may be a skeleton. `device` is where the mesh's groups talk.
     """
+    degree = mesh.topology.tensor
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    _autotp(module, mesh)._replace_module(module)
+    splits = {}
+    for name, parameter in module.named_parameters():
+        cut = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
+        if cut:
+            sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(degree)]
+            dist.all_gather(sizes, torch.tensor(parameter.shape[cut[0]], device=device), group=mesh.tensor_group)
+            splits[name] = Split(cut[0], tuple(int(size) for size in sizes))
+    return splits
+
+
+def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:
+    """Have the gradients of whole parameters that only see a slice of the activations (Qwen3's head norms) summed."""
+    _autotp(module, mesh).register_replicated_grad_hooks(module)
+
+
+def _autotp(module: HeadedLM, mesh: Mesh) -> Any:
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig
 
-    degree = mesh.topology.tensor
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     set_autotp_mode(training=True)
     autotp = AutoTP(
         module=module,
@@ -68,24 +85,14 @@ def split_layers(module: HeadedLM, mesh: Mesh) -> dict[str, Split]:
         state_dict=None,
         linear_layer_setting=(nn.Linear, nn.Embedding),
         orig_layer_impl=None,
-        partition_config=AutoTPConfig(tp_size=degree, layer_specs=_layer_specs(module.lm)),
+        partition_config=AutoTPConfig(tp_size=mesh.topology.tensor, layer_specs=_layer_specs(module.lm)),
         model_config=module.lm.config,
         training_mode=True,
     )
     # Its setter would look for DeepSpeed's own groups.
-    autotp.mp_size, autotp.mp_group = degree, mesh.tensor_group
+    autotp.mp_size, autotp.mp_group = mesh.topology.tensor, mesh.tensor_group
     autotp.update_linear_policies()
-    autotp._replace_module(module)
-    autotp.register_replicated_grad_hooks(module)
-    splits = {}
-    for name, parameter in module.named_parameters():
-        cut = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
-        if cut:
-            sizes = [torch.zeros((), dtype=torch.int64, device=parameter.device) for _ in range(degree)]
-            mine = torch.tensor(parameter.shape[cut[0]], device=parameter.device)
-            dist.all_gather(sizes, mine, group=mesh.tensor_group)
-            splits[name] = Split(cut[0], tuple(int(size) for size in sizes))
-    return splits
+    return autotp
 
 
 def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:

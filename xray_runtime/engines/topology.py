@@ -27,6 +27,11 @@ class Topology:
     def size(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a rank holds less than a whole replica."""
+        return self.tensor * self.pipeline > 1
+
     def rank(self, stage: int, data: int, tensor: int) -> int:
         """The rank at a point of the grid."""
         return (stage * self.data + data) * self.tensor + tensor

@@ -5,11 +5,14 @@ Weights on disk are safetensors in Hugging Face form, so every checkpoint also l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from torch import nn
@@ -17,6 +20,7 @@ from torch import nn
 from xray_runtime.config import FreshBase
 from xray_runtime.models.location import locate
 
+ATTENTION = "sdpa"
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 
@@ -93,7 +97,8 @@ def save_model(lm: Any, tokenizer: Any, directory: Path) -> None:
     lm.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    lm.save_pretrained(directory, safe_serialization=True)
+    # In one file, however large: `copy_model` and those who read or write single tensors look for no other.
+    lm.save_pretrained(directory, safe_serialization=True, max_shard_size=2**60)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
 
@@ -120,18 +125,36 @@ def copy_small_files(source: Path, directory: Path) -> None:
 
 
 def skeleton(model: str) -> nn.Module:
-    """The causal LM of a hub name, a directory, a .gguf file or a packaged name, without weights (meta device)."""
+    """The causal LM of a hub name, a directory, a .gguf file or a packaged name, in float32 with its weights on the
+    meta device. Buffers, which no file holds, have their values.
+    """
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **({"gguf_file": gguf} if gguf else {}))
-    with torch.device("meta"):
-        lm: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return lm
+    with accelerate.init_empty_weights(include_buffers=False), _untouched():
+        lm: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+    # Under that context a tied weight becomes two.
+    lm.tie_weights()
+    whole: nn.Module = lm.eval()
+    return whole
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Deterministic algorithms write to what `torch.empty` gives, here memory that a meta tensor at once replaces."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
     """The causal LM of a checkpoint directory, in float32."""
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        str(directory), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        str(directory), dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
     )
     return model
 
