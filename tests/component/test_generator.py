@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from xray_runtime.actors.rows import pad, take
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
-from xray_runtime.config import GeneratorConfig, RuntimeConfig
+from xray_runtime.config import EngineConfig, GeneratorConfig, PPOStageConfig, RuntimeConfig
 from xray_runtime.engines.generation import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
-from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.objectives import PPOObjective, ReferenceObjective
 from xray_runtime.weights.held import StaleWeightsError
 from xray_runtime.weights.plasma import WeightTransferError, pack
 
@@ -94,10 +94,8 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     np.testing.assert_array_equal(many["rollout_logprobs"][-NUM_PROMPTS:], first["rollout_logprobs"])
 
     # Log-probabilities are those of an independent forward, at the sampling temperature.
-    replies = [r[m].tolist() for r, m in zip(first["response_ids"], first["response_mask"], strict=True)]
     asked = [ids[:n].tolist() for ids, n in zip(prompts["input_ids"], prompts["lengths"], strict=True)]
-    ids, lengths = pad((p + r for p, r in zip(asked, replies, strict=True)), 0)
-    rows = {"input_ids": ids, "prompt_lengths": prompts["lengths"], "lengths": lengths}
+    rows = _with_replies(prompts, first)
     scored = ray.get(models["scorer"].score.remote(rows, SAMPLING.max_new_tokens))["ref_logprobs"]
     np.testing.assert_allclose(first["rollout_logprobs"], scored, atol=2e-5)
 
@@ -208,6 +206,38 @@ def test_replicas_answer_as_one(
         np.testing.assert_array_equal(back[name], column)
         np.testing.assert_array_equal(answer[name], column)
         np.testing.assert_array_equal(one_row[name], column[[3]])
+
+
+def test_a_sharded_policy_is_followed_by_every_engine(
+    cluster: None, tiny_model: Path, tmp_path: Path, prompts: dict[str, np.ndarray]
+) -> None:
+    """Parameters that ZeRO-3 has cut over two Workhorses, in vLLM and in DeepSpeed Inference."""
+    config = PPOStageConfig(temperature=SAMPLING.temperature, engine=EngineConfig(zero_stage=3, num_workhorses=2))
+    generators = ("vllm", "deepspeed")
+    specs: dict[str, Any] = {name: GeneratorSpec(tiny_model, 32, GeneratorConfig(engine=name)) for name in generators}
+    specs["policy"] = ModelSpec(tiny_model, PPOObjective(config), training=config, new_head=True)
+    with open_models(RUNTIME, tmp_path, specs) as models:
+        before = {name: ray.get(models[name].generate.remote(prompts, SAMPLING, 0)) for name in generators}
+        rows, width = _with_replies(prompts, before["vllm"]), SAMPLING.max_new_tokens
+        scores = ray.get(models["policy"].score.remote(rows, width))
+        columns = {"old_logprobs": scores["logprobs"], "values": scores["values"]}
+        columns |= {name: np.ones_like(scores["values"]) for name in ("advantages", "weights", "returns")}
+        ray.get(models["policy"].train.remote(rows | columns, {"tokens": 10.0}, 1e-2))
+        for name in generators:
+            ray.get(models[name].follow.remote(models["policy"], 1))
+            with pytest.raises(Exception, match="asked to generate with policy version 0"):
+                ray.get(models[name].generate.remote(prompts, SAMPLING, 0))
+            after = ray.get(models[name].generate.remote(prompts, SAMPLING, 1))
+            assert (after["rollout_logprobs"] != before[name]["rollout_logprobs"]).any()
+            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after), width))["logprobs"]
+            np.testing.assert_allclose(after["rollout_logprobs"], scored, atol=2e-5)
+
+
+def _with_replies(prompts: dict[str, np.ndarray], rollout: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    asked = [ids[:n].tolist() for ids, n in zip(prompts["input_ids"], prompts["lengths"], strict=True)]
+    replies = [r[m].tolist() for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
+    ids, lengths = pad((p + r for p, r in zip(asked, replies, strict=True)), 0)
+    return {"input_ids": ids, "prompt_lengths": prompts["lengths"], "lengths": lengths}
 
 
 def _shared_memory(model: Any) -> list[str]:

@@ -143,12 +143,13 @@ def skeleton(model: str) -> nn.Module:
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
     """Deterministic algorithms write to what `torch.empty` gives, here memory that a meta tensor at once replaces."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        settings.fill_uninitialized_memory = before
 
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
