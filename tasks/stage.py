@@ -24,7 +24,7 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, root_cause
+from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
 
@@ -180,10 +180,12 @@ def _run_in_memory(spec: StageSpec, built: Path, recorder: StageRecorder) -> int
             divisor = runtime.micro_batch_divisor * 2
             if runtime.on_out_of_memory == "fail" or divisor > MAX_DIVISOR:
                 raise StageOutOfMemoryError(
-                    f"{spec.name}: out of memory ({root_cause(error)}); lower engine.micro_batch_tokens, or raise "
+                    f"{spec.name}: out of memory ({told(error)}); lower engine.micro_batch_tokens, or raise "
                     f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
                 ) from error
-            log.warning("%s: out of memory; going on with micro-batches 1/%d as large", spec.name, divisor)
+            log.warning(
+                "%s: out of memory (%s); going on with micro-batches 1/%d as large", spec.name, told(error), divisor
+            )
             runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
             for left in built.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

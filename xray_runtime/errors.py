@@ -19,7 +19,22 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "low memory")
+def told(error: BaseException) -> str:
+    """The root cause in one line, and where it happened if a note says so."""
+    cause = root_cause(error)
+    notes = getattr(cause, "__notes__", [])
+    place = f" {notes[0].splitlines()[0]}" if notes else ""
+    return f"{(str(cause).strip() or type(cause).__name__).splitlines()[0]}{place}"
+
+
+OUT_OF_MEMORY_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "low memory",
+    "std::bad_alloc",
+    "status_alloc_failed",  # cuBLAS and cuDNN, which need room beside torch's
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -167,6 +167,8 @@ def test_an_interruption_makes_a_snapshot_and_stops(tmp_path: Path) -> None:
             True,
         ),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Workhorse died\nterminate called after throwing an instance of 'std::bad_alloc'"), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("sft.lr"), False),
     ],

@@ -1,0 +1,139 @@
+"""Memory that really runs out, in torch's allocator on one of two ranks: the cause is named, and the stage goes on."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tasks.stage import _run_in_memory
+from tests.component.conftest import TINY
+from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.snapshots import Snapshot
+from xray_runtime.config_io import validate
+from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.errors import StageOutOfMemoryError
+from xray_runtime.lineage.recorder import StageRecorder
+from xray_runtime.stages.spec import StageSpec, plan_stages
+
+ROWS, STEPS = 1024, 2
+LETTERS = np.array(list("bdfgjkmpqvxz0123456789"))
+
+
+class Limited(StageRecorder):
+    """Leaves rank 1 `spare` bytes of address space beyond what it has when it is to begin; None: all there are."""
+
+    def __init__(self, output: Path, spare: int | None) -> None:
+        super().__init__(output, "sft", "k" * 64, None, lambda *_: None, every=STEPS)
+        self._spare = spare
+        self.used: list[int] = []
+        """What rank 1 took beyond that, in each attempt so far; the last one's as of its last step."""
+
+    def resume(self) -> Snapshot | None:
+        self._rank, self._had = _writer_of(self.log_dir / "policy-1.log"), 0
+        self._had = self._peak("VmSize")
+        if self._spare is not None:
+            psutil.Process(self._rank).rlimit(psutil.RLIMIT_AS, (self._had + self._spare, psutil.RLIM_INFINITY))
+        self.used.append(0)
+        return super().resume()
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
+        self.used[-1] = self._peak("VmPeak") - self._had
+
+    def _peak(self, field: str) -> int:
+        lines = Path(f"/proc/{self._rank}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def _writer_of(log: Path) -> int:
+    """The Workhorse whose output goes to `log`."""
+    mine = psutil.Process().children(recursive=True)
+    [pid] = [p.pid for p in mine if "ray::Learner" in p.name() and Path(f"/proc/{p.pid}/fd/1").resolve() == log]
+    return pid
+
+
+def stage(model: Path, root: Path, **runtime: Any) -> StageSpec:
+    """SFT of `model` on two ranks, 512 rows each in one micro-batch."""
+    rng = np.random.default_rng(0)
+    data = root / "data"
+    data.mkdir(parents=True)
+
+    def text(size: int) -> str:
+        return "".join(rng.choice(LETTERS, size))
+
+    for name, count in (("train", ROWS), ("heldout", 8)):
+        prompts = [[{"role": "user", "content": text(20)}] for _ in range(count)]
+        examples = [Example(str(i), str(i), p, text(int(rng.integers(10, 28)))) for i, p in enumerate(prompts)]
+        write_jsonl(data / f"{name}.jsonl", examples)
+    engine = {"num_workhorses": 2, "micro_batch_tokens": 32768}
+    config = validate(
+        {
+            "base": TINY.model_dump(),
+            "sft": {"steps": STEPS, "batch_size": ROWS, "engine": engine},
+            "runtime": {"threads": 1, "device": "cpu", **runtime},
+        }
+    )
+    [plan] = [plan for plan in plan_stages(config) if plan.name == "sft"]
+    parents = {
+        role: CheckpointRef(uri=str(place), sha256="0" * 64, stage=role, kind=role, step=0)
+        for role, place in (("base", model), ("dataset", data))
+    }
+    return StageSpec(
+        name="sft", kind="sft", key="k" * 64, seed=0, sections=plan.sections, parents=parents, runtime=config.runtime
+    )
+
+
+def run(spec: StageSpec, root: Path, spare: int | None = None) -> tuple[dict[str, torch.Tensor], Limited]:
+    """(final weights, the recorder)."""
+    recorder, out = Limited(root, spare), root / "out"
+    recorder.begin()
+    out.mkdir()
+    _run_in_memory(spec, out, recorder)
+    return load_file(out / "model.safetensors"), recorder
+
+
+def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
+    cluster: None, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed, recorder = run(stage(tiny_model, tmp_path / "undisturbed"), tmp_path / "undisturbed")
+    [needed] = recorder.used
+    assert needed > 200e6
+    spare = int(0.75 * needed)
+    with caplog.at_level(logging.WARNING, logger="tasks.stage"):
+        weights, recorder = run(stage(tiny_model, tmp_path / "limited"), tmp_path / "limited", spare)
+    # The first attempt never ended a step; the second did, under the same limit.
+    failed, went_on = recorder.used
+    assert failed == 0
+    assert 0 < went_on <= spare
+    [said] = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert "can't allocate memory" in said
+    assert f" in Workhorse 1 of 2 of 'policy' ({socket.gethostname()}, pid " in said
+    assert said.endswith("; going on with micro-batches 1/2 as large")
+    before = load_file(tiny_model / "model.safetensors")
+    for name, tensor in undisturbed.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-5)
+        assert not torch.equal(before[name], tensor)
+
+
+@pytest.mark.parametrize(("choice", "divisor"), [("fail", 1), ("halve", 64)])
+def test_where_smaller_micro_batches_do_not_help_the_message_says_what_does(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, divisor: int
+) -> None:
+    tried: list[int] = []
+
+    def body(spec: StageSpec, *_: Any) -> int:
+        tried.append(spec.runtime.micro_batch_divisor)
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("xray_runtime.stages.spec.run_stage", body)
+    says = rf"sft: out of memory \(CUDA out of memory.*\); lower engine.micro_batch_tokens.*\(now {divisor}\)"
+    with pytest.raises(StageOutOfMemoryError, match=says):
+        run(stage(tiny_model, tmp_path, on_out_of_memory=choice), tmp_path)
+    assert tried == [2**i for i in range(divisor.bit_length())]
