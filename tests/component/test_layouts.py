@@ -22,6 +22,7 @@ from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
 from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
+from xray_runtime.engines.part import fill
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective
@@ -133,6 +134,17 @@ def test_the_parts_are_the_whole(tiny_model: Path, tmp_path: Path, tied: bool) -
     assert found.keys() == expected.keys()
     assert ("lm_head.weight" in found) is not tied
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in expected.items())
+
+
+def test_buffers_that_a_checkpoint_holds_are_read_too(tiny_model: Path, tmp_path: Path) -> None:
+    weights = load_file(tiny_model / "model.safetensors")
+    save_file(weights | {"model.scale": torch.tensor([3.0])}, tmp_path / "model.safetensors")
+    lm: Any = skeleton(str(tiny_model))
+    lm.model.register_buffer("scale", torch.zeros(1))
+    fill(HeadedLM(lm), tmp_path, {}, 0, torch.device("cpu"))
+    assert lm.model.scale.tolist() == [3.0]
+    assert torch.equal(lm.lm_head.weight, weights["model.embed_tokens.weight"])
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
 
 
 def part(

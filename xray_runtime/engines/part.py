@@ -24,11 +24,13 @@ def fill(
 ) -> None:
     """Give the parameters of `module` that are on the meta device their values, in float32 on `device`.
 
-    They are read one at a time, of split ones this rank's slice alone.
+    They are read one at a time, of split ones this rank's slice alone; buffers that a checkpoint holds, whole.
 
     Raises:
         ValueError: the checkpoint does not have one of them.
     """
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        return
     values: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -43,6 +45,10 @@ def fill(
     head = module.lm.lm_head if hasattr(module.lm, "lm_head") else None
     if isinstance(head, BorrowedHead) and head.weight.is_meta:
         head.weight = _read(checkpoint, EMBEDDING, None, 0).to(device).requires_grad_()
+    held = module.state_dict()
+    for name, buffer in module.named_buffers():
+        if name in held:
+            buffer.copy_(_read(checkpoint, hugging_face_name(name), None, 0))
     module.to(device)
 
 

@@ -126,7 +126,7 @@ def copy_small_files(source: Path, directory: Path) -> None:
 
 def skeleton(model: str) -> nn.Module:
     """The causal LM of a hub name, a directory, a .gguf file or a packaged name, in float32 with its weights on the
-    meta device. Buffers, which no file holds, have their values.
+    meta device. Buffers that are computed (rotary frequencies) have their values.
     """
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **({"gguf_file": gguf} if gguf else {}))

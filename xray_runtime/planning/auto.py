@@ -32,6 +32,7 @@ from xray_runtime.planning.workload import Machine, Role, Workload, from_config
 
 MAX_RANKS = 1024
 CUTS = (1, 2, 4, 8)
+"""Tensor-parallel degrees and numbers of pipeline stages."""
 GENERATOR_SHARE = 0.9
 """Of a GPU that vLLM has to itself."""
 

@@ -241,8 +241,8 @@ def _stages(style: str, devices: int) -> tuple[int, ...]:
 
 def _model_parallel(tp: int, pp: int, devices: int, batch: int) -> Layout:
     dp = min(devices // (tp * pp), batch)
-    # DeepSpeed's AutoTP and pipelines go with ZeRO-1 at most.
-    return Layout(zero_stage=1 if dp > 1 else 0, tp=tp, pp=pp, dp=dp, checkpointing=True)
+    # What is cut goes with ZeRO-2 at most.
+    return Layout(zero_stage=2 if dp > 1 else 0, tp=tp, pp=pp, dp=dp, checkpointing=True)
 
 
 def _possible(role: Role, layout: Layout) -> bool:
