@@ -18,7 +18,9 @@ def held_bytes(engine: Any) -> dict[str, int]:
     adam = getattr(zero, "optimizer", zero)
     parameters = list(engine.module.parameters())
     borrowed = [module.weight for module in engine.module.modules() if isinstance(module, BorrowedHead)]
+    # ZeRO-3 hands the optimizer what it steps only while it steps it.
     stepped = [p for group in adam.param_groups for p in group["params"]]
+    stepped += getattr(zero, "fp32_partitioned_groups_flat", [])
     partitions = [
         *getattr(zero, "averaged_gradients", {}).values(),
         *getattr(zero, "all_grad_tensors", {}).values(),

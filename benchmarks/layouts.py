@@ -38,7 +38,7 @@ BASE = FreshBase(
 CONFIG = PPOStageConfig(lr=3e-4, grad_clip=0.5)
 MICRO_BATCH_TOKENS = 96
 NUM_BATCHES, NUM_ROWS = 5, 16
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},
     **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
     "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
@@ -142,7 +142,7 @@ def updates(
     }
 
 
-def spec_of(model: Path, layout: dict[str, int], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
+def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
     engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, **layout)
     return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
 
@@ -182,7 +182,7 @@ def differences(run: Run, alone: Run) -> tuple[float, float, float]:
     return float(losses), float(norms), float(weights)
 
 
-def predicted_bytes(model: Path, layout: dict[str, int]) -> int:
+def predicted_bytes(model: Path, layout: dict[str, Any]) -> int:
     """Model states on the fullest rank, as the planner predicts them."""
     engine = EngineConfig(**layout)
     memory = training_memory(
@@ -234,9 +234,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 - *held*: bytes of weights, gradients and optimizer states on the fullest rank between backward pass and optimizer step,
   every storage counted once; *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
 
-Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 and ZeRO-2 keep
-a second float32 copy of the weights they step. Seconds are of all the layout's processes on {cores} cores that other
-work shared: they say little of speed on a cluster.
+Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
+second float32 copy of the weights they step. Seconds are of all the layout's processes on {cores} cores that other work
+shared: they say little of speed on a cluster.
 
 {table}
 """

@@ -60,7 +60,10 @@ def plan(
     try:
         workload, machine = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
-        workload = replace(workload, lora_rank=None if rank is None else int(rank), offload=offload)
+        if rank is not None:
+            workload = workload.trained_with(lora_rank=int(rank), lora_targets=None)
+        if offload:
+            workload = workload.trained_with(offload=True, least_zero_stage=1)
     except (ConfigError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
@@ -93,10 +96,19 @@ def as_dict(chosen: Plan, workload: Workload, suggestions: list[Suggestion]) -> 
                 "tp": p.layout.tp,
                 "pp": p.layout.pp,
                 "dp": p.layout.dp,
-                "checkpointing": p.layout.checkpointing,
+                "checkpointing": _recomputes(p),
                 "devices": [p.devices.start, p.devices.stop - 1],
             }
             for p in chosen.roles
+        },
+        "training": {
+            p.role.name: {
+                "weight_bytes": p.role.weight_bytes,
+                "lora_rank": p.role.options.lora_rank,
+                "offload": p.role.options.offload,
+            }
+            for p in chosen.roles
+            if p.role.use == "train"
         },
         "memory_gb": {p.role.name: _gb(p.memory.total) for p in chosen.roles},
         "breakdown_gb": {
@@ -158,7 +170,16 @@ def _words(p: RolePlan) -> str:
     layout = p.layout
     words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "train" or layout.zero_stage else []
     words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
-    return " ".join(words + (["recompute"] if layout.checkpointing else [])) or "whole"
+    options = p.role.options
+    words += ["bf16"] if options.float32_sums else []
+    words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
+    words += ["offload"] if options.offload else []
+    words += ["recompute"] if _recomputes(p) else []
+    return " ".join(words) or "whole"
+
+
+def _recomputes(p: RolePlan) -> bool:
+    return p.layout.checkpointing or p.role.options.checkpointing
 
 
 def _read(

@@ -17,6 +17,8 @@ Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a Llama, its output layer apart."""
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -110,6 +112,17 @@ class EngineConfig(Section):
     """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed, weights stepped, saved and sent to the
+    generator in float32. Needs a zero_stage of at least 1, also on one Workhorse."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each layer and compute the rest again in the backward pass: less memory, the same bits."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """`cpu`: optimizer states, and with zero_stage 3 weights, live in host memory (ZeRO-Offload); `nvme`: in files
+    under nvme_path (ZeRO-Infinity). Results differ in float rounding alone. `cpu` needs a zero_stage of at least 1,
+    `nvme` needs 3, and CUDA."""
+    nvme_path: Annotated[str, Field(min_length=1)] | None = None
+    """Directory on every node's own disk, with offload 'nvme'. What ended processes left in it is removed."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
@@ -121,12 +134,44 @@ class EngineConfig(Section):
             )
         if replica > 1 and self.zero_stage == 3:
             raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        if (self.offload == "nvme") != (self.nvme_path is not None):
+            path = "null" if self.nvme_path is None else repr(self.nvme_path)
+            raise ValueError(f"nvme_path = {path} does not go with offload = {self.offload!r}: 'nvme' alone needs one")
         return self
+
+    @property
+    def least_zero_stage(self) -> int:
+        """The lowest ZeRO stage that has what is asked for: DeepSpeed's ZeRO 0 sums gradients in bfloat16, and only
+        ZeRO 3 reaches disks."""
+        if self.offload == "nvme":
+            return 3
+        return int(self.offload != "none" or self.precision != "float32")
+
+    def check_zero_stage(self) -> None:
+        """Raises ValueError where `zero_stage` is too low for the other fields."""
+        if self.zero_stage < self.least_zero_stage:
+            field = "precision" if self.offload == "none" else "offload"
+            raise ValueError(
+                f"zero_stage = {self.zero_stage} must be at least {self.least_zero_stage} with {field} = "
+                f"{getattr(self, field)!r}"
+            )
 
     @property
     def data_parallel(self) -> int:
         """Replicas, each with rows of its own."""
         return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): of a matrix W only B·A in W + alpha / rank · B·A is trained. No dropout:
+    log-probabilities at rollout and at update must be of the same function."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rows of A and columns of B."""
+    alpha: Positive = 32.0
+    """Over `rank`, what B·A is scaled by."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the linear layers that get adapters, as `[q_proj, v_proj]`; None: all but the output layer."""
 
 
 class TrainingConfig(Section):
@@ -146,7 +191,23 @@ class TrainingConfig(Section):
     """AdamW's two decay rates."""
     grad_clip: Positive = 1.0
     """Largest global gradient norm."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters alone (and the scalar head); None: all weights. What is published is merged: a whole
+    model. A PPO stage's own critic follows the stage."""
     engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _adapters(self) -> Self:
+        _whole_layers(self.lora, self.engine, "engine")
+        return self
+
+
+def _whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str) -> None:
+    if lora is not None and engine.tensor_parallel * engine.pipeline_parallel > 1:
+        raise ValueError(
+            f"lora must be null with {name}.tensor_parallel = {engine.tensor_parallel} and {name}.pipeline_parallel = "
+            f"{engine.pipeline_parallel}: adapters go with ZeRO alone"
+        )
 
 
 def _one_row_each(engine: EngineConfig, field: str, rows: int, section: str = "engine") -> None:
@@ -173,6 +234,18 @@ def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> 
         )
     if stages > base.num_layers:
         raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
+
+
+def _adapt(field: str, lora: LoRAConfig, base: FreshBase | PretrainedBase) -> None:
+    if isinstance(base, PretrainedBase):
+        if base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.lora must be null where base.trainable_layers is set: either adapters or whole layers learn"
+            )
+        return
+    unknown = [name for name in lora.target_modules or [] if name not in LINEAR_LAYERS]
+    if unknown:
+        raise ValueError(f"{field}.lora.target_modules: {unknown[0]!r} must be one of {', '.join(LINEAR_LAYERS)}")
 
 
 class SFTConfig(TrainingConfig):
@@ -335,6 +408,7 @@ class PPOStageConfig(TrainingConfig):
             if self.critic == "shared":
                 raise ValueError("critic_engine must be absent when critic is 'shared': there is no critic of its own")
             _one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
+            _whole_layers(self.lora, self.critic_engine, "critic_engine")
         return self
 
 
@@ -460,10 +534,33 @@ class LifecycleConfig(Section):
     promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @property
+    def trained(self) -> dict[str, TrainingConfig]:
+        """Path of each section that trains → the section."""
+        stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
+        return {"sft": self.sft, "reward": self.reward, **stages}
+
+    @property
+    def engines(self) -> dict[str, EngineConfig]:
+        """Path of each engine that is written out → the engine."""
+        engines = {f"{name}.engine": section.engine for name, section in self.trained.items()}
+        for number, stage in enumerate(self.ppo.stages):
+            if stage.critic_engine is not None:
+                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
+        return engines
+
     @model_validator(mode="after")
     def _layouts(self) -> Self:
-        for name, engine in self._engines().items():
+        for name, engine in self.engines.items():
             _cut(name, engine, self.base)
+            if self.runtime.parallel == "as_written":
+                try:
+                    engine.check_zero_stage()
+                except ValueError as error:
+                    raise ValueError(f"{name}.{error}") from None
+        for name, section in self.trained.items():
+            if section.lora is not None:
+                _adapt(name, section.lora, self.base)
         return self
 
     @model_validator(mode="after")
@@ -514,19 +611,10 @@ class LifecycleConfig(Section):
         return self
 
     def _nothing_chosen(self) -> None:
-        for name, engine in self._engines().items():
+        for name, engine in self.engines.items():
             for field in ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
                 value = getattr(engine, field)
                 if value != EngineConfig.model_fields[field].default:
                     raise ValueError(
                         f"{name}.{field} = {value} must be left out with runtime.parallel = 'auto', which chooses it"
                     )
-
-    def _engines(self) -> dict[str, EngineConfig]:
-        """Each engine by the name of its section."""
-        engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
-        for number, stage in enumerate(self.ppo.stages):
-            engines[f"ppo.stages.{number}.engine"] = stage.engine
-            if stage.critic_engine is not None:
-                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
-        return engines

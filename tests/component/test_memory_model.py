@@ -1,10 +1,10 @@
-"""The memory model against what DeepSpeed holds: a tiny Llama on two Workhorses, at each ZeRO stage."""
+"""The memory model against what DeepSpeed holds: a tiny Llama on two Workhorses, at each ZeRO stage and precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import ray
 from benchmarks.held import held_bytes
 from xray_runtime.actors.stable import start
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
-from xray_runtime.config import EngineConfig, FreshBase, PretrainedBase, RuntimeConfig, SFTConfig
+from xray_runtime.config import EngineConfig, FreshBase, LoRAConfig, PretrainedBase, RuntimeConfig, SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.workload import trained_so
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 RANKS = 2
@@ -73,9 +74,8 @@ def ranks(cluster: None) -> Iterator[list[Any]]:
         ray.kill(workhorse)
 
 
-def measure(ranks: list[Any], model: Path, logs: Path, stage: int) -> list[dict[str, int]]:
+def measure(ranks: list[Any], model: Path, logs: Path, training: SFTConfig) -> list[dict[str, int]]:
     """What each rank holds in its second step: the first one makes the optimizer's states."""
-    training = SFTConfig(engine=EngineConfig(zero_stage=stage, num_workhorses=RANKS))
     rows = {
         "input_ids": np.full((1, 12), 5, dtype=np.int64),
         "prompt_lengths": np.array([4]),
@@ -92,11 +92,28 @@ def measure(ranks: list[Any], model: Path, logs: Path, stage: int) -> list[dict[
     return held
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_as_predicted(ranks: list[Any], model: Path, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "lora"),
+    [
+        *((stage, "float32", None) for stage in range(4)),
+        *((stage, "bfloat16", None) for stage in range(1, 4)),
+        (0, "float32", LoRAConfig(rank=8)),
+    ],
+)
+def test_model_states_are_as_predicted(
+    ranks: list[Any],
+    model: Path,
+    tmp_path: Path,
+    stage: int,
+    precision: Literal["float32", "bfloat16"],
+    lora: LoRAConfig | None,
+) -> None:
+    engine = EngineConfig(zero_stage=stage, num_workhorses=RANKS, precision=precision)
     shape = from_pretrained(PretrainedBase(model=str(model)))
-    predicted: Memory = training_memory(shape, 4, Layout(zero_stage=stage, dp=RANKS), tokens=12, positions=8)
-    for held in measure(ranks, model, tmp_path, stage):
+    width, options = trained_so([(lora, engine)], "cpu")
+    layout = Layout(zero_stage=stage, dp=RANKS)
+    predicted: Memory = training_memory(shape, width, layout, tokens=12, positions=8, options=options)
+    for held in measure(ranks, model, tmp_path, SFTConfig(engine=engine, lora=lora)):
         assert held["weights"] == pytest.approx(predicted.weights, rel=0.01)
         assert held["optimizer"] == pytest.approx(predicted.optimizer, rel=0.01)
         if stage == 2:

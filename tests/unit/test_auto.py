@@ -206,6 +206,34 @@ def test_what_was_chosen_is_as_if_written_by_hand() -> None:
     assert [p.sections for p in plan_stages(chosen)] == [p.sections for p in plan_stages(by_hand)]
 
 
+def test_what_else_an_engine_says_is_kept() -> None:
+    """ZeRO 0 can neither train in bfloat16 nor offload: the lowest stage that can is taken, also for one Workhorse."""
+    mixed = {"engine": {"precision": "bfloat16", "activation_checkpointing": True}, "lora": {"rank": 8}}
+    written = {"sft": mixed, "reward": mixed, "ppo": {"stages": [mixed]}, "runtime": {"parallel": "auto"}}
+    chosen, _ = settle(validate(written), LAPTOP)
+    assert layouts(chosen) == {(1, 1)}
+    for section in chosen.trained.values():
+        assert (section.engine.precision, section.engine.activation_checkpointing) == ("bfloat16", True)
+        assert section.lora is not None
+        assert section.lora.rank == 8
+
+
+def test_what_one_stage_saves_is_not_counted_where_another_does_not() -> None:
+    """Six billion parameters on four GPUs: adapters in every stage fit as whole models, or not at all."""
+    lora = {"lora": {"rank": 8}, "engine": {"micro_batch_tokens": 512}}
+    plain = {"engine": {"micro_batch_tokens": 512}}
+
+    def config(sft: dict[str, Any]) -> LifecycleConfig:
+        base = {"kind": "fresh", **SEVEN}
+        return validate(
+            {"base": base, "sft": sft, "reward": lora, "ppo": {"stages": [lora]}, "runtime": {"parallel": "auto"}}
+        )
+
+    assert layouts(settle(config(lora), gpus(4))[0]) == {(1, 0)}
+    with pytest.raises(ConfigError, match="nothing fits"):
+        settle(config(plain), gpus(4))
+
+
 def test_what_is_chosen_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sft\.engine\.zero_stage = 2 must be left out with runtime"):
         validate({"sft": {"engine": {"zero_stage": 2}}, "runtime": {"parallel": "auto"}})

@@ -116,6 +116,40 @@ REFUSED = [
         "num_workhorses: 2}}}",
         "sft.engine.pipeline_parallel = 2 must be 1 where base.trainable_layers is set",
     ),
+    (
+        "sft: {engine: {precision: float16}}",
+        "sft.engine.precision: \"float16\" is not allowed: must be 'float32' or 'bf",
+    ),
+    (
+        "sft: {engine: {precision: bfloat16}}",
+        "sft.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
+    ),
+    (
+        "ppo: {stages: [{critic: separate, critic_engine: {offload: cpu}}]}",
+        "ppo.stages.0.critic_engine.zero_stage = 0 must be at least 1 with offload = 'cpu'",
+    ),
+    (
+        "reward: {engine: {zero_stage: 2, offload: nvme, nvme_path: /nvme}}",
+        "reward.engine.zero_stage = 2 must be at least 3 with offload = 'nvme'",
+    ),
+    ("sft: {engine: {zero_stage: 3, offload: nvme}}", "sft.engine: nvme_path = null does not go with offload = 'nvme'"),
+    ("sft: {engine: {nvme_path: /nvme}}", "sft.engine: nvme_path = '/nvme' does not go with offload = 'none'"),
+    ("sft: {lora: {dropout: 0.1}}", "sft.lora.dropout: unknown field"),
+    ("sft: {lora: {rank: 0}}", "sft.lora.rank: 0 is not allowed: must be greater than or equal to 1"),
+    ("sft: {lora: {target_modules: []}}", "sft.lora.target_modules: [] is not allowed: must have at least 1 item"),
+    ("reward: {lora: {target_modules: [lm_head]}}", "reward.lora.target_modules: 'lm_head' must be one of q_proj, k_p"),
+    (
+        "sft: {lora: {}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
+        "sft: lora must be null with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters go with",
+    ),
+    (
+        "ppo: {stages: [{lora: {}, critic: separate, critic_engine: {pipeline_parallel: 2, num_workhorses: 2}}]}",
+        "ppo.stages.0: lora must be null with critic_engine.tensor_parallel = 1 and critic_engine.pipeline_parallel",
+    ),
+    (
+        "{base: {kind: pretrained, model: x, trainable_layers: 2}, ppo: {stages: [{lora: {}}]}}",
+        "ppo.stages.0.lora must be null where base.trainable_layers is set",
+    ),
     ("reward: {batch_size: 1, engine: {num_workhorses: 2}}", "reward: batch_size = 1 must be at least engine.num_"),
     ("ppo: {stages: [{minibatch_size: 48}]}", "ppo.stages.0: minibatch_size = 48 must divide prompts_per_iteration"),
     ("ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}", "ppo.stages.0: minibatch_size = 1 must be"),

@@ -74,3 +74,11 @@ def test_what_is_missing_is_said_and_never_tried_again(
         check_config(config(**runtime), device, nodes)
     assert str(caught.value).startswith(message)
     assert not may_retry(caught.value)
+
+
+def test_disks_are_for_gpus() -> None:
+    engine = {"zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}
+    wanted = validate({"reward": {"engine": engine}})
+    with pytest.raises(ConfigError, match=r'^reward\.engine\.offload: "nvme" is not allowed: it needs CUDA'):
+        check_config(wanted, "cpu", TWO_CORES)
+    check_config(wanted, "cuda", [{"CPU": 2.0, "GPU": 8.0}])

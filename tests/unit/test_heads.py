@@ -142,6 +142,38 @@ def test_every_use_is_one_forward(make_lm: MakeLM) -> None:
     assert seen == ["forward"]
 
 
+@pytest.mark.parametrize("trainable", [None, 2], ids=["whole", "above a frozen trunk"])
+def test_activations_computed_again_give_the_same_gradients(make_lm: MakeLM, trainable: int | None) -> None:
+    def gradients(again: bool) -> tuple[dict[str, Tensor | None], int]:
+        module = HeadedLM(make_lm(1), trainable_layers=trainable).eval()
+        if again:
+            module.checkpoint_activations()
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        trunk = None if trainable is None else module.trunk(IDS)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = module.hidden(IDS, trunk).pow(3).sum()
+        loss.backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}, sum(kept.values())
+
+    (plain, kept), (again, kept_again) = gradients(False), gradients(True)
+    learned = [name for name, gradient in plain.items() if gradient is not None]
+    assert learned
+    assert all(torch.equal(plain[name], again[name]) for name in learned)  # type: ignore[arg-type]
+    assert kept_again < kept / 2
+
+
+def test_a_head_is_float32_in_a_bfloat16_model(make_lm: MakeLM) -> None:
+    module = HeadedLM(make_lm(1), scalar_head=True).bfloat16()
+    hidden = module.hidden(IDS)
+    assert hidden.dtype == torch.bfloat16
+    assert module.scalars(hidden).dtype == torch.float32
+
+
 def test_refusals(make_lm: MakeLM) -> None:
     with pytest.raises(ValueError, match=r"trainable_layers: 4 is more than the model's 3 layers"):
         HeadedLM(make_lm(1), trainable_layers=4)

@@ -41,6 +41,7 @@ OWNERS = {
         "xray_runtime/engines/tensor.py",
         "xray_runtime/engines/deepspeed_generator.py",
     },
+    "peft": {"xray_runtime/models/adapters.py"},
 }
 """Heavy library → the only places that import it."""
 

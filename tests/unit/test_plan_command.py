@@ -72,6 +72,27 @@ def test_every_preset_that_needs_no_hub_has_a_plan_here(preset: str) -> None:
     assert content["placement"] in ("colocated", "separate", "tensor-parallel generator")
 
 
+def test_how_models_are_trained_shows() -> None:
+    options = "{zero_stage: 3, precision: bfloat16, offload: nvme, nvme_path: /nvme, activation_checkpointing: true}"
+    asked = (
+        str(ROOT / "configs" / "tiny.yaml"),
+        "--devices",
+        "2",
+        "--memory-gib",
+        "80",
+        "--set",
+        "runtime.device=cuda",
+    )
+    asked += ("--set", f"ppo.stages.0.engine={options}", "--set", f"ppo.stages.1.engine={options}")
+    asked += ("--set", "ppo.stages.0.lora.rank=8", "--set", "ppo.stages.1.lora.rank=4")
+    content = planned(*asked)
+    # The larger of two ranks; in one column where a person looks.
+    assert content["training"] == {"policy": {"weight_bytes": 2, "lora_rank": 8, "offload": True}}
+    assert (content["layout"]["policy"]["zero_stage"], content["layout"]["policy"]["checkpointing"]) == (3, True)
+    assert content["breakdown_gb"]["policy"]["optimizer"] == 0
+    assert "ZeRO-3 DP2 bf16 LoRA 8 offload recompute" in xray_plan(*asked).stdout
+
+
 def test_people_see_a_table_and_reasons() -> None:
     outcome = xray_plan("--params", "70e9", "--devices", "8", "--memory-gib", "80")
     assert outcome.exit_code == 0

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from xray_runtime.config import FreshBase, PretrainedBase
 from xray_runtime.planning.memory import (
     Layout,
+    Memory,
+    Options,
     activation_bytes,
     device_parameters,
     kv_cache_bytes,
@@ -56,12 +58,12 @@ def test_the_zero_papers_figure_1(stage: int, gigabytes: float) -> None:
 
 
 def test_states_of_a_float32_model() -> None:
-    # 1,000 parameters: 4 bytes of weight, 4 of gradient, 8 of moments; ZeRO 1 and 2 add a master copy of 4.
+    # 1,000 parameters: 4 bytes of weight, 4 of gradient, 8 of moments; ZeRO 1 to 3 add a master copy of 4.
     assert [sum(model_states(1000, 1000, 4, stage, 4)) for stage in range(4)] == [
         4000 + 4000 + 8000,
         4000 + 4000 + 12000 / 4,
         4000 + 4000 / 4 + 12000 / 4,
-        (4000 + 4000 + 8000) / 4,
+        (4000 + 4000 + 12000) / 4,
     ]
 
 
@@ -69,7 +71,7 @@ def test_lora_trains_its_adapters_alone() -> None:
     # A layer's projections, in + out: q 64+64, k and v 64+32, o 64+64, gate, up and down 64+128; rank 4, two layers.
     assert lora_parameters(SMALL, 4) == 4 * 2 * (128 + 2 * 96 + 128 + 3 * 192)
     adapters = lora_parameters(SMALL, 4)
-    memory = training_memory(SMALL, 2, Layout(), tokens=8, positions=0, lora_rank=4)
+    memory = training_memory(SMALL, 2, Layout(), tokens=8, positions=0, options=Options(lora_rank=4))
     assert memory.weights == 2 * (SMALL.num_parameters + adapters)
     assert memory.gradients == 2 * adapters
     assert memory.optimizer == 12 * adapters
@@ -82,8 +84,39 @@ def test_a_frozen_trunk_has_weights_only() -> None:
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
 
 
-def test_offload_leaves_no_optimizer_on_the_device() -> None:
-    assert training_memory(SMALL, 2, Layout(zero_stage=2, dp=2), tokens=8, positions=0, offload=True).optimizer == 0
+def test_mixed_precision_sums_gradients_in_float32() -> None:
+    # 1,000 parameters: 2 bytes of weight, 4 of master, 8 of moments; gradients 4 and, until ZeRO 2, a pass's 2.
+    states = [sum(model_states(1000, 1000, 2, stage, 4, float32_sums=True)) for stage in (1, 2, 3)]
+    assert states == [2000 + 6000 + 12000 / 4, 2000 + 4000 / 4 + 12000 / 4, (2000 + 4000 + 12000) / 4]
+    # With adapters of 100 parameters only these are summed and stepped.
+    assert model_states(1100, 100, 2, 1, 1, float32_sums=True) == (2200, 600, 1200)
+
+
+def test_adapters_on_some_layers() -> None:
+    # q: 64 + 64, v: 64 + 32; rank 4, two layers.
+    assert lora_parameters(SMALL, 4, targets=("q_proj", "v_proj")) == 4 * 2 * (128 + 96)
+    # Of names that are no Llama's the sizes are not known: as many as there can be.
+    assert lora_parameters(SMALL, 4, targets=("query_key_value",)) == lora_parameters(SMALL, 4)
+
+
+def test_what_is_offloaded_leaves_the_device() -> None:
+    def memory(stage: int) -> Memory:
+        layout = Layout(zero_stage=stage, dp=2)
+        return training_memory(SMALL, 2, layout, tokens=8, positions=0, options=Options(offload=True))
+
+    assert (memory(2).weights, memory(2).optimizer) == (2 * SMALL.num_parameters, 0)
+    # ZeRO-3 offloads weights too; what it computes with is gathered.
+    assert (memory(3).weights, memory(3).optimizer) == (0, 0)
+    assert memory(3).buffers == 2 * SMALL.num_parameters + 2 * SMALL.num_parameters
+    alone = training_memory(SMALL, 2, Layout(zero_stage=3), tokens=8, positions=0, options=Options(offload=True))
+    assert alone.buffers == memory(3).buffers
+
+
+def test_checkpointing_is_an_option_or_a_choice() -> None:
+    chosen = training_memory(SMALL, 4, Layout(checkpointing=True), tokens=8, positions=0)
+    asked = training_memory(SMALL, 4, Layout(), tokens=8, positions=0, options=Options(checkpointing=True))
+    assert asked == chosen
+    assert asked.activations < training_memory(SMALL, 4, Layout(), tokens=8, positions=0).activations
 
 
 # --- shapes

@@ -33,9 +33,8 @@ from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.config import EngineConfig, PretrainedBase, RuntimeConfig, TrainingConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.planning.auto import choose, engine_of
-from xray_runtime.planning.memory import FLOAT32_BYTES
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.planning.workload import Role, Workload
+from xray_runtime.planning.workload import Role, Workload, trained_so
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]
 """(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""
@@ -100,7 +99,7 @@ class Sharded:
         """Train `model` (a directory in Hugging Face form) on the Ray cluster this process is connected to.
 
         Args:
-            training: optimizer; of its engine only `micro_batch_tokens` counts, the rest is planned.
+            training: optimizer, adapters, engine; of that num_workhorses and zero_stage are planned.
             batch_size: rows of one step, at least.
             sequence_tokens: longest row.
 
@@ -108,16 +107,18 @@ class Sharded:
             ConfigError: nothing fits, or the model cannot be planned.
         """
         runtime = runtime or RuntimeConfig()
-        base = PretrainedBase(model=str(model))
+        base, machine = PretrainedBase(model=str(model)), cluster_machine(runtime)
+        weight_bytes, options = trained_so([(training.lora, training.engine)], machine.device)
+        shape = from_pretrained(base)
         workload = Workload(
-            roles=(Role(name="model", shape=from_pretrained(base), use="train", weight_bytes=FLOAT32_BYTES),),
+            roles=(Role(name="model", shape=shape, use="train", weight_bytes=weight_bytes, options=options),),
             sequence_tokens=sequence_tokens,
             response_tokens=sequence_tokens,
             batch_size=batch_size,
             rollout_size=batch_size,
             micro_batch_tokens=training.engine.micro_batch_tokens,
         )
-        plan = choose(workload, cluster_machine(runtime), base)
+        plan = choose(workload, machine, base)
         engine = training.engine.model_copy(update=engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from xray_runtime.weights.plasma import WeightUpdate
 
 
-HEAD_PREFIX = "scalar."
-"""What names of the scalar head's parameters begin with; Hugging Face knows no such head."""
-
-
 @dataclass(frozen=True)
 class ModelSpec:
     """Which model a Learner holds and what it is for."""
@@ -56,6 +52,8 @@ class ModelSpec:
     trainable_layers: int | None = None
     reference: Path | None = None
     """Checkpoint whose top layers become the reference branch on the shared trunk."""
+    adapter_seed: int = 0
+    """Of LoRA adapters' first values, where `training` has them."""
 
 
 @dataclass(frozen=True)
@@ -154,17 +152,22 @@ class Learner(Workhorse):
         self._settle(place)
         from safetensors.torch import load_file
 
+        from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, skeleton
         from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
         self.spec = spec
         # A frozen trunk is compared with the reference's before anything is cut.
         in_part = spec.training is not None and spec.trainable_layers is None and Topology.of(spec.training.engine).cuts
+        lm = skeleton(str(spec.directory)) if in_part else load_model(spec.directory)
+        lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
-            skeleton(str(spec.directory)) if in_part else load_model(spec.directory),
+            lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
             reference=None if spec.reference is None else load_model(spec.reference),
+            adapters=None if lora is None else Adapters(lm, lora, spec.directory / WEIGHTS_FILE, spec.adapter_seed),
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
@@ -340,7 +343,8 @@ class Learner(Workhorse):
         """
         from safetensors.torch import save_file
 
-        from xray_runtime.models.tensor_file import TensorFile
+        from xray_runtime.models.heads import HEAD_PREFIX
+        from xray_runtime.models.tensor_file import WEIGHTS_FILE, TensorFile
 
         assert self.engine is not None
         if not self.engine.writes:
@@ -348,7 +352,7 @@ class Learner(Workhorse):
                 pass
             return
         head = {}
-        with TensorFile(directory / "model.safetensors") as file:
+        with TensorFile(directory / WEIGHTS_FILE) as file:
             for name, tensor in self._weights(head=True):
                 if name.startswith(HEAD_PREFIX):
                     head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
@@ -360,6 +364,8 @@ class Learner(Workhorse):
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of what is trained, one at a time."""
+        from xray_runtime.models.heads import HEAD_PREFIX
+
         assert self.engine is not None
         for name, tensor in self.engine.weights():
             if head or not name.startswith(HEAD_PREFIX):

@@ -46,9 +46,11 @@ class Engine(Protocol):
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of this rank's trained parameters, one at a time.
+        """(Hugging Face name, whole float32 tensor) of this rank's trained parameters, one at a time.
 
-        The scalar head's are `scalar.weight` and `scalar.bias`.
+        In mixed precision these are the masters: checkpoints lose nothing, and a generator rounds them to what it runs
+        in. LoRA adapters come merged into the matrices they stand beside. The scalar head's are `scalar.weight` and
+        `scalar.bias`.
         """
 
     def save(self, directory: Path) -> None:
@@ -64,14 +66,18 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     Where its causal LM is a skeleton, what is left after the cut is read from `checkpoint`.
 
     Raises:
-        ValueError: the model cannot be cut so; the message names the field.
+        ValueError: the model cannot be cut or trained so; the message names the field.
     """
     from xray_runtime.engines.mesh import Mesh
     from xray_runtime.engines.part import fill
     from xray_runtime.engines.pipeline import PipelineEngine, check_stages
     from xray_runtime.engines.tensor import check_split, split_layers, sum_gradients
-    from xray_runtime.engines.zero import ZeroEngine
+    from xray_runtime.engines.zero import ZeroEngine, check_offload
 
+    training.engine.check_zero_stage()
+    check_offload(training.engine)
+    if training.engine.activation_checkpointing:
+        module.checkpoint_activations()
     topology = Topology.of(training.engine)
     if not topology.cuts:
         return ZeroEngine(module, training)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.states import cut, hugging_face_name
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from xray_runtime.engines.tensor import Split
@@ -54,7 +55,7 @@ def fill(
 
 def _read(checkpoint: Path, name: str, split: Split | None, tensor_rank: int) -> Tensor:
     # Opened for each: what a mapped file has shown stays in this process's memory until it is closed.
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+    with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
         if name not in set(file.keys()):
             raise ValueError(f"{checkpoint}: has no weights for {name}")
         return cut(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)

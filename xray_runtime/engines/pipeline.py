@@ -151,7 +151,8 @@ class PipelineEngine:
 
     def _lend_head(self) -> None:
         if self._tied() and self._mesh.is_first:
-            self._send(self._embedding().detach(), self._mesh.topology.pipeline - 1, self._mesh.up_group)
+            # The borrower keeps it in float32, whatever the precision.
+            self._send(self._embedding().detach().float(), self._mesh.topology.pipeline - 1, self._mesh.up_group)
         elif self._tied() and self._mesh.is_last:
             dist.recv(self._borrowed().weight.data, self._mesh.at_stage(0), group=self._mesh.up_group)
 
@@ -163,7 +164,7 @@ class PipelineEngine:
             weight.grad = None
             self._send(gradient, 0, self._mesh.down_group)
         elif self._tied() and self._mesh.is_first:
-            gradient = torch.empty_like(self._embedding())
+            gradient = torch.empty_like(self._embedding(), dtype=torch.float32)
             dist.recv(gradient, self._mesh.at_stage(self._mesh.topology.pipeline - 1), group=self._mesh.down_group)
             self._inner.backward(self.forward(lambda module: (module.lm.model.embed_tokens.weight * gradient).sum()))
 

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.config import TrainingConfig
+from xray_runtime.config import EngineConfig, TrainingConfig
 from xray_runtime.engines import states
+from xray_runtime.engines.disk import own_directory
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.mesh import Mesh
 from xray_runtime.engines.tensor import Split, join
+from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 
 REDUCE_BUCKET = 500_000_000
 """Most gradient elements that are reduced at a time."""
@@ -40,7 +42,7 @@ class ZeroEngine:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: HeadedLM,
         training: TrainingConfig,
         mesh: Mesh | None = None,
         splits: dict[str, Split] | None = None,
@@ -62,12 +64,18 @@ class ZeroEngine:
                 "overlap_comm": False,
                 # DeepSpeed allocates the whole bucket: 2 GB for its default of 5e8 elements, however small the model.
                 "reduce_bucket_size": min(REDUCE_BUCKET, sum(p.numel() for p in trainable)),
+                **_offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
+            # torch's AdamW steps offloaded states too: to the same bits, and without a C++ build.
+            "zero_force_ds_cpu_optimizer": False,
             # ZeRO 0 clips in our hook below, which also tells the norm; DeepSpeed's own clipping there does not.
             "gradient_clipping": training.grad_clip if self.stage else 0.0,
             "steps_per_print": 2**31,
+            **_mixed_precision(training.engine),
         }
+        mixed = training.engine.precision != "float32"
+        masters = {name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad and mixed}
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=mesh
         )
@@ -75,6 +83,9 @@ class ZeroEngine:
         self.data_parallel = training.engine.data_parallel
         self._norm = 0.0
         self._moments = self._begin_moments()
+        # DeepSpeed makes float32 masters of weights that it has already rounded.
+        for name, parameter in self._trained() if mixed else []:
+            self._set_value(parameter, masters.pop(name).to(parameter.device))
         if not self.stage:
             optimizer.register_step_pre_hook(lambda *_: self._clip())
 
@@ -119,8 +130,13 @@ class ZeroEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.weights`."""
+        adapters = self.module.adapters
         for name, parameter in self._trained():
-            yield states.hugging_face_name(name), self._whole(name, self._value(parameter))
+            plain = states.hugging_face_name(name)
+            if adapters is None or plain.startswith(HEAD_PREFIX):
+                yield plain, self._whole(name, self._value(parameter))
+        if adapters is not None:
+            yield from adapters.merged(self._value)
 
     def save(self, directory: Path) -> None:
         """See `Engine.save`."""
@@ -172,12 +188,17 @@ class ZeroEngine:
         # Adam keeps its states by parameter, or by DeepSpeed's flat float32 partitions of them. They are made here, as
         # zeros, like Adam's own at its first step: a snapshot can then be loaded before that. (ZeRO 1 and 2 link
         # parameters to them after the step of the first group of several, too early for the others.)
-        flat = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups"}
-        flat[3] = "fp32_partitioned_groups_flat"
-        tensors = getattr(self.optimizer, flat[self.stage]) if self.stage else [p for _, p in self._trained()]
-        state = self._adam().state
-        for tensor in tensors:
+        adam = self._adam()
+        stepped = [tensor for group in adam.param_groups for tensor in group["params"]]
+        tensors = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else stepped
+        state = adam.state
+        for number, tensor in enumerate(tensors):
+            swapped = self.stage == 3 and self.optimizer._swappable_optimizer_subgroup(number)
+            if swapped:
+                self.optimizer._optimizer_states_and_gradient_swap_in(number)
             state[tensor] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+            if swapped:
+                self.optimizer._optimizer_states_and_gradient_swap_out(number)
         if self.stage in (1, 2):
             self.optimizer._lazy_init_hp_params_optimizer_state()
         return [state[tensor] for tensor in tensors]
@@ -185,8 +206,11 @@ class ZeroEngine:
     def _value(self, parameter: nn.Parameter) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        # ZeRO 1 and 2 keep whole parameters beside the partitions they step; after a step both are the same.
-        return parameter.data if self.stage < 3 else safe_get_full_fp32_param(parameter)
+        # ZeRO 1 and 2 keep whole parameters beside the float32 partitions they step; after a step both are the same.
+        if self.stage < 3 and parameter.dtype == torch.float32:
+            return parameter.data
+        value: Tensor = safe_get_full_fp32_param(parameter)
+        return value
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -223,6 +247,36 @@ class ZeroEngine:
         size = parameter.ds_tensor.numel()
         flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
         return flat.narrow(0, size * dist.get_rank(), size)
+
+
+def check_offload(engine: EngineConfig) -> None:
+    """Raises ValueError where this node lacks what `engine.offload` needs."""
+    if engine.offload == "nvme":
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible():
+            raise ValueError("engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not here")
+
+
+def _offload(engine: EngineConfig) -> dict[str, Any]:
+    if engine.offload == "none":
+        return {}
+    place: dict[str, str] = {"device": engine.offload}
+    if engine.nvme_path is not None:
+        place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
+    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero_stage == 3 else {})
+
+
+def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
+    if engine.precision == "float32":
+        return {}
+    # Sums over micro-batches and ranks are float32. A gradient that is not finite must show, not be passed over (ZeRO 1
+    # leaves such a step out all the same, and tells a norm of infinity).
+    return {
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

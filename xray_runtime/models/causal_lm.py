@@ -19,6 +19,7 @@ from torch import nn
 
 from xray_runtime.config import FreshBase
 from xray_runtime.models.location import locate
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
 ATTENTION = "sdpa"
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -106,7 +107,7 @@ def save_model(lm: Any, tokenizer: Any, directory: Path) -> None:
 def copy_model(like: Path, directory: Path) -> None:
     """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained."""
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(like / "model.safetensors", directory / "model.safetensors")
+    shutil.copyfile(like / WEIGHTS_FILE, directory / WEIGHTS_FILE)
     copy_small_files(like, directory)
 
 

@@ -10,11 +10,19 @@ policy at every update and for the reference, so it is computed once a rollout a
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from xray_runtime.models.adapters import Adapters
+
+HEAD_PREFIX = "scalar."
+"""What names of the scalar head's parameters begin with; Hugging Face knows no such head."""
 
 
 class HeadedLM(nn.Module):
@@ -25,19 +33,28 @@ class HeadedLM(nn.Module):
         scalar_head: add a linear head to one number a position (value or reward).
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
         reference: a causal LM with the same trunk whose top layers are kept, frozen, as the reference branch.
+        adapters: LoRA adapters in `lm`, which are trained instead of its weights.
 
     Raises:
         ValueError: `trainable_layers` exceeds the model's layers, or the reference does not share the trunk.
     """
 
     def __init__(
-        self, lm: Any, *, scalar_head: bool = False, trainable_layers: int | None = None, reference: Any = None
+        self,
+        lm: Any,
+        *,
+        scalar_head: bool = False,
+        trainable_layers: int | None = None,
+        reference: Any = None,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
+        assert adapters is None or trainable_layers is None
         self.lm = lm
+        self.adapters = adapters
         lm.config.use_cache = False
         hidden = lm.config.hidden_size
-        self.scalar = nn.Linear(hidden, 1) if scalar_head else None
+        self.scalar = ScalarHead(hidden, 1) if scalar_head else None
         if self.scalar is not None:
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
@@ -71,6 +88,22 @@ class HeadedLM(nn.Module):
         pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
         pairs += zip(self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True)
         return all(torch.equal(p, q) for a, b in pairs for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+    def checkpoint_activations(self) -> None:
+        """Keep, from now on, only what enters each layer for the backward pass, which computes the rest again.
+
+        Raises:
+            ValueError: the model has no layers that can be told from one another.
+        """
+        layers = [module for module in self.lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(
+                f"engine.activation_checkpointing: true is not allowed: a {type(self.lm).__name__} has no layers that "
+                "transformers can compute again"
+            )
+        for layer in layers:
+            # transformers' own switch works in training mode alone, which would turn dropout on as well.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
@@ -151,8 +184,20 @@ class HeadedLM(nn.Module):
         return out
 
 
+class ScalarHead(nn.Linear):
+    """One number a state, in float32 at least: eight bits of bfloat16 would make steps of a value or a reward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Numbers [..., 1] of hidden states [..., H]."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
 class BorrowedHead(nn.Module):
-    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient."""
+    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient.
+
+    In mixed precision it stays float32, and so does its gradient, which is summed over micro-batches here.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -160,7 +205,7 @@ class BorrowedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
-        return nn.functional.linear(hidden, self.weight)
+        return nn.functional.linear(hidden, self.weight.to(hidden.dtype))
 
 
 def built_like_llama(lm: Any) -> bool:

@@ -15,6 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+WEIGHTS_FILE = "model.safetensors"
+"""All weights of a checkpoint in Hugging Face form."""
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 

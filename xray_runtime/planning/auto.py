@@ -28,7 +28,7 @@ from xray_runtime.config import FreshBase, LifecycleConfig, PretrainedBase
 from xray_runtime.config_io import ConfigError, validate
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Group, Placement, Plan, RolePlan
-from xray_runtime.planning.workload import Machine, Role, Workload, from_config
+from xray_runtime.planning.workload import Machine, Role, Workload, from_config, trained_so
 
 MAX_RANKS = 1024
 CUTS = (1, 2, 4, 8)
@@ -98,8 +98,19 @@ def _workload(config: LifecycleConfig, device: str) -> Workload:
     batches = [config.sft.batch_size, config.reward.batch_size, workload.batch_size]
     micro_batches = [config.sft.engine.micro_batch_tokens, config.reward.engine.micro_batch_tokens]
     response = max(workload.response_tokens, config.sft.max_response_tokens)
+    # Any trained model may be any stage's: what not all of them save, none does here.
+    sections = [(section.lora, section.engine) for section in config.trained.values()]
+    sections += [(stage.lora, stage.critic_engine) for stage in config.ppo.stages if stage.critic_engine is not None]
+    weight_bytes, options = trained_so(sections, device)
+    roles = [
+        replace(role, weight_bytes=max(weight_bytes, role.weight_bytes), options=options)
+        if role.use == "train"
+        else role
+        for role in workload.roles
+    ]
     return replace(
         workload,
+        roles=tuple(roles),
         batch_size=min(batches),
         micro_batch_tokens=max(*micro_batches, workload.micro_batch_tokens),
         response_tokens=response,
@@ -113,6 +124,7 @@ def _plans(workload: Workload, machine: Machine, base: FreshBase | PretrainedBas
     tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
     models = len(workload.roles)
+    least = max(role.options.least_zero_stage for role in trained)
 
     def plan(placement: Placement, layout: Layout, shared_by: int) -> Plan:
         plans = [RolePlan(role, layout, workload.memory(role, layout), 0) for role in trained]
@@ -125,13 +137,13 @@ def _plans(workload: Workload, machine: Machine, base: FreshBase | PretrainedBas
     on_cpu = machine.device == "cpu"
     alone = 0 if on_cpu else len(others)
     if not on_cpu and (useful == 1 or machine.num_devices < alone + len(trained)):
-        yield plan("colocated", Layout(), math.ceil(models / machine.num_devices))
+        yield plan("colocated", Layout(zero_stage=least), math.ceil(models / machine.num_devices))
     for tp, pp in _cuts(trained[0], machine, base):
         # On CPU trained models share devices as well.
         replicas = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
         most = min(replicas, workload.batch_size, MAX_RANKS // (tp * pp))
         for dp in sorted({min(useful, most), most}) if most else ():
-            for stage in _zero_stages(dp, cut=tp * pp > 1):
+            for stage in _zero_stages(least, dp, cut=tp * pp > 1):
                 layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
                 yield plan("colocated", layout, models) if on_cpu else plan("separate", layout, 1)
 
@@ -139,8 +151,8 @@ def _plans(workload: Workload, machine: Machine, base: FreshBase | PretrainedBas
 def _cuts(role: Role, machine: Machine, base: FreshBase | PretrainedBase) -> Iterator[tuple[int, int]]:
     """(tensor-parallel degree, pipeline stages) of a replica, least communication first; whole ones first of all."""
     yield 1, 1
-    # A frozen trunk is computed once a rollout, in one piece.
-    if role.top_layers is not None:
+    # A frozen trunk is computed once a rollout, in one piece; adapters and what lies on disk go with ZeRO alone.
+    if role.top_layers is not None or role.options.lora_rank is not None or role.options.least_zero_stage == 3:
         return
     shape, node = role.shape, machine.devices_per_node or machine.num_devices
     by_tensor, by_layers = True, True
@@ -163,10 +175,10 @@ def _groups(machine: Machine, tp: int, alone: int) -> int:
     return max(groups - math.ceil(max(alone - spare, 0) / tp), 0)
 
 
-def _zero_stages(dp: int, *, cut: bool) -> range:
+def _zero_stages(least: int, dp: int, *, cut: bool) -> range:
     if dp == 1:
-        return range(1)
-    return range(3 if cut else 4)
+        return range(least, least + 1)
+    return range(least, 3 if cut else 4)
 
 
 def _apply(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:

@@ -81,7 +81,12 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
 
 
 def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
-    """Raises ConfigError where a stage of `config` asks for more than `nodes` have in all."""
+    """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
+    for name, engine in config.engines.items():
+        if engine.offload == "nvme" and device != "cuda":
+            raise ConfigError(
+                f'{name}.offload: "nvme" is not allowed: it needs CUDA, and models are on the CPU here: "cpu" or "none"'
+            )
     for stage, demands in stage_demands(config, device).items():
         check(stage, demands, nodes)
 

@@ -13,8 +13,9 @@ LoRA after Hu et al. 2021.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from xray_runtime.config import LINEAR_LAYERS
 from xray_runtime.planning.shapes import ModelShape
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
@@ -46,6 +47,28 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is trained, whatever its layout."""
+
+    lora_rank: int | None = None
+    """Train LoRA adapters of this rank, all else frozen."""
+    lora_targets: tuple[str, ...] | None = None
+    """Names of the layers that get adapters (None: every projection)."""
+    offload: bool = False
+    """Optimizer states, and under ZeRO-3 weights, live in host memory or on disk (Ren et al. 2021, ZeRO-Offload;
+    Rajbhandari et al. 2021, ZeRO-Infinity)."""
+    checkpointing: bool = False
+    """As in `Layout`, and not for the planner to choose."""
+    float32_sums: bool = False
+    """Gradients of half-precision passes are summed in float32, as X-ray's engine has DeepSpeed do."""
+    least_zero_stage: int = 0
+    """The lowest ZeRO stage that can do all this."""
+
+
+PLAIN = Options()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the fullest device of a model, by what they are for."""
 
@@ -70,13 +93,28 @@ class Memory:
 
 def optimizer_bytes(weight_bytes: int, zero_stage: int) -> int:
     """Bytes a trained parameter for AdamW: two float32 moments, and a float32 master copy of half-precision weights
-    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 and 2 keep that copy of float32 weights too.
+    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 keep that copy of float32 weights too.
     """
-    return 12 if weight_bytes < FLOAT32_BYTES or zero_stage in (1, 2) else 8
+    return 12 if weight_bytes < FLOAT32_BYTES or zero_stage else 8
+
+
+def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> int:
+    """Bytes a trained parameter for gradients: as wide as weights; summed in float32, 4 and, but where ZeRO 2 and 3
+    reduce them at once, those of the last pass beside them.
+    """
+    if weight_bytes == FLOAT32_BYTES or not float32_sums:
+        return weight_bytes
+    return FLOAT32_BYTES if zero_stage >= 2 else FLOAT32_BYTES + weight_bytes
 
 
 def model_states(
-    num_parameters: float, num_trained: float, weight_bytes: int, zero_stage: int, dp: int
+    num_parameters: float,
+    num_trained: float,
+    weight_bytes: int,
+    zero_stage: int,
+    dp: int,
+    *,
+    float32_sums: bool = False,
 ) -> tuple[float, float, float]:
     """(weights, gradients, optimizer states) in bytes on one of `dp` devices.
 
@@ -85,7 +123,7 @@ def model_states(
     w·Ψ + (w + K)·Ψ/dp; stage 3 weights too, (2w + K)·Ψ/dp.
     """
     weights = num_parameters * weight_bytes / (dp if zero_stage >= 3 else 1)
-    gradients = num_trained * weight_bytes / (dp if zero_stage >= 2 else 1)
+    gradients = num_trained * gradient_bytes(weight_bytes, zero_stage, float32_sums) / (dp if zero_stage >= 2 else 1)
     optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage) / (dp if zero_stage >= 1 else 1)
     return weights, gradients, optimizer
 
@@ -101,11 +139,18 @@ def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_voca
     return _ceil(shape.num_layers, pp) * shape.layer_parameters(tp) + embeddings + shape.hidden_size
 
 
-def lora_parameters(shape: ModelShape, rank: int, tp: int = 1, pp: int = 1) -> int:
-    """Parameters of LoRA adapters on every projection: rank · (in + out) each, ceil(L / pp) layers of them."""
+def lora_parameters(
+    shape: ModelShape, rank: int, tp: int = 1, pp: int = 1, *, targets: tuple[str, ...] | None = None
+) -> int:
+    """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them.
+
+    `targets` names the projections; None, or a name no Llama has: all of them.
+    """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    projections = ((h, q), (h, kv), (h, kv), (q, h), *((h, shape.intermediate_size),) * 3)
-    return _ceil(shape.num_layers, pp) * sum(_ceil(rank * (a + b), tp) for a, b in projections)
+    sizes = dict(zip(LINEAR_LAYERS, (h + q, h + kv, h + kv, q + h, *(h + shape.intermediate_size,) * 3), strict=True))
+    known = targets is not None and all(name in sizes for name in targets)
+    chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
+    return _ceil(shape.num_layers, pp) * sum(_ceil(rank * size, tp) for size in chosen)
 
 
 def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1) -> int:
@@ -145,9 +190,9 @@ def logit_bytes(shape: ModelShape, positions: int) -> int:
     return 4 * FLOAT32_BYTES * positions * shape.vocab_size
 
 
-def trunk_bytes(shape: ModelShape, tokens: int) -> int:
-    """What a frozen trunk puts out for `tokens` tokens, kept in float32 from a rollout to its updates: 4·h each."""
-    return FLOAT32_BYTES * tokens * shape.hidden_size
+def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
+    """What a frozen trunk puts out for `tokens` tokens, kept from a rollout to its updates: w·h each."""
+    return weight_bytes * tokens * shape.hidden_size
 
 
 def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
@@ -165,8 +210,7 @@ def training_memory(
     positions: int,
     top_layers: int | None = None,
     reference_branch: bool = False,
-    lora_rank: int | None = None,
-    offload: bool = False,
+    options: Options = PLAIN,
 ) -> Memory:
     """A model under training.
 
@@ -175,24 +219,26 @@ def training_memory(
         positions: of these, how many get logits.
         top_layers: only so many layers are trained, above a frozen trunk (None: all).
         reference_branch: a frozen copy of the trained layers scores as the reference.
-        lora_rank: train LoRA adapters of this rank, all else frozen.
-        offload: optimizer states live in host memory (Ren et al. 2021, ZeRO-Offload).
     """
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
     if top_layers is not None:
         trained = _ceil(top_layers, layout.pp) * shape.layer_parameters(layout.tp) + shape.hidden_size
         held += trained if reference_branch else 0
-    if lora_rank is not None:
-        trained = lora_parameters(shape, lora_rank, layout.tp, layout.pp)
+    if options.lora_rank is not None:
+        trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained
-    weights, gradients, optimizer = model_states(held, trained, weight_bytes, layout.zero_stage, layout.dp)
+    if options.checkpointing:
+        layout = replace(layout, checkpointing=True)
+    weights, gradients, optimizer = model_states(
+        held, trained, weight_bytes, layout.zero_stage, layout.dp, float32_sums=options.float32_sums
+    )
     buffers = min(ZERO_BUCKET, trained) * weight_bytes if layout.zero_stage else 0
-    buffers += _gathered_bytes(held, weight_bytes, layout)
+    buffers += _gathered_bytes(held, weight_bytes, layout, options.offload)
     return Memory(
-        weights=round(weights),
+        weights=0 if options.offload and layout.zero_stage >= 3 else round(weights),
         gradients=round(gradients),
-        optimizer=0 if offload else round(optimizer),
+        optimizer=0 if options.offload else round(optimizer),
         buffers=buffers,
         activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers),
         logits=logit_bytes(shape, positions),
@@ -229,9 +275,10 @@ def generation_memory(
     )
 
 
-def _gathered_bytes(held: int, weight_bytes: int, layout: Layout) -> int:
+def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, offload: bool = False) -> int:
     # ZeRO-3 gathers what it computes with, and keeps what it soon needs again.
-    return min(held, LIVE_PARAMETERS) * weight_bytes if layout.zero_stage >= 3 and layout.dp > 1 else 0
+    elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
+    return min(held, LIVE_PARAMETERS) * weight_bytes if elsewhere else 0
 
 
 def _ceil(a: int, b: int) -> int:

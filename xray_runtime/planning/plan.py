@@ -212,10 +212,13 @@ class _Solver:
     def _layouts(self, party: _Party, devices: int) -> Iterator[list[Layout]]:
         """A layout for each role of the party, least communication first."""
         batch, rollout = self.workload.batch_size, self.workload.rollout_size
-        training = [Layout(zero_stage=stage, dp=min(devices, batch)) for stage in _stages(party.style, devices)]
+        least = max(role.options.least_zero_stage for role in party.roles)
+        stages = [stage for stage in _stages(party.style, devices) if stage >= least] or [least]
+        training = [Layout(zero_stage=stage, dp=min(devices, batch)) for stage in stages]
         training += [replace(layout, checkpointing=True) for layout in training]
         if party.style == "sharded":
-            training += [_model_parallel(tp, pp, devices, batch) for tp, pp in TRAINING_DEGREES if tp * pp <= devices]
+            degrees = [(tp, pp) for tp, pp in TRAINING_DEGREES if tp * pp <= devices]
+            training += [_model_parallel(tp, pp, devices, batch, least) for tp, pp in degrees]
         for trained in training:
             sharded = trained.zero_stage == 3 or party.style == "sharded"
             scored = Layout(zero_stage=3 if sharded else 0, dp=min(devices, rollout))
@@ -239,14 +242,17 @@ def _stages(style: str, devices: int) -> tuple[int, ...]:
     return {"whole": (0, 1, 2), "own": (0, 1, 2, 3), "split": (0,), "sharded": (3,)}[style]
 
 
-def _model_parallel(tp: int, pp: int, devices: int, batch: int) -> Layout:
+def _model_parallel(tp: int, pp: int, devices: int, batch: int, least: int) -> Layout:
     dp = min(devices // (tp * pp), batch)
     # What is cut goes with ZeRO-2 at most.
-    return Layout(zero_stage=2 if dp > 1 else 0, tp=tp, pp=pp, dp=dp, checkpointing=True)
+    return Layout(zero_stage=max(2 if dp > 1 else 0, least), tp=tp, pp=pp, dp=dp, checkpointing=True)
 
 
 def _possible(role: Role, layout: Layout) -> bool:
     layers = role.shape.num_layers if role.top_layers is None else role.top_layers
+    whole = role.options.lora_rank is not None or role.options.least_zero_stage == 3
+    if role.use == "train" and whole and layout.tp * layout.pp > 1:
+        return False
     return role.shape.num_heads % layout.tp == 0 and layers >= layout.pp
 
 

@@ -31,9 +31,9 @@ class Suggestion:
             case "memory_gib":
                 return workload, replace(machine, memory_bytes=self.value * GIB)
             case "lora_rank":
-                return replace(workload, lora_rank=self.value), machine
+                return workload.trained_with(lora_rank=self.value), machine
             case "offload":
-                return replace(workload, offload=bool(self.value)), machine
+                return workload.trained_with(offload=bool(self.value), least_zero_stage=1), machine
             case "micro_batch_tokens":
                 return replace(workload, micro_batch_tokens=self.value), machine
             case "sequence_tokens":

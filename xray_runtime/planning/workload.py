@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
-from xray_runtime.config import FreshBase, LifecycleConfig
+from xray_runtime.config import EngineConfig, FreshBase, LifecycleConfig, LoRAConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
+    PLAIN,
     Layout,
     Memory,
+    Options,
     generation_memory,
     scoring_memory,
     training_memory,
@@ -62,6 +65,8 @@ class Role:
     """Log-probabilities of tokens are wanted, so logits are made; a critic or reward model has one number instead."""
     top_layers: int | None = None
     reference_branch: bool = False
+    options: Options = PLAIN
+    """Of a trained role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +87,6 @@ class Workload:
     """Tokens of one scoring pass."""
     reserved_kv_bytes: int = 0
     """What vLLM takes for its KV cache however little is needed."""
-    lora_rank: int | None = None
-    offload: bool = False
 
     def memory(self, role: Role, layout: Layout) -> Memory:
         """What `role` needs on each of its devices."""
@@ -112,20 +115,29 @@ class Workload:
             positions=positions,
             top_layers=role.top_layers,
             reference_branch=role.reference_branch,
-            lora_rank=self.lora_rank,
-            offload=self.offload,
+            options=role.options,
         )
         # A trained model scores as well, at another time.
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
         activations, logits = max(passes, key=sum)
         if role.top_layers is not None:
-            activations += trunk_bytes(shape, self.sequence_tokens * _ceil(self.rollout_size, layout.dp))
+            activations += trunk_bytes(shape, self.sequence_tokens * _ceil(self.rollout_size, layout.dp), width)
         return replace(training, activations=activations, logits=logits)
 
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass: a sequence longer than `max_tokens` has one of its own."""
         tokens = max(max_tokens, self.sequence_tokens)
         return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
+
+    def trained_with(self, **changes: Any) -> Workload:
+        """The same with other `Options` of every trained role."""
+        return replace(
+            self,
+            roles=tuple(
+                replace(role, options=replace(role.options, **changes)) if role.use == "train" else role
+                for role in self.roles
+            ),
+        )
 
     def with_sequence(self, tokens: int) -> Workload:
         """The same with sequences of `tokens` tokens, replies shortened alike, one sequence in a micro-batch."""
@@ -141,7 +153,7 @@ class Workload:
 def from_config(config: LifecycleConfig, device: str) -> Workload:
     """The PPO stages of `config`, where all roles are at work at the same time; each quantity where it is largest.
 
-    Training is float32, as X-ray's engine trains; vLLM generates in bfloat16 on CUDA.
+    Frozen models score in float32; vLLM generates in bfloat16 on CUDA.
 
     Raises:
         ValueError: the base model cannot be found, read or planned.
@@ -152,27 +164,32 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
     if top_layers is not None and top_layers > shape.num_layers:
         raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
     sampled_bytes = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
+    weight_bytes, options = trained_so([(stage.lora, stage.engine) for stage in stages], device)
     roles = [
         Role(
             name="policy",
             shape=shape,
             use="train",
-            weight_bytes=FLOAT32_BYTES,
+            weight_bytes=weight_bytes,
             top_layers=top_layers,
             reference_branch=top_layers is not None,
+            options=options,
         )
     ]
     if top_layers is None:
         roles.append(Role(name="reference", shape=shape, use="score", weight_bytes=FLOAT32_BYTES))
-    if any(stage.critic == "separate" for stage in stages):
+    critics = [(s.lora, s.critic_engine or s.engine) for s in stages if s.critic == "separate"]
+    if critics:
+        weight_bytes, options = trained_so(critics, device)
         roles.append(
             Role(
                 name="critic",
                 shape=shape,
                 use="train",
-                weight_bytes=FLOAT32_BYTES,
+                weight_bytes=weight_bytes,
                 scores_tokens=False,
                 top_layers=top_layers,
+                options=options,
             )
         )
     roles.append(Role(name="reward", shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=False))
@@ -187,6 +204,29 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         micro_batch_tokens=max(stage.engine.micro_batch_tokens for stage in stages),
         reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
     )
+
+
+def trained_so(sections: Sequence[tuple[LoRAConfig | None, EngineConfig]], device: str) -> tuple[int, Options]:
+    """(bytes of a weight, options) of a role that is trained by each of `sections` in turn: what all of them save.
+
+    On CPU the device's memory is the host's, so offloading to it saves nothing.
+    """
+    engines = [engine for _, engine in sections]
+    loras = [lora for lora, _ in sections if lora is not None]
+    saves_nothing = ("none", "cpu") if device == "cpu" else ("none",)
+    adapted = len(loras) == len(sections)
+    targets = {name for lora in loras for name in lora.target_modules or []}
+    some = adapted and all(lora.target_modules is not None for lora in loras)
+    mixed = all(engine.precision == "bfloat16" for engine in engines)
+    options = Options(
+        lora_rank=max(lora.rank for lora in loras) if adapted else None,
+        lora_targets=tuple(sorted(targets)) if some else None,
+        offload=all(engine.offload not in saves_nothing for engine in engines),
+        checkpointing=all(engine.activation_checkpointing for engine in engines),
+        float32_sums=mixed,
+        least_zero_stage=max(engine.least_zero_stage for engine in engines),
+    )
+    return HALF_BYTES if mixed else FLOAT32_BYTES, options
 
 
 def from_parameters(count: float, sequence_tokens: int) -> Workload:

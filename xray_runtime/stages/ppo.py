@@ -124,6 +124,7 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             trainable_layers=layers,
             # With a frozen trunk the reference is a second branch on the policy's own trunk, not a second model.
             reference=reference if layers is not None else None,
+            adapter_seed=derive_seed(spec.seed, spec.name, "policy", "adapters"),
         ),
         "reward": ModelSpec(reward, RewardObjective(), head=reward / REWARD_HEAD_FILE),
     }
@@ -138,6 +139,7 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             new_head=True,
             head=trained / HEAD_FILE if trained.exists() else None,
             trainable_layers=layers,
+            adapter_seed=derive_seed(spec.seed, spec.name, "critic", "adapters"),
         )
     return models
 

@@ -35,7 +35,14 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     rows, heldout_rows = _pair_rows(tokenizer, train), _pair_rows(tokenizer, heldout)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(spec.seed, "reward", "order"))
-    model = ModelSpec(sft, RewardObjective(), training=config, new_head=True, trainable_layers=trainable_layers(spec))
+    model = ModelSpec(
+        sft,
+        RewardObjective(),
+        training=config,
+        new_head=True,
+        trainable_layers=trainable_layers(spec),
+        adapter_seed=derive_seed(spec.seed, "reward", "adapters"),
+    )
     baseline = length_baseline_accuracy(train, heldout)
 
     with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:

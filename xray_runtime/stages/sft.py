@@ -41,7 +41,13 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     heldout_rows = text_rows(heldout, tokenizer.pad_token_id)
     heldout_tokens = sum(len(reply) for _, reply in heldout)
     cursor = Cursor(len(pairs), derive_seed(spec.seed, "sft", "order"))
-    model = ModelSpec(base, SFTObjective(), training=config, trainable_layers=trainable_layers(spec))
+    model = ModelSpec(
+        base,
+        SFTObjective(),
+        training=config,
+        trainable_layers=trainable_layers(spec),
+        adapter_seed=derive_seed(spec.seed, "sft", "adapters"),
+    )
 
     with open_models(spec.runtime, recorder.log_dir, {"policy": model}) as models:
         policy = models["policy"]

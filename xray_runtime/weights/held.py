@@ -19,14 +19,13 @@ from pathlib import Path
 
 import torch
 
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.plasma import Bucket, WeightUpdate, unpack, verify
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Write = Callable[[Tensors, int], None]
 """`write(tensors, version)`: put (Hugging Face name, whole tensor) pairs into an engine, which then is at `version`.
 What is not named stays. It may be called again after it failed, with all tensors."""
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 class StaleWeightsError(RuntimeError):

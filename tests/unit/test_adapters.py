@@ -1,0 +1,88 @@
+"""LoRA adapters: the model as it was at first, alone in learning, merged as peft itself merges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.conftest import TINY
+from xray_runtime.config import LINEAR_LAYERS, LoRAConfig
+from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.causal_lm import fresh_llama
+from xray_runtime.models.heads import HeadedLM
+
+IDS = torch.tensor([[5, 9, 7, 42, 8, 3], [8, 100, 3, 11, 250, 7]])
+
+
+@pytest.fixture
+def lm(tiny_tokenizer: Any) -> Any:
+    return fresh_llama(TINY, tiny_tokenizer, seed=1)
+
+
+@pytest.fixture
+def checkpoint(lm: Any, tmp_path: Path) -> Path:
+    save_file({name: p.detach().clone() for name, p in lm.named_parameters()}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_nothing_changes_until_an_adapter_learns(lm: Any, checkpoint: Path) -> None:
+    before = HeadedLM(lm).hidden(IDS).detach()
+    module = HeadedLM(lm, scalar_head=True, adapters=Adapters(lm, LoRAConfig(rank=2), checkpoint, seed=3))
+    hidden = module.hidden(IDS)
+    assert torch.equal(hidden, before)
+    (hidden.pow(3).sum() + module.scalars(hidden).sum()).backward()
+    learned = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    layers = [f"lm.model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
+    places = [
+        f"{layer}.{name}" for layer in layers for name in LINEAR_LAYERS if (name[0] in "qkvo") == ("attn" in layer)
+    ]
+    sides = {f"{place}.lora_{side}.default.weight" for place in places for side in "AB"}
+    assert learned == sides | {"scalar.weight", "scalar.bias"}
+
+
+def test_the_seed_is_all_that_chance_depends_on(tiny_tokenizer: Any, checkpoint: Path) -> None:
+    def first(seed: int) -> dict[str, torch.Tensor]:
+        torch.rand(seed + 1)
+        lm = fresh_llama(TINY, tiny_tokenizer, seed=1)
+        Adapters(lm, LoRAConfig(rank=2, target_modules=["q_proj"]), checkpoint, seed)
+        return {name: p.detach() for name, p in lm.named_parameters() if "lora_A" in name}
+
+    one, again, other = first(3), first(3), first(4)
+    assert len(one) == 3
+    assert all(torch.equal(again[name], value) for name, value in one.items())
+    assert not any(torch.equal(other[name], value) for name, value in one.items())
+
+
+def test_merged_as_peft_merges(tiny_tokenizer: Any, lm: Any, checkpoint: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = Adapters(lm, LoRAConfig(rank=2, alpha=6.0), checkpoint, seed=3)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    merged = dict(adapters.merged(lambda parameter: parameter.data))
+    plain = fresh_llama(TINY, tiny_tokenizer, seed=1)
+    peft = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6.0, target_modules="all-linear"))
+    peft.base_model.model.load_state_dict({n: p for n, p in lm.state_dict().items() if "lora_" in n}, strict=False)
+    expected = peft.merge_and_unload().state_dict()
+    before = load_file(checkpoint)
+    assert len(merged) == 3 * len(LINEAR_LAYERS)
+    for name, weight in merged.items():
+        assert torch.equal(weight, expected[name])
+        assert not torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("qkv", "not found"), ("lm_head", "is an embedding or the output layer"), ("embed_tokens", "is an embedding or")],
+)
+def test_layers_that_cannot_have_adapters(lm: Any, checkpoint: Path, name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=r"^lora\.target_modules: .* is not allowed: ") as caught:
+        Adapters(lm, LoRAConfig(target_modules=[name]), checkpoint, seed=0)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,73 @@
+"""LoRA adapters in a causal LM, through peft: beside a frozen matrix W stands scaling · B·A (Hu et al. 2021).
+
+Only A [rank, in] and B [out, rank] are trained and saved in snapshots. Everywhere else, in checkpoints and generators,
+the layer is one whole matrix again, W + scaling · B·A under its Hugging Face name, as peft's own `merge_and_unload`
+makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from xray_runtime.config import LoRAConfig
+
+ADAPTER = "default"
+
+
+class Adapters:
+    """The adapters of `lm`, which are put into it here; all else in it is frozen.
+
+    Args:
+        lm: a Hugging Face causal LM.
+        checkpoint: its safetensors file. Merging starts from these float32 weights, not from what passes run in, and
+            so needs no gathering of them.
+        seed: of A's first values; B begins as zeros, and the model as it was.
+
+    Raises:
+        ValueError: the model has no layer that `config.target_modules` names, or it is no linear layer.
+    """
+
+    def __init__(self, lm: Any, config: LoRAConfig, checkpoint: Path, seed: int) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        self._checkpoint = checkpoint
+        output = lm.get_output_embeddings()
+        wanted = LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules="all-linear" if config.target_modules is None else list(config.target_modules),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            try:
+                inject_adapter_in_model(wanted, lm, ADAPTER)
+            except ValueError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {reason}") from error
+        self._layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+        for name, layer in self._layers.items():
+            base = layer.get_base_layer()
+            if base is output or isinstance(base, nn.Embedding):
+                raise ValueError(
+                    f"lora.target_modules: {config.target_modules} is not allowed: {name} is an embedding or the "
+                    "output layer, which may share its weight with another"
+                )
+
+    def merged(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, W + scaling · B·A) of every adapted layer, float32, one at a time.
+
+        `whole` gives an adapter's whole float32 value, however it is sharded; every rank that holds a part calls it.
+        """
+        with safe_open(self._checkpoint, framework="pt") as file:
+            for name, layer in self._layers.items():
+                a, b = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
+                delta = (b @ a) * layer.scaling[ADAPTER]
+                weight = file.get_tensor(f"{name}.weight").to(delta.device)
+                yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)
