@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from xray_runtime.actors.rows import Rows, pad, take
 from xray_runtime.actors.whole_model import WorkhorseError, open_models
-from xray_runtime.actors.workhorse import ModelSpec
+from xray_runtime.actors.workhorse import ModelSpec, Workhorse
 from xray_runtime.config import EngineConfig, PPOStageConfig, RuntimeConfig, SFTConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, SFTObjective
 
@@ -151,3 +152,14 @@ def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, t
             WorkhorseError, match=r"Workhorse 0 of 1 of 'policy' \(.+, pid \d+\) died[\s\S]*policy-0\.log"
         ):
             ray.get(models["policy"].score.remote(text()))
+
+
+def test_the_port_of_a_process_group_is_kept_free_for_it(cluster: None) -> None:
+    workhorse = Workhorse(RUNTIME)
+    host, port = workhorse.rendezvous()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    store = torch.distributed.TCPStore(host, port, is_master=True)
+    store.set("met", "yes")
+    assert torch.distributed.TCPStore(host, port, is_master=False).get("met") == b"yes"
+    workhorse.release()

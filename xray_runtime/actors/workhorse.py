@@ -87,6 +87,7 @@ class Workhorse:
         os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.runtime = runtime
         self._heart = Heart()
+        self._meeting: socket.socket | None = None
 
     def _settle(self, place: Rank) -> None:
         """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
@@ -103,6 +104,7 @@ class Workhorse:
     def release(self) -> None:
         """Let go of the model."""
         self._heart = Heart()
+        self._forget_meeting()
 
     def where(self) -> Device:
         """The device it holds."""
@@ -119,13 +121,22 @@ class Workhorse:
         return self._heart.pulse()
 
     def rendezvous(self) -> tuple[str, int]:
-        """(host, free port) for this model's process group, asked of rank 0."""
+        """(host, free port) for this model's process group, asked of rank 0; the port stays free for it."""
         import ray
 
         host = ray.util.get_node_ip_address()
-        with socket.socket() as s:
-            s.bind((host, 0))
-            return host, int(s.getsockname()[1])
+        self._forget_meeting()
+        # Imports come before the group: until then anybody's connection could be given the port. A socket that is bound
+        # and does not listen keeps it from all but those who bind its number with SO_REUSEADDR, as torch's store does.
+        self._meeting = socket.socket()
+        self._meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._meeting.bind((host, 0))
+        return host, int(self._meeting.getsockname()[1])
+
+    def _forget_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
 
 
 def resolve_device(wanted: str) -> str:
