@@ -98,14 +98,17 @@ BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
-    """How one model is trained: tensor × pipeline × data parallel Workhorses, DeepSpeed ZeRO over the data-parallel."""
+    """How one model is trained: tensor × pipeline × data parallel Workhorses, ZeRO over the data-parallel."""
 
+    library: Literal["deepspeed", "megatron"] = "deepspeed"
+    """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
+    pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
     """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP)."""
+    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP, or Megatron's layers)."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
@@ -121,7 +124,18 @@ class EngineConfig(Section):
             )
         if replica > 1 and self.zero_stage == 3:
             raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        if self.library == "megatron" and self.zero_stage > 1:
+            raise ValueError(f"zero_stage = {self.zero_stage} must be at most 1 with library 'megatron'")
         return self
+
+    @property
+    def cuda_only(self) -> str | None:
+        """What this layout asks for and Megatron-core cannot do on CPU, as `field: value`."""
+        if self.library == "megatron" and self.pipeline_parallel > 1:
+            return f"pipeline_parallel: {self.pipeline_parallel}"
+        if self.library == "megatron" and self.zero_stage:
+            return f"zero_stage: {self.zero_stage}"
+        return None
 
     @property
     def data_parallel(self) -> int:
@@ -165,7 +179,17 @@ def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> 
                 f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
                 "computed once, not in a pipeline"
             )
+        if engine.library == "megatron" and base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.library = 'megatron' must be 'deepspeed' where base.trainable_layers is set: it trains whole "
+                "models"
+            )
         return
+    if engine.library == "megatron" and (base.intermediate_size % tensor or base.num_layers % stages):
+        raise ValueError(
+            f"{field}: with library 'megatron' tensor_parallel = {tensor} must divide base.intermediate_size = "
+            f"{base.intermediate_size}, and pipeline_parallel = {stages} base.num_layers = {base.num_layers}"
+        )
     if base.num_heads % tensor or base.num_kv_heads % tensor:
         raise ValueError(
             f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
@@ -462,7 +486,7 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _layouts(self) -> Self:
-        for name, engine in self._engines().items():
+        for name, engine in self.engines().items():
             _cut(name, engine, self.base)
         return self
 
@@ -514,15 +538,15 @@ class LifecycleConfig(Section):
         return self
 
     def _nothing_chosen(self) -> None:
-        for name, engine in self._engines().items():
-            for field in ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
+        for name, engine in self.engines().items():
+            for field in ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
                 value = getattr(engine, field)
                 if value != EngineConfig.model_fields[field].default:
                     raise ValueError(
                         f"{name}.{field} = {value} must be left out with runtime.parallel = 'auto', which chooses it"
                     )
 
-    def _engines(self) -> dict[str, EngineConfig]:
+    def engines(self) -> dict[str, EngineConfig]:
         """Each engine by the name of its section."""
         engines = {"sft.engine": self.sft.engine, "reward.engine": self.reward.engine}
         for number, stage in enumerate(self.ppo.stages):

@@ -118,7 +118,7 @@ class Sharded:
             micro_batch_tokens=training.engine.micro_batch_tokens,
         )
         plan = choose(workload, cluster_machine(runtime), base)
-        engine = training.engine.model_copy(update=engine_of(plan))
+        engine = EngineConfig(micro_batch_tokens=training.engine.micro_batch_tokens, **engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)
         with open_models(runtime, Path(log_dir), {"model": spec}) as models:

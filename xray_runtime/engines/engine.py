@@ -72,6 +72,10 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     from xray_runtime.engines.tensor import check_split, split_layers, sum_gradients
     from xray_runtime.engines.zero import ZeroEngine
 
+    if training.engine.library == "megatron":
+        from xray_runtime.engines.megatron import MegatronEngine
+
+        return MegatronEngine(module, training)
     topology = Topology.of(training.engine)
     if not topology.cuts:
         return ZeroEngine(module, training)

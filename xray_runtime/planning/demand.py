@@ -81,7 +81,10 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
 
 
 def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
-    """Raises ConfigError where a stage of `config` asks for more than `nodes` have in all."""
+    """Raises ConfigError where a stage of `config` asks for more than `nodes` have in all, or for what needs CUDA."""
+    for name, engine in config.engines().items():
+        if device == "cpu" and engine.cuda_only:
+            raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
     for stage, demands in stage_demands(config, device).items():
         check(stage, demands, nodes)
 
