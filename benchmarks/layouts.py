@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.held import deepspeed_part, held_bytes
+from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.workhorse import Learner, ModelSpec
@@ -38,7 +38,7 @@ BASE = FreshBase(
 CONFIG = PPOStageConfig(lr=3e-4, grad_clip=0.5)
 MICRO_BATCH_TOKENS = 96
 NUM_BATCHES, NUM_ROWS = 5, 16
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},
     **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
     "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
@@ -49,6 +49,8 @@ LAYOUTS = {
         "num_workhorses": 8,
         "zero_stage": 1,
     },
+    "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+    "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
 
 
@@ -112,17 +114,17 @@ def updates(
     learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], first: int, last: int
 ) -> dict[str, Any]:
     """PPO updates number `first` to `last` on one rank."""
-    inner = deepspeed_part(learner.engine)
+    inner = innermost(learner.engine)
     held: dict[str, int] = {}
-    step = inner.engine.step
+    step = inner.optimizer.step
 
-    def measured_step() -> None:
+    def measured_step(*args: Any) -> Any:
         held.update(held_bytes(inner))
-        step()
+        return step(*args)
 
     losses, norms, seconds = [], [], []
     for number in range(first, last):
-        inner.engine.step = measured_step if number == first + 1 else step
+        inner.optimizer.step = measured_step if number == first + 1 else step
         rows = batches[number % len(batches)]
         tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
         start = time.perf_counter()
@@ -130,7 +132,7 @@ def updates(
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
-    inner.engine.step = step
+    inner.optimizer.step = step
     assert learner.engine is not None
     weights = {name: t.detach().cpu().numpy().copy() for name, t in learner.engine.weights()}
     return {
@@ -142,7 +144,7 @@ def updates(
     }
 
 
-def spec_of(model: Path, layout: dict[str, int], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
+def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
     engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, **layout)
     return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
 
@@ -182,7 +184,7 @@ def differences(run: Run, alone: Run) -> tuple[float, float, float]:
     return float(losses), float(norms), float(weights)
 
 
-def predicted_bytes(model: Path, layout: dict[str, int]) -> int:
+def predicted_bytes(model: Path, layout: dict[str, Any]) -> int:
     """Model states on the fullest rank, as the planner predicts them."""
     engine = EngineConfig(**layout)
     memory = training_memory(
@@ -235,8 +237,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
   every storage counted once; *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
 
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 and ZeRO-2 keep
-a second float32 copy of the weights they step. Seconds are of all the layout's processes on {cores} cores that other
-work shared: they say little of speed on a cluster.
+a second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;
+its pipeline schedules and its distributed optimizer need CUDA and are not in this table. Seconds are of all the
+layout's processes on {cores} cores that other work shared: they say little of speed on a cluster.
 
 {table}
 """

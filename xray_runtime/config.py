@@ -185,10 +185,15 @@ def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> 
                 "models"
             )
         return
-    if engine.library == "megatron" and (base.intermediate_size % tensor or base.num_layers % stages):
+    if engine.library == "megatron" and base.intermediate_size % tensor:
         raise ValueError(
-            f"{field}: with library 'megatron' tensor_parallel = {tensor} must divide base.intermediate_size = "
-            f"{base.intermediate_size}, and pipeline_parallel = {stages} base.num_layers = {base.num_layers}"
+            f"{field}.tensor_parallel = {tensor} must divide base.intermediate_size = {base.intermediate_size} with "
+            "library 'megatron'"
+        )
+    if engine.library == "megatron" and base.num_layers % stages:
+        raise ValueError(
+            f"{field}.pipeline_parallel = {stages} must divide base.num_layers = {base.num_layers} with library "
+            "'megatron'"
         )
     if base.num_heads % tensor or base.num_kv_heads % tensor:
         raise ValueError(

@@ -73,7 +73,7 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     from xray_runtime.engines.zero import ZeroEngine
 
     if training.engine.library == "megatron":
-        from xray_runtime.engines.megatron import MegatronEngine
+        from xray_runtime.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(module, training)
     topology = Topology.of(training.engine)

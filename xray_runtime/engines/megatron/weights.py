@@ -1,4 +1,6 @@
-"""Llama's weights as Megatron-core holds them, and back: names, fused matrices, tensor-parallel parts. Pure tensors.
+"""Llama's weights as Megatron-core holds them, and back: names, fused matrices, tensor-parallel parts.
+
+Pure tensor code: Megatron itself is not imported.
 
 One rule makes every Megatron parameter. Its Hugging Face tensors ("pieces") are each cut along `dim` into the same
 number of blocks; the blocks are laid piece by piece, block number by block number; peers share out the block numbers:
@@ -18,6 +20,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from xray_runtime.config import EngineConfig
+from xray_runtime.models.heads import HeadedLM
+
+PLAIN_ROPE = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies do not depend on the sequence."""
+
+
+def check_llama(module: HeadedLM, engine: EngineConfig) -> None:
+    """Raises ValueError where Megatron cannot train the model under this layout; the message names the field."""
+    config, refused = module.lm.config, "engine.library: 'megatron' is not allowed"
+    if module.has_trunk:
+        raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
+    plain = config.model_type == "llama" and not config.attention_bias and not config.mlp_bias
+    if not plain or config.hidden_act != "silu":
+        raise ValueError(f"{refused} for this {type(module.lm).__name__}: it takes Llamas without biases, with SiLU")
+    if module.lm.model.rotary_emb.rope_type not in PLAIN_ROPE:
+        raise ValueError(f"{refused} with the model's rotary embedding: it must be one of {', '.join(PLAIN_ROPE)}")
+    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
+    parts = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    if any(part % tensor for part in parts):
+        raise ValueError(
+            f"engine.tensor_parallel: {tensor} is not allowed: it must divide the model's {parts[0]} heads, {parts[1]} "
+            f"key-value heads and intermediate size {parts[2]}"
+        )
+    if config.num_hidden_layers % stages:
+        raise ValueError(
+            f"engine.pipeline_parallel: {stages} is not allowed: with library 'megatron' it must divide the model's "
+            f"{config.num_hidden_layers} layers"
+        )
+    if engine.cuda_only and next(module.parameters()).device.type == "cpu":
+        raise ValueError(f"engine.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
 
 
 @dataclass(frozen=True)
@@ -100,7 +134,9 @@ def llama(config: Any, layers: range, peers: int, *, scalar: bool = False) -> di
                     f"{attention}v_proj.weight": (groups * head, hidden),
                 },
             ),
-            f"{ours}self_attention.linear_proj.weight": split(1, peers, **{f"{attention}o_proj.weight": (hidden, heads)}),
+            f"{ours}self_attention.linear_proj.weight": split(
+                1, peers, **{f"{attention}o_proj.weight": (hidden, heads)}
+            ),
             f"{ours}pre_mlp_layernorm.weight": kept(f"{theirs}post_attention_layernorm.weight", hidden),
             f"{ours}mlp.linear_fc1.weight": split(
                 0, peers, **{f"{mlp}gate_proj.weight": (wide, hidden), f"{mlp}up_proj.weight": (wide, hidden)}

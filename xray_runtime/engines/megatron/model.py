@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from xray_runtime.engines.megatron_weights import padded_vocabulary
+from xray_runtime.engines.megatron.weights import padded_vocabulary
 from xray_runtime.engines.topology import Topology
 
 
 class MegatronLM(GPTModel):
-    """One rank's part of a Llama with an optional scalar head. Weights are uninitialized; see `megatron_weights`.
+    """One rank's part of a Llama with an optional scalar head. Weights are uninitialized; see `weights`.
 
     Shapes as in `models.heads`; inside Megatron hidden states are [S, B, H].
 
@@ -61,8 +61,9 @@ class MegatronLM(GPTModel):
         return task(self, *args)
 
     def states(self, input_ids: Tensor) -> Tensor:
-        """Hidden states [S, B, H] that leave this pipeline stage, of ids [B, S] or what `set_input_tensor` was given."""
-        angles = torch.outer(torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float32), self.inv_freq)
+        """Hidden states [S, B, H] that leave this pipeline stage: of ids [B, S], or of what `set_input_tensor` got."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float32)
+        angles = torch.outer(positions, self.inv_freq)
         out: Tensor = self.decoder(
             hidden_states=self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None,
             attention_mask=None,

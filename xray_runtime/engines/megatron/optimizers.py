@@ -1,0 +1,158 @@
+"""From gradients to a step: two optimizers for Megatron's layers, chosen by the ZeRO stage.
+
+`Replicated` is torch's AdamW and runs anywhere. `Sharded` is Megatron's own distributed optimizer, whose buffers are
+allocated on CUDA whatever it is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+
+from xray_runtime.config import TrainingConfig
+from xray_runtime.engines.megatron.model import MegatronLM
+from xray_runtime.engines.zero import MOMENTS, decay_groups
+
+
+class Updates(Protocol):
+    """How gradients become an optimizer step, and where Adam keeps its moments."""
+
+    optimizer: Any
+
+    def begin(self) -> None:
+        """Make ready for the gradients of a step."""
+
+    def apply(self, lr: float) -> float:
+        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping."""
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """One of Adam's moments, in the parameter's shape."""
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None: ...
+
+    def set_step(self, step: int) -> None:
+        """How many steps Adam has made."""
+
+
+class Replicated:
+    """Every data-parallel rank holds all of its part's optimizer states: torch's AdamW, on CPU and CUDA alike."""
+
+    def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
+        self._module, self._grad_clip = module, training.grad_clip
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
+        )
+        for parameter in module.parameters():
+            # As Adam itself begins: a snapshot can then be loaded before the first step.
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | {
+                key: torch.zeros_like(parameter) for key in MOMENTS
+            }
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad()
+
+    def apply(self, lr: float) -> float:
+        self._tie()
+        trained = [p for p in self._module.parameters() if p.grad is not None]
+        for parameter in trained:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        # Each number of the model counts once.
+        mine = [
+            p for p in trained if param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
+        ]
+        square = torch.nn.utils.get_total_norm([p.grad for p in mine]).square()
+        dist.all_reduce(square, group=parallel_state.get_model_parallel_group())
+        norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(trained, self._grad_clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return float(norm)
+
+    def _tie(self) -> None:
+        """Give both copies of an embedding that first and last pipeline stage share the sum of their gradients."""
+        weight = self._module.shared_embedding_or_output_weight()
+        if weight is None or not getattr(weight, "shared_embedding", False):
+            return
+        if weight.grad is None:
+            # A value loss alone does not touch the output layer.
+            weight.grad = torch.zeros_like(weight)
+        dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        state: Tensor = self.optimizer.state[parameter][key]
+        return state
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        self.optimizer.state[parameter][key].copy_(value)
+
+    def set_step(self, step: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+
+
+class Sharded:
+    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. On CUDA alone."""
+
+    def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
+        self._weight_decay = training.weight_decay
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self._ddp = DistributedDataParallel(module.config, ddp, module)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.betas[0],
+            adam_beta2=training.betas[1],
+            clip_grad=training.grad_clip,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self._ddp], use_gloo_process_groups=False)
+        distributed = self.optimizer.chained_optimizers[0]
+        self._adam = distributed.optimizer
+        self._shares: dict[nn.Parameter, tuple[slice, Tensor]] = {}
+        for parameter, (group, place) in distributed.model_param_group_index_map.items():
+            share, span = (
+                self._adam.param_groups[group]["params"][place],
+                distributed._get_model_param_range_map(parameter),
+            )
+            self._shares[parameter] = (slice(span["param"].start, span["param"].end), share)
+            self._adam.state[share] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(share) for key in MOMENTS}
+
+    def begin(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def apply(self, lr: float) -> float:
+        finalize_model_grads([self._ddp])
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, self._weight_decay * group["wd_mult"]
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        whole = torch.zeros_like(parameter.data).flatten()
+        if parameter in self._shares:
+            where, share = self._shares[parameter]
+            whole[where] = self._adam.state[share][key]
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+        return whole.view_as(parameter)
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if parameter in self._shares:
+            where, share = self._shares[parameter]
+            self._adam.state[share][key].copy_(value.flatten()[where])
+
+    def set_step(self, step: int) -> None:
+        for state in self._adam.state.values():
+            state["step"].fill_(step)
+        for group in self._adam.param_groups:
+            # Where Transformer Engine's Adam counts, which Megatron takes where it is installed.
+            group["step"] = step
