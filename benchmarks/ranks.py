@@ -17,7 +17,12 @@ from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
 from xray_runtime.config import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 
-PRELOAD = ["deepspeed", "transformers.models.llama.modeling_llama", "benchmarks.ranks"]
+PRELOAD = [
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "xray_runtime.engines.megatron.engine",
+    "benchmarks.ranks",
+]
 TIMEOUT_S = 900.0
 
 Script = Callable[..., Any]
