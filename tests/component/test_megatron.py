@@ -20,11 +20,11 @@ from tests.component.test_layouts import same
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, Learner, ModelSpec
-from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig, SFTConfig
 from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective, SFTObjective
+from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObjective
 from xray_runtime.weights.plasma import unpack
 
 MEGATRON = {"library": "megatron"}
@@ -90,6 +90,31 @@ def test_a_grouped_untied_model_learns_as_in_one_process(grouped_model: Path, tm
     alone = run_layout(spec_of(grouped_model, {}), batches, 3, tmp_path)
     split = spec_of(grouped_model, MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2}, 32)
     same(run_layout(split, batches, 3, tmp_path), alone)
+
+
+def rewarded(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Rows:
+    """The weights after three steps of a reward model."""
+    for _ in range(3):
+        learner.train(deal(rows), {"rows": 6.0}, 1e-2)
+    assert learner.engine is not None
+    return {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
+
+
+def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    rows: Rows = {}
+    for ids, lengths in (("input_ids", "lengths"), ("rejected_ids", "rejected_lengths")):
+        rows |= {ids: rng.integers(5, 280, size=(6, 14)), lengths: rng.integers(5, 15, size=6)}
+
+    def output_layer(layout: dict[str, Any]) -> np.ndarray:
+        training = RewardConfig(weight_decay=0.1, engine=EngineConfig(**layout))
+        spec = ModelSpec(grouped_model, RewardObjective(), training=training, new_head=True)
+        return run_ranks(spec, tmp_path, rewarded, rows)[0]["lm_head.weight"]
+
+    before = load_file(grouped_model / "model.safetensors")["lm_head.weight"].numpy()
+    alone = output_layer({})
+    np.testing.assert_allclose(alone, before * (1 - 0.1 * 1e-2) ** 3, rtol=1e-5)
+    np.testing.assert_allclose(output_layer(MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2}), alone, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -45,46 +45,43 @@ class Replicated:
     """Every data-parallel rank holds all of its part's optimizer states: torch's AdamW, on CPU and CUDA alike."""
 
     def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
-        self._module, self._grad_clip = module, training.grad_clip
+        self._parameters, self._grad_clip = list(module.parameters()), training.grad_clip
+        shared = module.shared_embedding_or_output_weight()
+        # First and last pipeline stage have a copy each; both step by the sum of their gradients.
+        self._tied = shared if getattr(shared, "shared_embedding", False) else None
         self.optimizer = torch.optim.AdamW(
             decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
         )
-        for parameter in module.parameters():
+        for parameter in self._parameters:
             # As Adam itself begins: a snapshot can then be loaded before the first step.
             self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | {
                 key: torch.zeros_like(parameter) for key in MOMENTS
             }
 
     def begin(self) -> None:
-        self.optimizer.zero_grad()
+        # Not None: what a loss does not touch (a value loss, the output layer) decays, as under DeepSpeed.
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def apply(self, lr: float) -> float:
-        self._tie()
-        trained = [p for p in self._module.parameters() if p.grad is not None]
-        for parameter in trained:
+        if self._tied is not None:
+            dist.all_reduce(self._tied.grad, group=parallel_state.get_embedding_group())
+        for parameter in self._parameters:
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
-        # Each number of the model counts once.
-        mine = [
-            p for p in trained if param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
-        ]
-        square = torch.nn.utils.get_total_norm([p.grad for p in mine]).square()
-        dist.all_reduce(square, group=parallel_state.get_model_parallel_group())
-        norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(trained, self._grad_clip, norm)
+        norm = self._norm()
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         return float(norm)
 
-    def _tie(self) -> None:
-        """Give both copies of an embedding that first and last pipeline stage share the sum of their gradients."""
-        weight = self._module.shared_embedding_or_output_weight()
-        if weight is None or not getattr(weight, "shared_embedding", False):
-            return
-        if weight.grad is None:
-            # A value loss alone does not touch the output layer.
-            weight.grad = torch.zeros_like(weight)
-        dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
+    def _norm(self) -> Tensor:
+        # Each number of the model counts once.
+        once = tensor_parallel.param_is_not_tensor_parallel_duplicate
+        grads = [p.grad for p in self._parameters if param_is_not_shared(p) and once(p)]
+        square = torch.nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square, group=parallel_state.get_model_parallel_group())
+        return square.sqrt()
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         state: Tensor = self.optimizer.state[parameter][key]
