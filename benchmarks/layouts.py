@@ -116,15 +116,17 @@ def updates(
     """PPO updates number `first` to `last` on one rank."""
     inner = innermost(learner.engine)
     held: dict[str, int] = {}
-    step = inner.optimizer.step
+    # Megatron's engine has an object of its own for what DeepSpeed's does itself.
+    stepper = getattr(inner, "_updates", inner)
+    step = stepper.apply
 
-    def measured_step(*args: Any) -> Any:
+    def measured_step(lr: float) -> Any:
         held.update(held_bytes(inner))
-        return step(*args)
+        return step(lr)
 
     losses, norms, seconds = [], [], []
     for number in range(first, last):
-        inner.optimizer.step = measured_step if number == first + 1 else step
+        stepper.apply = measured_step if number == first + 1 else step
         rows = batches[number % len(batches)]
         tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
         start = time.perf_counter()
@@ -132,7 +134,7 @@ def updates(
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
-    inner.optimizer.step = step
+    stepper.apply = step
     assert learner.engine is not None
     weights = {name: t.detach().cpu().numpy().copy() for name, t in learner.engine.weights()}
     return {

@@ -173,11 +173,10 @@ def part(
 @pytest.mark.parametrize(
     "layouts",
     [
-        [ZERO_3 | {"num_workhorses": 4}, TP, {}],
+        [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
         [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
-        [TP, MEGATRON, {}],
     ],
-    ids=["ZeRO-3 on 4, TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3", "TP 2, Megatron TP 2, one process"],
+    ids=["ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3"],
 )
 def test_a_model_goes_on_under_another_layout(
     alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, Any]]

@@ -35,7 +35,8 @@ class Updates(Protocol):
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """One of Adam's moments, in the parameter's shape."""
 
-    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None: ...
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Go on from this moment, in the parameter's shape."""
 
     def set_step(self, step: int) -> None:
         """How many steps Adam has made."""
@@ -114,13 +115,12 @@ class Sharded:
         self.optimizer = get_megatron_optimizer(config, [self._ddp], use_gloo_process_groups=False)
         distributed = self.optimizer.chained_optimizers[0]
         self._adam = distributed.optimizer
+        # Parameter → which of its elements this rank steps, and the view of them that Adam knows.
         self._shares: dict[nn.Parameter, tuple[slice, Tensor]] = {}
         for parameter, (group, place) in distributed.model_param_group_index_map.items():
-            share, span = (
-                self._adam.param_groups[group]["params"][place],
-                distributed._get_model_param_range_map(parameter),
-            )
-            self._shares[parameter] = (slice(span["param"].start, span["param"].end), share)
+            share = self._adam.param_groups[group]["params"][place]
+            span = distributed._get_model_param_range_map(parameter)["param"]
+            self._shares[parameter] = (slice(span.start, span.end), share)
             self._adam.state[share] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(share) for key in MOMENTS}
 
     def begin(self) -> None:
