@@ -13,6 +13,8 @@ from xray_runtime.config import EngineConfig
 from xray_runtime.engines.megatron.weights import Fused, check_llama, llama, padded_vocabulary
 from xray_runtime.models.heads import HeadedLM
 
+CPU = torch.device("cpu")
+
 
 def config(**changes: Any) -> LlamaConfig:
     sizes = {
@@ -114,7 +116,7 @@ def test_the_last_stage_borrows_a_tied_embedding_and_has_the_head() -> None:
 def test_what_megatron_cannot_train_is_refused(changes: dict[str, Any], layout: dict[str, Any], message: str) -> None:
     module = HeadedLM(LlamaForCausalLM(config(**changes)))
     with pytest.raises(ValueError, match=message):
-        check_llama(module, EngineConfig(library="megatron", **layout))
+        check_llama(module, EngineConfig(library="megatron", **layout), CPU)
 
 
 def test_other_families_and_frozen_trunks_are_refused() -> None:
@@ -122,8 +124,8 @@ def test_other_families_and_frozen_trunks_are_refused() -> None:
     sizes = {name: getattr(shape, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     other = HeadedLM(Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1, num_attention_heads=2)))
     with pytest.raises(ValueError, match=r"engine\.library: 'megatron' is not allowed for this Qwen2"):
-        check_llama(other, EngineConfig(library="megatron"))
+        check_llama(other, EngineConfig(library="megatron"), CPU)
     trunk = HeadedLM(LlamaForCausalLM(shape), trainable_layers=1)
     with pytest.raises(ValueError, match=r"'megatron' is not allowed with base\.trainable_layers"):
-        check_llama(trunk, EngineConfig(library="megatron"))
-    check_llama(HeadedLM(LlamaForCausalLM(shape)), EngineConfig(library="megatron"))
+        check_llama(trunk, EngineConfig(library="megatron"), CPU)
+    check_llama(HeadedLM(LlamaForCausalLM(shape)), EngineConfig(library="megatron"), CPU)

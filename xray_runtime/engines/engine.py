@@ -75,7 +75,7 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     if training.engine.library == "megatron":
         from xray_runtime.engines.megatron.engine import MegatronEngine
 
-        return MegatronEngine(module, training)
+        return MegatronEngine(module, training, checkpoint, device)
     topology = Topology.of(training.engine)
     if not topology.cuts:
         return ZeroEngine(module, training)

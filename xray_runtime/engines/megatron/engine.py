@@ -25,6 +25,7 @@ from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.megatron.model import MegatronLM
 from xray_runtime.engines.megatron.optimizers import Replicated, Sharded, Updates
 from xray_runtime.engines.megatron.weights import check_llama, llama
+from xray_runtime.engines.part import read
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.zero import MOMENTS
 from xray_runtime.models.heads import HeadedLM
@@ -35,12 +36,14 @@ class MegatronEngine:
     """One rank of a Llama under Megatron-core.
 
     Args:
-        module: the whole model; this rank's part of its weights is copied.
+        module: the model, or its skeleton; this rank's part of its weights is copied.
         training: optimizer settings and layout. `training.lr` is a placeholder: each step brings its own.
+        checkpoint: where the weights of a skeleton are read from.
+        device: where this rank computes.
     """
 
-    def __init__(self, module: HeadedLM, training: TrainingConfig) -> None:
-        check_llama(module, training.engine)
+    def __init__(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> None:
+        check_llama(module, training.engine, device)
         topology = Topology.of(training.engine)
         # Groups are global to the process, which may have held another model before.
         parallel_state.destroy_model_parallel()
@@ -50,17 +53,18 @@ class MegatronEngine:
         self._num_stages, self._stage = topology.pipeline, topology.stage(rank)
         self.writes = topology.data_rank(rank) == self._tensor_rank == 0
         self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
-        self.module.to(next(module.parameters()).device).eval()
+        self.module.to(device).eval()
         layers = topology.layers(self._stage, config.num_hidden_layers)
         self._fused = llama(config, layers, topology.tensor, scalar=has_head)
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         assert self._parameters.keys() == self._fused.keys()
-        pieces = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
+        given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         for name, fused in self._fused.items():
             parameter = self._parameters[name]
             # Megatron's norms count by these.
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
-            parameter.data.copy_(self._part(name, [pieces[piece] for piece in fused.pieces]))
+            pieces = [read(checkpoint, piece) if given[piece].is_meta else given[piece] for piece in fused.pieces]
+            parameter.data.copy_(self._part(name, pieces))
         self._updates: Updates = (Sharded if training.engine.zero_stage else Replicated)(self.module, training)
         self._num_steps = 0
 

@@ -28,8 +28,8 @@ PLAIN_ROPE = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the sequence."""
 
 
-def check_llama(module: HeadedLM, engine: EngineConfig) -> None:
-    """Raises ValueError where Megatron cannot train the model under this layout; the message names the field."""
+def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) -> None:
+    """Raises ValueError where Megatron cannot train the model under this layout there; the message names the field."""
     config, refused = module.lm.config, "engine.library: 'megatron' is not allowed"
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
@@ -50,7 +50,7 @@ def check_llama(module: HeadedLM, engine: EngineConfig) -> None:
             f"engine.pipeline_parallel: {stages} is not allowed: with library 'megatron' it must divide the model's "
             f"{config.num_hidden_layers} layers"
         )
-    if engine.cuda_only and next(module.parameters()).device.type == "cpu":
+    if engine.cuda_only and device.type == "cpu":
         raise ValueError(f"engine.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
 
 
