@@ -49,9 +49,15 @@ class MegatronEngine:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(topology.tensor, topology.pipeline, create_gloo_process_groups=False)
         rank, config, has_head = dist.get_rank(), module.lm.config, module.scalar is not None
-        self._peers, self._tensor_rank = parallel_state.get_tensor_model_parallel_group(), topology.tensor_rank(rank)
-        self._num_stages, self._stage = topology.pipeline, topology.stage(rank)
-        self.writes = topology.data_rank(rank) == self._tensor_rank == 0
+        self._stage, data_rank, self._tensor_rank = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        # Rows are dealt by our grid, so Megatron's must be the same.
+        assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
+        self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
+        self.writes = data_rank == self._tensor_rank == 0
         self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
         self.module.to(device).eval()
         layers = topology.layers(self._stage, config.num_hidden_layers)
