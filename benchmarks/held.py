@@ -7,13 +7,13 @@ from typing import Any
 from xray_runtime.models.heads import BorrowedHead
 
 
-def deepspeed_part(engine: Any) -> Any:
-    """The `ZeroEngine` of an engine: itself, or what a pipeline stage is built around."""
+def innermost(engine: Any) -> Any:
+    """The engine that has module and optimizer: itself, or what a pipeline stage is built around."""
     return getattr(engine, "_inner", engine)
 
 
 def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of every storage a ZeroEngine's model, gradients and optimizer refer to, each counted once."""
+    """Bytes of every storage an engine's model, gradients and optimizer refer to, each counted once."""
     zero = engine.optimizer
     adam = getattr(zero, "optimizer", zero)
     parameters = list(engine.module.parameters())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.held import deepspeed_part, held_bytes
+from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.workhorse import Learner, ModelSpec
@@ -49,6 +49,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "num_workhorses": 8,
         "zero_stage": 1,
     },
+    "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+    "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
 
 
@@ -112,17 +114,19 @@ def updates(
     learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], first: int, last: int
 ) -> dict[str, Any]:
     """PPO updates number `first` to `last` on one rank."""
-    inner = deepspeed_part(learner.engine)
+    inner = innermost(learner.engine)
     held: dict[str, int] = {}
-    step = inner.engine.step
+    # Megatron's engine has an object of its own for what DeepSpeed's does itself.
+    stepper = getattr(inner, "_updates", inner)
+    step = stepper.apply
 
-    def measured_step() -> None:
+    def measured_step(lr: float) -> Any:
         held.update(held_bytes(inner))
-        step()
+        return step(lr)
 
     losses, norms, seconds = [], [], []
     for number in range(first, last):
-        inner.engine.step = measured_step if number == first + 1 else step
+        stepper.apply = measured_step if number == first + 1 else step
         rows = batches[number % len(batches)]
         tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
         start = time.perf_counter()
@@ -130,7 +134,7 @@ def updates(
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
-    inner.engine.step = step
+    stepper.apply = step
     assert learner.engine is not None
     weights = {name: t.detach().cpu().numpy().copy() for name, t in learner.engine.weights()}
     return {
@@ -235,8 +239,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
   every storage counted once; *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
 
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
-second float32 copy of the weights they step. Seconds are of all the layout's processes on {cores} cores that other work
-shared: they say little of speed on a cluster.
+second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;
+its pipeline schedules and its distributed optimizer need CUDA and are not in this table. Seconds are of all the
+layout's processes on {cores} cores that other work shared: they say little of speed on a cluster.
 
 {table}
 """

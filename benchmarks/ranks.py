@@ -21,6 +21,7 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports, and with it torch's compiler: seconds
     "transformers.models.llama.modeling_llama",
+    "xray_runtime.engines.megatron.engine",
     "benchmarks.ranks",
 ]
 TIMEOUT_S = 900.0

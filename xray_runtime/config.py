@@ -100,14 +100,17 @@ BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
-    """How one model is trained: tensor × pipeline × data parallel Workhorses, DeepSpeed ZeRO over the data-parallel."""
+    """How one model is trained: tensor × pipeline × data parallel Workhorses, ZeRO over the data-parallel."""
 
+    library: Literal["deepspeed", "megatron"] = "deepspeed"
+    """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
+    pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
     """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP)."""
+    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP, or Megatron's layers)."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Deal the layers to so many stages, of models built like Llama."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
@@ -137,7 +140,17 @@ class EngineConfig(Section):
         if (self.offload == "nvme") != (self.nvme_path is not None):
             path = "null" if self.nvme_path is None else repr(self.nvme_path)
             raise ValueError(f"nvme_path = {path} does not go with offload = {self.offload!r}: 'nvme' alone needs one")
+        if self.library == "megatron":
+            self._check_megatron()
         return self
+
+    def _check_megatron(self) -> None:
+        if self.zero_stage > 1:
+            raise ValueError(f"zero_stage = {self.zero_stage} must be at most 1 with library 'megatron'")
+        for field in ("precision", "offload", "activation_checkpointing"):
+            value, default = getattr(self, field), type(self).model_fields[field].default
+            if value != default:
+                raise ValueError(f"{field} = {value!r} must be {default!r} with library 'megatron'")
 
     @property
     def least_zero_stage(self) -> int:
@@ -155,6 +168,15 @@ class EngineConfig(Section):
                 f"zero_stage = {self.zero_stage} must be at least {self.least_zero_stage} with {field} = "
                 f"{getattr(self, field)!r}"
             )
+
+    @property
+    def cuda_only(self) -> str | None:
+        """What this layout asks for and Megatron-core cannot do on CPU, as `field: value`."""
+        if self.library == "megatron" and self.pipeline_parallel > 1:
+            return f"pipeline_parallel: {self.pipeline_parallel}"
+        if self.library == "megatron" and self.zero_stage:
+            return f"zero_stage: {self.zero_stage}"
+        return None
 
     @property
     def data_parallel(self) -> int:
@@ -203,6 +225,8 @@ class TrainingConfig(Section):
 
 
 def _whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str) -> None:
+    if lora is not None and engine.library == "megatron":
+        raise ValueError(f"lora must be null with {name}.library = 'megatron'")
     if lora is not None and engine.tensor_parallel * engine.pipeline_parallel > 1:
         raise ValueError(
             f"lora must be null with {name}.tensor_parallel = {engine.tensor_parallel} and {name}.pipeline_parallel = "
@@ -226,7 +250,22 @@ def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> 
                 f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
                 "computed once, not in a pipeline"
             )
+        if engine.library == "megatron" and base.trainable_layers is not None:
+            raise ValueError(
+                f"{field}.library = 'megatron' must be 'deepspeed' where base.trainable_layers is set: it trains whole "
+                "models"
+            )
         return
+    if engine.library == "megatron" and base.intermediate_size % tensor:
+        raise ValueError(
+            f"{field}.tensor_parallel = {tensor} must divide base.intermediate_size = {base.intermediate_size} with "
+            "library 'megatron'"
+        )
+    if engine.library == "megatron" and base.num_layers % stages:
+        raise ValueError(
+            f"{field}.pipeline_parallel = {stages} must divide base.num_layers = {base.num_layers} with library "
+            "'megatron'"
+        )
     if base.num_heads % tensor or base.num_kv_heads % tensor:
         raise ValueError(
             f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
@@ -612,7 +651,7 @@ class LifecycleConfig(Section):
 
     def _nothing_chosen(self) -> None:
         for name, engine in self.engines.items():
-            for field in ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
+            for field in ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
                 value = getattr(engine, field)
                 if value != EngineConfig.model_fields[field].default:
                     raise ValueError(

@@ -34,6 +34,8 @@ TP = {"tensor_parallel": 2, "num_workhorses": 2}
 PP = {"pipeline_parallel": 2, "num_workhorses": 2}
 TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1}
 ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
+MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
+MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
 
 
 def same(run: Run, alone: Run) -> None:
@@ -58,9 +60,13 @@ def alone(tiny_model: Path, batches: list[Rows], tmp_path_factory: pytest.TempPa
     return run
 
 
-@pytest.mark.parametrize("layout", [ZERO_3, TP, PP, ALL], ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [ZERO_3, TP, PP, ALL, MEGATRON_DP],
+    ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2", "Megatron TP 2 × DP 2"],
+)
 def test_the_layout_does_not_show(
-    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, int]
+    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     same(run_layout(spec_of(tiny_model, layout, 32), batches, NUM_UPDATES, tmp_path), alone)
 
@@ -166,11 +172,14 @@ def part(
 
 @pytest.mark.parametrize(
     "layouts",
-    [[ZERO_3 | {"num_workhorses": 4}, TP, {}], [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3]],
-    ids=["ZeRO-3 on 4, TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3"],
+    [
+        [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
+        [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
+    ],
+    ids=["ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3"],
 )
 def test_a_model_goes_on_under_another_layout(
-    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, int]]
+    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, Any]]
 ) -> None:
     ends = np.linspace(0, NUM_UPDATES, len(layouts) + 1).astype(int).tolist()
     came, losses = None, []
@@ -186,10 +195,11 @@ def test_a_model_goes_on_under_another_layout(
     assert differences(Run(alone.losses, alone.norms, run.weights, [], 0.0), alone)[2] < 5e-5
 
 
+@pytest.mark.parametrize("layout", [TP_PP, MEGATRON], ids=["TP 2 × PP 2", "Megatron TP 2"])
 def test_going_on_under_the_same_layout_gives_the_same_bits(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path
+    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    spec, place = spec_of(tiny_model, TP_PP), tmp_path / "snapshot"
+    spec, place = spec_of(tiny_model, layout), tmp_path / "snapshot"
     whole = collect(spec, run_ranks(spec, tmp_path, part, batches, range(3), None, None))
     run_ranks(spec, tmp_path, part, batches, range(2), None, place)
     resumed = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, 3), place, None))

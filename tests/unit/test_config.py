@@ -95,6 +95,27 @@ REFUSED = [
         "sft.engine: zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1",
     ),
     (
+        "sft: {engine: {library: megatron, zero_stage: 2, num_workhorses: 2}}",
+        "sft.engine: zero_stage = 2 must be at most 1 with library 'megatron'",
+    ),
+    (
+        "{base: {kind: fresh, num_heads: 10, num_kv_heads: 10, hidden_size: 320, intermediate_size: 449}, "
+        "sft: {engine: {library: megatron, tensor_parallel: 2, num_workhorses: 2}}}",
+        "sft.engine.tensor_parallel = 2 must divide base.intermediate_size = 449 with library 'megatron'",
+    ),
+    (
+        "sft: {engine: {library: megatron, pipeline_parallel: 3, num_workhorses: 3}}",
+        "sft.engine.pipeline_parallel = 3 must divide base.num_layers = 4 with library 'megatron'",
+    ),
+    (
+        "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {library: megatron}}}",
+        "sft.engine.library = 'megatron' must be 'deepspeed' where base.trainable_layers is set",
+    ),
+    (
+        "{runtime: {parallel: auto}, sft: {engine: {library: megatron}}}",
+        "sft.engine.library = megatron must be left out with runtime.parallel = 'auto'",
+    ),
+    (
         "sft: {batch_size: 1, engine: {pipeline_parallel: 2, num_workhorses: 4}}",
         "sft: batch_size = 1 must be at least engine.data_parallel = 2",
     ),

@@ -42,6 +42,20 @@ def test_what_there_is_may_be_filled_to_the_last() -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "field"),
+    [({"pipeline_parallel": 2}, "pipeline_parallel: 2"), ({"zero_stage": 1}, "zero_stage: 1")],
+)
+def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, int], field: str) -> None:
+    engine = {"library": "megatron", "num_workhorses": 2} | layout
+    asked = validate({"ppo": {"stages": [{}, {"critic": "separate", "critic_engine": engine}]}})
+    with pytest.raises(ConfigError, match=f"ppo.stages.1.critic_engine.{field} is not allowed on CPU: Megatron-core"):
+        check_config(asked, "cpu", [{"CPU": 64.0}])
+    check_config(asked, "cuda", [{"CPU": 64.0, "GPU": 64.0}])
+    deepspeed = validate({"sft": {"engine": {"num_workhorses": 2} | layout}})
+    check_config(deepspeed, "cpu", [{"CPU": 64.0}])
+
+
+@pytest.mark.parametrize(
     ("runtime", "device", "nodes", "message"),
     [
         (

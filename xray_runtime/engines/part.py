@@ -35,7 +35,7 @@ def fill(
     values: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            tensor = _read(checkpoint, hugging_face_name(name), splits.get(name), tensor_rank).to(device)
+            tensor = read(checkpoint, hugging_face_name(name), splits.get(name), tensor_rank).to(device)
             values[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             # AutoTP keeps notes on parameters.
             values[id(parameter)].__dict__ |= parameter.__dict__
@@ -45,15 +45,20 @@ def fill(
             owner._parameters[key] = values.get(id(old), old)
     head = module.lm.lm_head if hasattr(module.lm, "lm_head") else None
     if isinstance(head, BorrowedHead) and head.weight.is_meta:
-        head.weight = _read(checkpoint, EMBEDDING, None, 0).to(device).requires_grad_()
+        head.weight = read(checkpoint, EMBEDDING).to(device).requires_grad_()
     held = module.state_dict()
     for name, buffer in module.named_buffers():
         if name in held:
-            buffer.copy_(_read(checkpoint, hugging_face_name(name), None, 0))
+            buffer.copy_(read(checkpoint, hugging_face_name(name)))
     module.to(device)
 
 
-def _read(checkpoint: Path, name: str, split: Split | None, tensor_rank: int) -> Tensor:
+def read(checkpoint: Path, name: str, split: Split | None = None, tensor_rank: int = 0) -> Tensor:
+    """A tensor of a checkpoint under its Hugging Face name in float32, or this rank's slice of it.
+
+    Raises:
+        ValueError: the checkpoint does not have it.
+    """
     # Opened for each: what a mapped file has shown stays in this process's memory until it is closed.
     with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
         if name not in set(file.keys()):

@@ -54,7 +54,7 @@ class ZeroEngine:
         self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            _decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
         )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -279,8 +279,8 @@ def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    # Norms and biases are not decayed, as is usual for transformers.
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: norms and biases are not decayed, as is usual for transformers."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},

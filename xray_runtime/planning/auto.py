@@ -61,7 +61,7 @@ def choose(workload: Workload, machine: Machine, base: FreshBase | PretrainedBas
     )
 
 
-def engine_of(plan: Plan) -> dict[str, int]:
+def engine_of(plan: Plan) -> dict[str, Any]:
     """The fields of `EngineConfig` that the plan's trained models get."""
     layout = next(p.layout for p in plan.roles if p.role.use == "train")
     return {

@@ -83,6 +83,8 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
 def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
     """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
     for name, engine in config.engines.items():
+        if device == "cpu" and engine.cuda_only:
+            raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
         if engine.offload == "nvme" and device != "cuda":
             raise ConfigError(
                 f'{name}.offload: "nvme" is not allowed: it needs CUDA, and models are on the CPU here: "cpu" or "none"'
