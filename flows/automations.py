@@ -25,7 +25,7 @@ HEARTBEAT = "prefect.flow-run.heartbeat"
 FINAL = ("Completed", "Failed", "Cancelled", "Crashed")
 NOTIFY_URL = "XRAY_NOTIFY_URL"
 BLOCK = "xray"
-ANY_RUN = {"prefect.resource.id": "prefect.flow-run.*"}
+ANY_RUN: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
 BROKEN_EVENT = "xray.audit.broken"
 """What the audit flow emits."""
 
@@ -55,7 +55,7 @@ def crashed_without_heartbeat() -> Automation:
 def notifications(block_id: Any | None) -> list[Automation]:
     """Those that tell people through the notification block; with None they only leave an event."""
     run = "{{ flow_run.name }} {{ flow_run.state.name }}: {{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
-    kinds = [
+    kinds: list[tuple[str, set[str], dict[str, str | list[str]], dict[str, str | list[str]], str]] = [
         ("a run failed", {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, ANY_RUN, {}, run),
         (
             "an audit found something",
@@ -120,6 +120,6 @@ def _block() -> Any | None:
     if not url:
         return None
     block = CustomWebhookNotificationBlock(
-        name="X-ray", url=url, json_data={"text": "{{subject}}\n{{body}}"}, allow_private_urls=True
+        name="X-ray", url=url, json_data={"text": "{{subject}}\n{{body}}"}, headers=None, cookies=None
     )
     return block.save(BLOCK, overwrite=True)

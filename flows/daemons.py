@@ -114,7 +114,7 @@ def servers(home: Home, state: State) -> list[Service]:
                 num_cpus=usable_cores(),
                 dashboard_host=LOOPBACK,
                 dashboard_port=state.ports["dashboard"],
-                temp_dir=home.path / "ray",
+                temp_dir=home.ray_sessions(state),
                 # Any free ones: others may have a Ray on this machine too.
                 min_worker_port=0,
                 max_worker_port=0,
@@ -171,7 +171,7 @@ def start_missing(home: Home, state: State, services: Iterable[Service]) -> list
 def _start(home: Home, state: State, service: Service) -> None:
     extra: list[str] = []
     if service.name == "ray":
-        _forget_sessions(home.path / "ray")
+        _make_room(home.ray_sessions(state))
         # Ports Ray insists on; one that somebody takes in between fails the start, and `up` can be repeated.
         extra = _options(ray_client_server_port=_free_port(), dashboard_agent_listen_port=_free_port())
     variables = home.environment(state) | service.variables | {MARK: service.mark(state)}
@@ -229,6 +229,7 @@ def stop(home: Home, state: State, services: Iterable[Service]) -> list[str]:
             end_marked(mark, SNAPSHOT_SECONDS if service.keeps_children else STOP_SECONDS)
         state.started.pop(service.name, None)
         home.save(state)
+    shutil.rmtree(home.ray_sessions(state), ignore_errors=True)
     return ended
 
 
@@ -264,8 +265,9 @@ def _options(**values: object) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
 
-def _forget_sessions(folder: Path) -> None:
-    """Logs and spilled objects of Rays before the last one."""
+def _make_room(folder: Path) -> None:
+    """For a new session; of those before, only the last one's logs are kept."""
+    folder.mkdir(mode=0o700, exist_ok=True)
     for session in sorted(folder.glob("session_2*"))[:-1]:
         shutil.rmtree(session, ignore_errors=True)
 

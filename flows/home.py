@@ -1,10 +1,12 @@
 """The one directory `xray up` keeps everything in, and what it remembers there.
 
-HOME/state.json          what was started: ports, processes
-HOME/output/             what lifecycles make: checkpoints, records, decisions, the key that signs
-HOME/prefect/, mlflow/   the servers' databases and artifacts
-HOME/ray/, ray-token     Ray's sessions; the token that guards its ports
-HOME/logs/               what every service said
+    HOME/state.json          what was started: ports, processes
+    HOME/output/             what lifecycles make: checkpoints, records, decisions, the key that signs
+    HOME/prefect/, mlflow/   the servers' databases and artifacts
+    HOME/ray/, ray-token     Ray's sessions; the token that guards its ports
+    HOME/logs/               what every service said
+
+Only Ray's sessions lie elsewhere: the paths of its sockets must be short.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import fcntl
 import os
 import secrets
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,9 +31,6 @@ from xray_runtime.files import write_whole
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 LOOPBACK = "127.0.0.1"
-# Ray makes sockets at HOME/ray/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store, and the system takes
-# 107 characters.
-MAX_HOME_CHARS = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 SAME_SECONDS = 1.0
 """A process is the one recorded when its start differs by less: the system's clock may have been set."""
 
@@ -72,6 +72,10 @@ class Home:
 
     path: Path
 
+    @staticmethod
+    def ray_sessions(state: State) -> Path:
+        return Path(tempfile.gettempdir()) / f"xray-{state.mark[:12]}"
+
     @property
     def output(self) -> Path:
         return self.path / "output"
@@ -85,13 +89,8 @@ class Home:
         Raises:
             ConfigError: it cannot be one.
         """
-        if len(str(self.path)) > MAX_HOME_CHARS:
-            raise ConfigError(
-                f"--home: {str(self.path)!r} is not allowed: Ray's sockets lie in it, so its path must have at most "
-                f"{MAX_HOME_CHARS} characters"
-            )
         try:
-            for name in ("logs", "prefect", "mlflow", "ray", "output/checkpoints"):
+            for name in ("logs", "prefect", "mlflow", "output/checkpoints"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--home: {str(self.path)!r} is not allowed: {error.strerror}") from None
