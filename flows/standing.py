@@ -57,10 +57,12 @@ def standing(home: Home, state: State | None) -> dict[str, Any]:
 def _runs(api: str, states: dict[str, Any], sort: str, limit: int) -> list[dict[str, Any]]:
     top_level = {"parent_task_run_id": {"is_null_": True}}
     query = {"flow_runs": {"state": states} | top_level, "sort": sort, "limit": limit}
+    deployments = {found["id"]: found["name"] for found in ask(f"{api}/deployments/filter", {})}
     return [
         {
             "id": run["id"],
             "name": run["name"],
+            "deployment": deployments.get(run["deployment_id"]),
             "state": run["state_name"],
             "at": run["start_time"] or run["expected_start_time"],
             "tags": run["tags"],
@@ -86,7 +88,9 @@ def show(console: Console, content: dict[str, Any]) -> None:
         table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see {service['log']}"))
     for title, key in (("on", "runs"), ("next", "next")):
         for run in content[key] or []:
-            table.add_row(title, run["state"], escape(run["name"]), f"{run['at'][:19].replace('T', ' ')} UTC")
+            # Before it starts, a run has a name that says nothing.
+            name = run["deployment"] if key == "next" else run["name"]
+            table.add_row(title, run["state"], escape(name or run["name"]), f"{run['at'][:19].replace('T', ' ')} UTC")
     if content["services"] and content["runs"] is None:
         table.add_row("on", "", "not known: Prefect does not answer", "")
     for champion in content["champions"]:

@@ -86,7 +86,7 @@ def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
 
 def test_status_shows_runs_and_champions(tmp_path: Path) -> None:
     content = standing(Home(tmp_path), State(mark="ef"))
-    run = {"id": "1", "name": "[demo] seed 0", "state": "Running", "at": "2026-01-02T03:04:05Z", "tags": [], "page": ""}
+    run = {"id": "1", "name": "[demo] seed 0", "state": "Running", "at": "2026-01-02T03:04:05Z", "deployment": None}
     champion = {"name": "demo-policy", "version": "3", "checkpoint": SHA, "by": "Ada", "at": "2026-01-01T00:00:00"}
     text = shown(content | {"runs": [run], "next": [], "champions": [champion]})
     assert "Running" in text
