@@ -85,7 +85,7 @@ def show(console: Console, content: dict[str, Any]) -> None:
             if service["pid"]
             else "[red]down[/red]"
         )
-        table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see {service['log']}"))
+        table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see logs/{name}.log"))
     for title, key in (("on", "runs"), ("next", "next")):
         for run in content[key] or []:
             # Before it starts, a run has a name that says nothing.

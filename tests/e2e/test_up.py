@@ -7,9 +7,12 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,26 @@ STAGES = ["base", "evaluate", "ppo-1", "ppo-2", "preferences", "prepare", "rewar
 LONG = 400.0
 
 
+class Chat(BaseHTTPRequestHandler):
+    """Where people are told of things."""
+
+    def __init__(self, told: list[str], *arguments: Any) -> None:
+        self._told = told
+        super().__init__(*arguments)
+
+    def do_POST(self) -> None:
+        self._told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+        self.send_response(200)
+        self.end_headers()
+
+
 class Operator:
     """Somebody with a terminal, and with Prefect's page open: the page asks what `ask` asks."""
 
     def __init__(self, home: Path) -> None:
-        self.home = home
+        self.home, self.told = home, list[str]()
+        self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.told))
+        threading.Thread(target=self._chat.serve_forever, daemon=True).start()
         sockets = [socket.socket() for _ in PORTS]
         for s in sockets:
             s.bind(("127.0.0.1", 0))
@@ -42,12 +60,16 @@ class Operator:
         done = subprocess.run(
             [XRAY, command, "--home", str(self.home), *arguments],
             cwd=ROOT,
-            env=environment() | {"PREFECT_WORKER_QUERY_SECONDS": "1"},
+            env=environment() | {"PREFECT_WORKER_QUERY_SECONDS": "1", "XRAY_NOTIFY_URL": self._address},
             capture_output=True,
             text=True,
             timeout=LONG,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
+
+    @property
+    def _address(self) -> str:
+        return f"http://127.0.0.1:{self._chat.server_port}/"
 
     def up(self) -> None:
         done = self.xray("up", *(f"--{name}-port={port}" for name, port in self._ports.items()))
@@ -66,8 +88,8 @@ class Operator:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
-    def start(self, parameters: dict[str, Any]) -> str:
-        deployment = self.ask("deployments/name/lifecycle/lifecycle-tiny")["id"]
+    def start(self, name: str, parameters: dict[str, Any]) -> str:
+        deployment = self.ask(f"deployments/name/{name}")["id"]
         return str(self.ask(f"deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"])
 
     def ended(self, run: str) -> dict[str, Any]:
@@ -116,7 +138,8 @@ def test_every_night(operator: Operator) -> None:
     assert len(installed) == 4
 
     config = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]["config"]
-    run = operator.start({})
+    run = operator.start("lifecycle/lifecycle-tiny", {})
+    lost = operator.start("audit/audit", {"output": "/nowhere"})
     operator.up()
     assert operator.pids() == first
     os.kill(first["mlflow"], signal.SIGKILL)
@@ -126,6 +149,7 @@ def test_every_night(operator: Operator) -> None:
     assert repaired.pop("mlflow") != first.pop("mlflow")
     assert repaired == first
 
+    assert operator.ended(lost)["state_name"] == "Failed"
     done = operator.ended(run)
     assert (done["state_name"], done["name"]) == ("Completed", "xray-tiny seed 0"), done["state"]
     assert operator.tasks(run) == dict.fromkeys(STAGES, "Completed")
@@ -142,9 +166,13 @@ def test_every_night(operator: Operator) -> None:
 
     # "Copy to new run", with one field changed.
     config["evaluate"]["bootstrap_samples"] = 300
-    copied = operator.start({"config": config})
+    copied = operator.start("lifecycle/lifecycle-tiny", {"config": config})
     assert operator.ended(copied)["state_name"] == "Completed"
     assert operator.tasks(copied) == dict.fromkeys(STAGES, "Cached") | {"evaluate": "Completed"}
+
+    # Told more than once now and then: better than never.
+    assert {text.splitlines()[0] for text in operator.told} == {"X-ray: a run failed"}
+    assert "audit /nowhere Failed" in operator.told[0]
 
     status = operator.status()
     assert status["up"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.daemons import servers, start_missing, stop, worker
+from flows.daemons import NotUpError, Service, servers, start_missing, stop, wait_healthy, worker
 from flows.home import PORTS, Home, Started, State, check_free, check_host, find_home, new_state
 from flows.up_command import local_timezone
 from xray_runtime.config_io import ConfigError
@@ -146,3 +147,39 @@ def test_the_time_zone_is_the_machines(tmp_path: Path, monkeypatch: pytest.Monke
     assert local_timezone(tmp_path) == "Europe/Berlin"
     monkeypatch.setenv("TZ", ":Asia/Tokyo")
     assert local_timezone(tmp_path) == "Asia/Tokyo"
+
+
+def service(code: str, healthy: bool) -> Service:
+    return Service(
+        "ray", "Thing", [sys.executable, "-c", code], "http://here", lambda _: healthy, {"GREETING": "hello"}
+    )
+
+
+def test_a_service_that_ends_says_why(home: Home) -> None:
+    """…with the end of its log; it had its variables, and was remembered before it could end."""
+    state = State(mark="ef" * 16)
+    thing = service("import os, sys; sys.exit(os.environ['GREETING'] + ': no such disk')", healthy=False)
+    assert start_missing(home, state, [thing]) == ["ray"]
+    assert home.load() == state
+    with pytest.raises(
+        NotUpError, match=r"Thing ended as soon as it was started. The end of .*ray.log:\n  hello: no such"
+    ):
+        wait_healthy(home, state, [thing], print)
+    stop(home, state, [thing])
+
+
+def test_what_is_up_is_left_alone(home: Home) -> None:
+    state, said = State(mark="fe" * 16), list[str]()
+    thing = service("import time; time.sleep(60)", healthy=True)
+    assert start_missing(home, state, [thing]) == ["ray"]
+    wait_healthy(home, state, [thing], said.append)
+    assert said == ["Thing    http://here"]
+    before = state.started["ray"]
+    assert start_missing(home, state, [thing]) == []
+    os.kill(before.pid, signal.SIGKILL)
+    os.waitpid(before.pid, 0)
+    assert start_missing(home, state, [thing]) == ["ray"]
+    assert state.started["ray"] != before
+    assert stop(home, state, [thing]) == ["ray"]
+    assert state.started == {}
+    assert not home.ray_sessions(state).exists()
