@@ -32,7 +32,7 @@ from xray_runtime.processes import MARK, end_marked, marked
 POOL = "xray"
 START_SECONDS = 240.0
 """A service that is not healthy after this has failed to start."""
-STOP_SECONDS = 15.0
+STOP_SECONDS = 8.0
 SNAPSHOT_SECONDS = 60.0
 """Flow runs at work get this long for a last snapshot."""
 SAY_SECONDS = 20.0

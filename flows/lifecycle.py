@@ -10,6 +10,8 @@ import concurrent.futures
 import getpass
 import logging
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from prefect import flow
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.runtime import flow_run
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import deployment, flow_run
 from prefect.settings import get_current_settings
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
@@ -43,6 +46,7 @@ from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
@@ -71,6 +75,11 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
 
 
 def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
+    if deployment.id is not None and threading.current_thread() is threading.main_thread():
+        # A worker that dies takes the pipe along that this process prints into.
+        redirect_output(root / "logs" / "lifecycle.log")
+        # Starting Ray put a handler in place that aborts; a run that is cancelled on its page makes a snapshot first.
+        signal.signal(signal.SIGTERM, _terminate)
     # What cannot work is noticed before anything is computed.
     config, _ = settled(config)
     write_whole(root / CONFIG, resolved_yaml(config))
@@ -128,6 +137,12 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     return journal.content
 
 
+def _terminate(*_: Any) -> None:
+    # A second one must not cut the snapshot short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise TerminationSignal(signal.SIGTERM)
+
+
 def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     artifacts = None if uri else root / "mlartifacts"
@@ -162,9 +177,12 @@ def _link(tracker: Tracker, context: RunContext) -> None:
 
 def prefect_tags() -> dict[str, str]:
     """Tags by which an MLflow run leads to this flow run: its id, and its page where the server shows pages."""
-    tags = {"prefect.flow_run_id": flow_run.id} if flow_run.id else {}
-    shown = flow_run.id and flow_run.ui_url and get_current_settings().server.ui.enabled
-    return tags | ({"prefect.flow_run": flow_run.ui_url} if shown else {})
+    settings = get_current_settings()
+    if not flow_run.id:
+        return {}
+    shown = settings.ui_url and settings.server.ui.enabled
+    page = {"prefect.flow_run": f"{settings.ui_url}/runs/flow-run/{flow_run.id}"} if shown else {}
+    return {"prefect.flow_run_id": flow_run.id} | page
 
 
 def trigger_of_run() -> tuple[str | None, dict[str, str]]:
