@@ -111,7 +111,7 @@ def _install(home: Home, state: State) -> None:
         )
     if done.returncode:
         raise NotUpError(f"Prefect did not take the deployments. {end_of(log)}")
-    _say("deployed lifecycle, lifecycle-tiny, audit, promote, prune")
+    _say("deployments, schedules and automations are in place")
 
 
 def _down(home: Home) -> None:

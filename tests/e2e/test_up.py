@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -85,8 +86,16 @@ class Operator:
         data = None if body is None else json.dumps(body).encode()
         address = f"http://127.0.0.1:{self._ports['prefect']}/api/{path}"
         request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        deadline = time.monotonic() + LONG
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                # Its database is busy: the page asks again too.
+                assert error.code == 503, error.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
 
     def start(self, name: str, parameters: dict[str, Any]) -> str:
         deployment = self.ask(f"deployments/name/{name}")["id"]
