@@ -9,11 +9,10 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
+from flows.automations import BROKEN_EVENT
 from xray_runtime.lineage.audit import Audit
 from xray_runtime.lineage.audit import audit as run_audit
 from xray_runtime.lineage.reference import open_place
-
-BROKEN_EVENT = "xray.audit.broken"
 
 
 class NotSound(RuntimeError):

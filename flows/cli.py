@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, keys_command, lineage_commands
+from flows import custody_commands, keys_command, lineage_commands, up_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
@@ -26,6 +26,7 @@ from xray_runtime.planning.workload import local_node, this_machine
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 lineage_commands.register(app)
 custody_commands.register(app)
+up_command.register(app)
 
 
 @app.callback()
@@ -115,16 +116,16 @@ def _say_what_is_there(directory: Path, console: Console) -> None:
 
 @app.command()
 def automations() -> None:
-    """Install on the Prefect server of PREFECT_API_URL: a flow run whose process is gone is marked Crashed."""
+    """Install on the Prefect server of PREFECT_API_URL: lost runs are marked Crashed, people are told."""
     console = Console()
     if not os.environ.get("PREFECT_API_URL"):
         text = "PREFECT_API_URL: nothing is not allowed: must be the address of a Prefect server"
         Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT)
     quiet_environment()
-    from flows.automations import NAME, install
+    from flows.automations import install
 
-    console.print(f"{'installed' if install() else 'there already'}: {NAME}", highlight=False)
+    console.print("\n".join(f"installed: {name}" for name in install()) or "all there already", highlight=False)
 
 
 def main() -> None:

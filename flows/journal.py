@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,33 @@ class Journal:
         self.content["status"] = "failed"
         self._write()
 
-    def markdown(self) -> str:
-        """A summary for Prefect's page."""
-        lines = ["| stage | seconds | cached | sha256 |", "|---|---|---|---|"]
-        lines += [
-            f"| {s['name']} | {s['seconds']:.1f} | {'cached' * s['cached']} | `{s['checkpoint']['sha256'][:12]}` |"
-            for s in self.content["stages"]
+    def markdown(self, page: Callable[[str], str | None]) -> str:
+        """A summary for Prefect's page; `page`: MLflow run → where people see it."""
+        e, registered = self.content["evaluation"], self.content["registered"]
+        low, high = e["win_rate_ci95"]
+        rows = [("win rate over SFT", f"{e['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {e['samples']} prompts)")]
+        if e["gold_after"] is not None:
+            rows.append(("gold score", f"{e['gold_before']:+.3f} → {e['gold_after']:+.3f}"))
+        rows += [
+            ("reward", f"{e['reward_before']:+.3f} → {e['reward_after']:+.3f}"),
+            ("KL to SFT", f"{e['kl']:.2f} nats a reply"),
+            ("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"),
+            ("report", f"`{self.report}`"),
         ]
-        evaluation = json.dumps(self.content["evaluation"], indent=2)
-        return "\n".join([*lines, "", "```json", evaluation, "```", "", f"Report: `{self.report}`"])
+        lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+        lines += ["", "| stage | seconds | | checkpoint | MLflow |", "|---|---|---|---|---|"]
+        for s in self.content["stages"]:
+            address = page(s["mlflow_run_id"])
+            link = f"[run]({address})" if address else f"`{s['mlflow_run_id']}`"
+            cells = [
+                s["name"],
+                f"{s['seconds']:.1f}",
+                "cached" * s["cached"],
+                f"`{s['checkpoint']['sha256'][:12]}`",
+                link,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
 
     def _write(self) -> None:
         self.content["seconds"] = time.perf_counter() - self._start

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from flows.lineage_commands import checked
-from flows.session import hold
+from flows.session import LIFECYCLE_LOCK, hold
 from xray_runtime.config_io import ConfigError
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def _rotate(output: Path, by: str, note: str, new_key: Path | None) -> None:
     from xray_runtime.lineage.signing import public_key
 
     open_place(output, None)
-    with hold(output):
+    with hold(output), hold(output, LIFECYCLE_LOCK):
         rotation = _usable(lambda: run_rotate(output, by=by, note=note, new_key=new_key))
     print(f"{rotation.retired[:16]} retired, {rotation.successor[:16]} signs from now on")
     print(f"keep a copy of {public_key(output)} elsewhere")

@@ -10,22 +10,27 @@ import concurrent.futures
 import getpass
 import logging
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import ray
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.runtime import flow_run
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import deployment, flow_run
+from prefect.settings import get_current_settings
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 
 from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
 from flows.records import end_lost_flow_run, end_lost_task_run
+from flows.session import CONFIG, LIFECYCLE_LOCK, hold
 from tasks.stage import RunContext, StageResult, stage
 from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
@@ -35,11 +40,13 @@ from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
 from xray_runtime.config import LifecycleConfig, RuntimeConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
 from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
 
@@ -53,24 +60,40 @@ STOP_SECONDS = 60
 @flow(
     name="lifecycle",
     flow_run_name="{config.project} seed {config.seed}",
-    task_runner=RayTaskRunner(address=os.environ.get("RAY_ADDRESS")),
+    task_runner=RayTaskRunner(
+        address=os.environ.get("RAY_ADDRESS"), init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}
+    ),
     persist_result=False,
 )
 def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
     """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says."""
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
+    # Of a deployment and a command line, the second must stay out.
+    with hold(root, LIFECYCLE_LOCK):
+        return _lifecycle(config, root)
+
+
+def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
+    if deployment.id is not None and threading.current_thread() is threading.main_thread():
+        # A worker that dies takes the pipe along that this process prints into.
+        redirect_output(root / "logs" / "lifecycle.log")
+        # Starting Ray put a handler in place that aborts; a run that is cancelled on its page makes a snapshot first.
+        signal.signal(signal.SIGTERM, _terminate)
     # What cannot work is noticed before anything is computed.
     config, _ = settled(config)
+    write_whole(root / CONFIG, resolved_yaml(config))
     signing_key(root)
     before = unfinished(root, config)
     if before is not None:
-        end_lost_flow_run(before["flow_run_id"])
+        end_lost_flow_run(before["flow_run_id"], flow_run.id)
     tracker, context = _start(config, root, before)
     journal = Journal(root, config, context.parent_run_id, flow_run.id)
+    _link(tracker, context)
     done: dict[str, StageResult] = {}
     computing = False
-    stable = open_stable()
+    # Through the board the stages hear of an interruption; it lasts as long as somebody holds it.
+    stable, board = open_stable(), open_board()
     plans = plan_stages(config)
     try:
         for number, plan in enumerate(plans):
@@ -107,10 +130,17 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
         raise
     finally:
         ray.kill(stable)
-    create_markdown_artifact(journal.markdown(), key="lifecycle", description=f"{config.project}: {root}")
+        del board
+    create_markdown_artifact(journal.markdown(tracker.page), key="lifecycle", description=f"{config.project}: {root}")
     place = open_place(root, context.tracking_uri)
     publish_lineage(place, place.graph.nodes[policy.checkpoint.sha256])
     return journal.content
+
+
+def _terminate(*_: Any) -> None:
+    # A second one must not cut the snapshot short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise TerminationSignal(signal.SIGTERM)
 
 
 def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
@@ -118,14 +148,16 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
     artifacts = None if uri else root / "mlartifacts"
     uri = uri or f"sqlite:///{root / 'mlflow.db'}"
     tracker = Tracker(uri, config.project, artifacts)
+    flow_run_id, trigger = trigger_of_run()
+    tags = prefect_tags()
+    page = tags.get("prefect.flow_run")
     run_id = tracker.start_lifecycle(
         before["run_id"] if before is not None else None,
         f"{config.project} seed {config.seed}",
         config.model_dump(mode="json"),
         resolved_yaml(config),
-        {"xray.output": str(root)},
+        {"xray.output": str(root)} | tags | ({"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}),
     )
-    flow_run_id, trigger = trigger_of_run()
     return tracker, RunContext(
         output=str(root),
         tracking_uri=uri,
@@ -133,7 +165,24 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         parent_run_id=run_id,
         flow_run_id=flow_run_id,
         trigger=trigger,
+        tags=tags,
     )
+
+
+def _link(tracker: Tracker, context: RunContext) -> None:
+    page = tracker.page(context.parent_run_id)
+    if page is not None:
+        create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=context.output)
+
+
+def prefect_tags() -> dict[str, str]:
+    """Tags by which an MLflow run leads to this flow run: its id, and its page where the server shows pages."""
+    settings = get_current_settings()
+    if not flow_run.id:
+        return {}
+    shown = settings.ui_url and settings.server.ui.enabled
+    page = {"prefect.flow_run": f"{settings.ui_url}/runs/flow-run/{flow_run.id}"} if shown else {}
+    return {"prefect.flow_run_id": flow_run.id} | page
 
 
 def trigger_of_run() -> tuple[str | None, dict[str, str]]:
@@ -217,7 +266,7 @@ def _link_cached(
     """Show a cached stage in this run's lineage; the model is logged anew where this store does not know it."""
     checkpoint = result.checkpoint
     manifest = load_manifest(checkpoint.path)
-    run = tracker.stage_run(context.parent_run_id, result.name, result.key, manifest.sections)
+    run = tracker.stage_run(context.parent_run_id, result.name, result.key, manifest.sections, context.tags)
     if checkpoint.mlflow_model_id and tracker.has_model(checkpoint.mlflow_model_id):
         run.link_cached(checkpoint, manifest, parents)
     else:

@@ -23,7 +23,7 @@ from prefect.runtime import deployment
 from prefect_ray import RayTaskRunner
 from pydantic import Field
 
-from flows.lifecycle import run_stage, trigger_of_run
+from flows.lifecycle import prefect_tags, run_stage, trigger_of_run
 from flows.session import saved_config
 from tasks.stage import RunContext
 from xray_runtime.actors.stable import open_stable
@@ -148,7 +148,8 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     experiment = name.removesuffix("-policy")
     tracker = Tracker(place.tracking_uri, experiment, place.artifacts)
     title = f"compare {candidate[:12]} with {champion[:12]}"
-    run_id = tracker.start_lifecycle(None, title, plan.sections, "", {"xray.output": str(root)})
+    tags = prefect_tags()
+    run_id = tracker.start_lifecycle(None, title, plan.sections, "", {"xray.output": str(root)} | tags)
     flow_run_id, trigger = trigger_of_run()
     context = RunContext(
         output=str(root),
@@ -157,6 +158,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         parent_run_id=run_id,
         flow_run_id=flow_run_id,
         trigger=trigger,
+        tags=tags,
     )
     known = Snapshot(place.tracking_uri).by_sha
     parents = {role: _reference(place.graph.nodes[sha], known.get(sha, [])) for role, sha in roles.items()}

@@ -24,8 +24,12 @@ def end_lost_task_run(task_run_id: UUID) -> None:
             client.set_task_run_state(task_run_id, Crashed(message="Its Ray worker was lost."), force=True)
 
 
-def end_lost_flow_run(flow_run_id: str | None) -> None:
-    """Set the flow run, and its task runs, Crashed where they are not over."""
+def end_lost_flow_run(flow_run_id: str | None, present: str | None) -> None:
+    """Set the flow run, and its task runs, Crashed where they are not over.
+
+    Args:
+        present: the flow run at work. Where it is the same, retried, only its lost task runs are set.
+    """
     if flow_run_id is None:
         return
     with get_client(sync_client=True) as client:
@@ -37,6 +41,6 @@ def end_lost_flow_run(flow_run_id: str | None) -> None:
         for task in tasks:
             if task.state is None or not task.state.is_final():
                 client.set_task_run_state(task.id, Crashed(message=MESSAGE), force=True)
-        if flow_run.state is None or not flow_run.state.is_final():
+        if flow_run_id != present and (flow_run.state is None or not flow_run.state.is_final()):
             client.set_flow_run_state(flow_run.id, Crashed(message=MESSAGE), force=True)
             log.info("flow run %s was lost; it is marked as crashed", flow_run.name)

@@ -143,13 +143,14 @@ class PrefectServer:
             self._port = s.getsockname()[1]
         os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self._port}/api"
         os.environ["PREFECT_HOME"] = str(self._home)
+        # No record should lead to a page that is not there.
+        os.environ["PREFECT_UI_ENABLED"] = "false"
         self.start()
 
     def start(self) -> None:
         """Start it, or start it again where it was."""
         environment = os.environ | {
             "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home / 'prefect.db'}",
-            "PREFECT_UI_ENABLED": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         }
         command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
@@ -178,7 +179,7 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        del os.environ["PREFECT_API_URL"]
+        del os.environ["PREFECT_API_URL"], os.environ["PREFECT_UI_ENABLED"]
 
 
 def _flush_to_server() -> None:

@@ -18,12 +18,13 @@ from rich.markup import escape
 from flows.services import Health, quiet_environment, services
 from flows.supervisor import FAILED, HEARTBEAT, INTERRUPTED, LOST
 from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
+from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.errors import root_cause
-from xray_runtime.files import write_whole
 from xray_runtime.stages.spec import plan_stages
 
 CONFIG = "config.yaml"
+LIFECYCLE_LOCK = "lifecycle.lock"
+"""Held by the flow itself, however it was started; `lock` by a command that works in the directory."""
 BAD_INPUT = 2
 
 
@@ -33,13 +34,13 @@ def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig
     return load_config(path if path.is_file() else None, overrides)
 
 
-def hold(directory: Path) -> IO[str]:
+def hold(directory: Path, name: str = "lock") -> IO[str]:
     """Keep others out of `directory`; the system lets go of it when it is closed, or with this process.
 
     Raises:
         ConfigError: somebody else is at work there.
     """
-    file = (directory / "lock").open("w")
+    file = (directory / name).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -88,7 +89,6 @@ def _run(config: LifecycleConfig, output: Path, console: Console, health: Health
         config, words = settled(config)
         if words:
             display.note(words)
-            write_whole(output / CONFIG, resolved_yaml(config))
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         # The display asks Ray, so it must end before Ray does.

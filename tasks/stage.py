@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from prefect import task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.checkpoints.ref import CheckpointRef
+from tasks.summary import StageResult, stage_markdown
 from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
@@ -51,23 +51,8 @@ class RunContext(BaseModel):
     flow_run_id: str | None = None
     trigger: dict[str, str] = {}
     """What started the flow, and who: for the record."""
-
-
-class StageResult(BaseModel):
-    """What a finished stage tells the flow; small, since it travels through Prefect."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    kind: str
-    key: str
-    checkpoint: CheckpointRef
-    parents: dict[str, str]
-    """Role → checkpoint sha256."""
-    dataset: str | None
-    mlflow_run_id: str
-    seconds: float
-    attempts: int
+    tags: dict[str, str] = {}
+    """By which a stage's MLflow run leads to the flow run."""
 
 
 def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -101,9 +86,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
-    run = Tracker(context.tracking_uri, context.experiment, None).stage_run(
-        context.parent_run_id, spec.name, spec.key, spec.sections
-    )
+    tracker = Tracker(context.tracking_uri, context.experiment, None)
+    run = tracker.stage_run(context.parent_run_id, spec.name, spec.key, spec.sections, context.tags)
     report = _Progress(spec.name)
     recorder = StageRecorder(output, spec.name, spec.key, run, report, spec.runtime.snapshot_every)
     report.on_stop = recorder.interrupt
@@ -141,7 +125,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
                     attest=record,
                 )
         recorder.send()
-        figure = training_figure(spec.kind, read_metrics(recorder.metrics_path))
+        series = read_metrics(recorder.metrics_path)
+        figure = training_figure(spec.kind, series)
         if figure is not None:
             recorder.figure("training", figure)
         checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(spec.parents.values()))
@@ -163,7 +148,17 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         seconds=time.perf_counter() - start,
         attempts=recorder.attempt,
     )
+    image = tracker.image(run.run_id, "training") if figure is not None else None
+    _publish(spec.name, stage_markdown(result, series, tracker.page(run.run_id), image))
     return result.model_dump(mode="json")
+
+
+def _publish(stage: str, text: str) -> None:
+    try:
+        create_markdown_artifact(text, key=f"xray-{stage}-summary", description=f"What {stage} made.")
+    except Exception:
+        # The stage is done and recorded, whatever becomes of its page.
+        log.warning("Prefect did not take the summary", exc_info=True)
 
 
 def _run_in_memory(spec: StageSpec, built: Path, recorder: StageRecorder) -> int:

@@ -67,9 +67,9 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def end_marked(mark: str) -> None:
-    """End every process that carries `mark`: asked first, killed after GRACE_SECONDS."""
-    deadline = time.monotonic() + GRACE_SECONDS
+def end_marked(mark: str, grace_s: float = GRACE_SECONDS) -> None:
+    """End every process that carries `mark`: asked first, killed after `grace_s` seconds."""
+    deadline = time.monotonic() + grace_s
     for process in marked(mark):
         with contextlib.suppress(psutil.Error):
             process.terminate()

@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
+from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed, Running
 
+from flows.records import end_lost_flow_run
 from flows.services import PrefectServer
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray_runtime.lineage.audit import audit
@@ -166,3 +170,29 @@ def test_an_audit_that_finds_something_says_so_everywhere(server: str, tmp_path:
     assert "```mermaid" in text
     assert "reward: reward" in text
     assert len(list(whole.glob("lineage/ppo-2-*.html"))) == 1
+
+
+def test_only_what_was_lost_is_marked_as_lost(server: str) -> None:
+    """A flow run that is retried finds the task runs of its own lost attempt, and must not take itself for lost."""
+
+    @flow(name="of-a-lost-process")
+    def nothing() -> None:
+        """Never run."""
+
+    @task
+    def work() -> None:
+        """Never run."""
+
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(nothing, state=Running())
+        tasks = [client.create_task_run(work, run.id, f"{n}", state=s) for n, s in enumerate((Running(), Completed()))]
+
+        def states() -> list[str]:
+            found = [client.read_flow_run(run.id).state, *(client.read_task_run(t.id).state for t in tasks)]
+            return [s.name for s in found if s is not None]
+
+        end_lost_flow_run(str(run.id), str(run.id))
+        assert states() == ["Running", "Crashed", "Completed"]
+        end_lost_flow_run(str(run.id), str(uuid4()))
+        assert states() == ["Crashed", "Crashed", "Completed"]
+        end_lost_flow_run(str(uuid4()), None)

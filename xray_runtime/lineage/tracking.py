@@ -60,7 +60,7 @@ class Tracker:
                 found = self.client.get_experiment_by_name(experiment)
         if found is not None:
             self.experiment_id = found.experiment_id
-        self.experiment = experiment
+        self.experiment, self.uri = experiment, uri
 
     def start_lifecycle(
         self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]
@@ -71,6 +71,7 @@ class Tracker:
             run_id: the run of a lifecycle that was interrupted; it goes on where this store knows it.
         """
         if run_id is not None and self._reopen(run_id):
+            self._tags(run_id, tags)
             return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
         self._params(run.info.run_id, flatten(config))
@@ -95,18 +96,36 @@ class Tracker:
         for path in paths:
             self.client.log_artifact(run_id, str(path))
 
-    def stage_run(self, parent_run_id: str, stage: str, key: str, sections: Mapping[str, Any]) -> StageRun:
+    def stage_run(
+        self,
+        parent_run_id: str,
+        stage: str,
+        key: str,
+        sections: Mapping[str, Any],
+        more_tags: Mapping[str, str] | None = None,
+    ) -> StageRun:
         """The child run of `stage`: the same one for every attempt at the same key."""
         query = f"tags.`{PARENT_TAG}` = '{parent_run_id}' and tags.`{KEY_TAG}` = '{key}'"
         found = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
         if found:
             run = found[0]
             self.client.update_run(run.info.run_id, status="RUNNING")
+            self._tags(run.info.run_id, more_tags or {})
         else:
-            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage}
+            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage, **(more_tags or {})}
             run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
             self._params(run.info.run_id, flatten(sections) | {"key": key})
         return StageRun(self, run.info.run_id)
+
+    def page(self, run_id: str) -> str | None:
+        """Where people see the run; None where no server shows it."""
+        served = self.uri.startswith("http")
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{run_id}" if served else None
+
+    def image(self, run_id: str, name: str) -> str | None:
+        """Address of a figure of the run; None where no server shows it."""
+        served = self.uri.startswith("http")
+        return f"{self.uri.rstrip('/')}/get-artifact?path={name}.png&run_uuid={run_id}" if served else None
 
     def has_model(self, model_id: str) -> bool:
         """Whether this store knows the LoggedModel."""
@@ -143,6 +162,10 @@ class Tracker:
             version = made.version
         self.client.set_registered_model_alias(name, alias, version)
         return str(version)
+
+    def _tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self.client.set_tag(run_id, name, value)
 
     def _params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param

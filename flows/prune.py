@@ -1,0 +1,39 @@
+"""`xray prune` as a flow: what nothing needs any more, on Prefect's page, and removed where that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+
+from xray_runtime.lineage.reference import open_place, resolve
+from xray_runtime.lineage.retention import plan_prune
+from xray_runtime.lineage.retention import prune as run_prune
+
+
+@flow(name="prune", flow_run_name="prune {output}", persist_result=False)
+def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> dict[str, Any]:
+    """Find the checkpoints that no alias, nothing in `keep` and no evaluation needs; chains stay whole.
+
+    Args:
+        output: output directory of lifecycles.
+        keep: keep these too, with all they came from; each as in `xray lineage`.
+        remove: remove them. Without it, only what would go is shown.
+    """
+    root = Path(output).absolute()
+    place = open_place(root, None)
+    plan = plan_prune(place, [resolve(reference, root, None)[1] for reference in keep or []])
+    if remove:
+        run_prune(place, plan)
+    verb = "removed" if remove else "would go"
+    lines = [f"**{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} {verb}**: {plan.bytes / 1e6:,.1f} MB", ""]
+    lines += [f"- {node.directory.name}" for node in plan.remove]
+    create_markdown_artifact("\n".join(lines), key="prune", description=str(root))
+    return {
+        "remove": [node.sha256 for node in plan.remove],
+        "keep": [node.sha256 for node in plan.keep],
+        "bytes": plan.bytes,
+        "removed": remove,
+    }
