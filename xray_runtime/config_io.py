@@ -156,7 +156,8 @@ def _default(keys: list[str]) -> Any:
 
 def _describe(error: ErrorDetails, data: Any) -> str:
     loc, owner = _user_path(error["loc"], data)
-    path, value, kind = ".".join(map(str, loc)) or "the config", error["input"], error["type"]
+    names = [str(part) if str(part).isprintable() else repr(part) for part in loc]
+    path, value, kind = ".".join(names) or "the config", error["input"], error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         known = sorted(_fields(owner))

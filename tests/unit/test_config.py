@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -310,6 +310,7 @@ def _paths(model: type[BaseModel]) -> list[str]:
 
 
 @given(st.sampled_from(_paths(LifecycleConfig)), JSON)
+@example("data", {"\n": None})
 def test_whatever_comes_is_taken_or_refused_in_one_line(path: str, value: Any) -> None:
     first, _, second = path.partition(".")
     data = {first: {second: value} if second else value}
