@@ -3,7 +3,7 @@
     HOME/state.json          what was started: ports, processes
     HOME/output/             what lifecycles make: checkpoints, records, decisions, the key that signs
     HOME/prefect/, mlflow/   the servers' databases and artifacts
-    HOME/ray/, ray-token     Ray's sessions; the token that guards its ports
+    HOME/ray-token           guards the ports of Ray
     HOME/logs/               what every service said
 
 Only Ray's sessions lie elsewhere: the paths of its sockets must be short.
