@@ -500,6 +500,9 @@ class RuntimeConfig(Section):
     """Ray GPUs one Workhorse reserves on CUDA."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
+    generator_sleeps: bool = False
+    """CUDA and vLLM only: between rollouts the generator keeps its weights in host memory and gives its GPU memory to the
+    models it shares the GPU with."""
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
@@ -616,6 +619,11 @@ class LifecycleConfig(Section):
                     f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
                     f"tensor_parallel or pipeline_parallel above 1 in ppo.stages.{number}.engine"
                 )
+        if self.runtime.generator_sleeps and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
+            raise ValueError(
+                "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm': only vLLM on "
+                "CUDA gives its memory back"
+            )
         if self.runtime.parallel == "auto":
             self._nothing_chosen()
         if self.runtime.weight_transfer != "plasma" and any(s.engine.pipeline_parallel > 1 for s in self.ppo.stages):

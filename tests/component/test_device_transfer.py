@@ -49,3 +49,23 @@ def test_the_generator_follows_a_trained_policy(
         # What the checksummed way brings is the same.
         ray.get(generator.load_weights.remote(ray.get(policy.export_weights.remote(2))))
         np.testing.assert_array_equal(ask(2), direct)
+
+
+@pytest.mark.gpu
+def test_a_generator_that_sleeps_gives_its_memory_and_answers_alike(
+    cluster: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("vLLM sleeps on CUDA alone")
+    answers, free = {}, {}
+    for sleeps in (False, True):
+        runtime = RuntimeConfig(device="cuda", generator_sleeps=sleeps)
+        with open_models(runtime, tmp_path, {"generator": GeneratorSpec(tiny_model, 32)}) as models:
+            ids, lengths = pad([[5, 9, 7, 42], [8, 100, 3]], 0)
+            asked = {"input_ids": ids, "lengths": lengths, "seed": np.array([1, 2])}
+            for _ in range(2):
+                answers[sleeps] = ray.get(models["generator"].generate.remote(asked, SAMPLING, 0))
+            free[sleeps] = torch.cuda.mem_get_info()[0]
+    for name, column in answers[False].items():
+        np.testing.assert_array_equal(answers[True][name], column)
+    assert free[True] > free[False] + 2**30

@@ -184,6 +184,10 @@ REFUSED = [
         "{runtime: {device: cpu, weight_transfer: nccl}}",
         "runtime.weight_transfer = 'nccl' needs runtime.device 'cuda' and generator.engine 'vllm'",
     ),
+    (
+        "{runtime: {generator_sleeps: true}, generator: {engine: transformers}}",
+        "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm'",
+    ),
     # not a config at all
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),

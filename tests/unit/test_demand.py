@@ -90,6 +90,13 @@ def test_what_is_missing_is_said_and_never_tried_again(
     assert not may_retry(caught.value)
 
 
+def test_sleep_is_for_gpus() -> None:
+    wanted = validate({"runtime": {"generator_sleeps": True}})
+    with pytest.raises(ConfigError, match=r"^runtime\.generator_sleeps: true is not allowed on CPU"):
+        check_config(wanted, "cpu", TWO_CORES)
+    check_config(wanted, "cuda", [{"CPU": 2.0, "GPU": 8.0}])
+
+
 def test_disks_are_for_gpus() -> None:
     engine = {"zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}
     wanted = validate({"reward": {"engine": engine}})

@@ -48,6 +48,9 @@ class VLLMSampler:
 
         vllm_transfer.register()
         options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": runtime.gpu_memory_fraction}
+        self._sleeps, self._asleep = runtime.generator_sleeps, False
+        if self._sleeps:
+            options["enable_sleep_mode"] = True
         if place.world_size > 1:
             _launch(place)
             options |= {
@@ -71,6 +74,18 @@ class VLLMSampler:
         if place.world_size > 1:
             _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._sleep()
+
+    def _sleep(self) -> None:
+        # Level 1: the weights wait in host memory, the KV cache is given up.
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         params = [
@@ -84,7 +99,9 @@ class VLLMSampler:
             )
             for seed in seeds
         ]
+        self._wake_up()
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        self._sleep()
         replies = []
         for output in outputs:
             ids = list(output.outputs[0].token_ids)
@@ -98,7 +115,11 @@ class VLLMSampler:
         self.receive("finish", {}, version)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
-        """One step of a transfer that a trainer drives from GPU to GPU: `init`, `start`, `update`, …, `finish`."""
+        """One step of a transfer that a trainer drives from GPU to GPU: `init`, `start`, `update`, …, `finish`.
+
+        One that slept stays awake afterwards: a rollout is next.
+        """
+        self._wake_up()
         if step == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
         elif step == "start":

@@ -82,6 +82,8 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
 
 def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
     """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
+    if config.runtime.generator_sleeps and device == "cpu":
+        raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA gives memory back")
     for name, engine in config.engines.items():
         if device == "cpu" and engine.cuda_only:
             raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
