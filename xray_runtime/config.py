@@ -501,8 +501,8 @@ class RuntimeConfig(Section):
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
     generator_sleeps: bool = False
-    """CUDA and vLLM only: between rollouts the generator keeps its weights in host memory and gives its GPU memory to the
-    models it shares the GPU with."""
+    """CUDA and vLLM only: between rollouts the generator keeps its weights in host memory and gives its GPU memory to
+    the models it shares the GPU with."""
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
