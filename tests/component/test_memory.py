@@ -112,14 +112,17 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     spare = int(0.75 * needed)
     with caplog.at_level(logging.WARNING, logger="tasks.stage"):
         weights, recorder = run(stage(tiny_model, tmp_path / "limited"), tmp_path / "limited", spare)
-    # The second attempt had the same limit.
-    failed, went_on = recorder.used
-    assert failed == 0
+    # Each attempt had the same limit; how often it takes halving is for the allocator to say.
+    *failed, went_on = recorder.used
+    assert failed
+    assert not any(failed)
     assert 0 < went_on < 0.75 * needed
-    [said] = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
-    assert "can't allocate memory" in said
-    assert f" in Workhorse 1 of 2 of 'policy' ({socket.gethostname()}, pid " in said
-    assert said.endswith("; going on with micro-batches 1/2 as large")
+    said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert len(said) == len(failed)
+    for number, line in enumerate(said, start=1):
+        assert "can't allocate memory" in line
+        assert f" in Workhorse 1 of 2 of 'policy' ({socket.gethostname()}, pid " in line
+        assert line.endswith(f"; going on with micro-batches 1/{2**number} as large")
     before = load_file(tiny_model / "model.safetensors")
     for name, tensor in undisturbed.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-5)
