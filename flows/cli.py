@@ -24,9 +24,6 @@ from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.workload import local_node, this_machine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-lineage_commands.register(app)
-custody_commands.register(app)
-up_command.register(app)
 
 
 @app.callback()
@@ -34,12 +31,6 @@ def _root() -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
 
 
-app.command()(plan)
-app.command()(promote)
-app.add_typer(keys_command.app, name="keys")
-
-
-@app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file with the lifecycle's config.")],
     overrides: Annotated[
@@ -114,7 +105,6 @@ def _say_what_is_there(directory: Path, console: Console) -> None:
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
 
 
-@app.command()
 def automations() -> None:
     """Install on the Prefect server of PREFECT_API_URL: lost runs are marked Crashed, people are told."""
     console = Console()
@@ -126,6 +116,17 @@ def automations() -> None:
     from flows.automations import install
 
     console.print("\n".join(f"installed: {name}" for name in install()) or "all there already", highlight=False)
+
+
+# In the order in which help shows them.
+app.command()(run)
+app.command()(plan)
+up_command.register(app)
+lineage_commands.register(app)
+app.command()(promote)
+custody_commands.register(app)
+app.add_typer(keys_command.app, name="keys")
+app.command()(automations)
 
 
 def main() -> None:
