@@ -85,16 +85,18 @@ class LiveStages:
                 self._tasks[stage] = self._progress.add_task(stage, total=None, note="")
             self._progress.update(self._tasks[stage], completed=done, total=total or None, note=f"{unit} {note}")
             return
+        if not total:
+            return
         now = time.monotonic()
         started = self._started.setdefault(stage, now)
         printed, finished = self._printed.get(stage, (0.0, False))
-        ends = bool(total) and done == total
+        ends = done == total
         if (finished if ends else now - printed < PLAIN_SECONDS) or (finished and ends):
             return
         self._printed[stage] = (now, ends)
         elapsed = now - started
         rate = f" {done / elapsed:.2f}/s, {(total - done) * elapsed / done:.0f} s left" if done and elapsed > 1 else ""
-        self._console.print(f"{stage}: {done}/{total or '?'} {unit}{rate} {note}", highlight=False, soft_wrap=True)
+        self._console.print(f"{stage}: {done}/{total} {unit}{rate} {note}", highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:

@@ -110,6 +110,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         checkpoint = store.find(spec.name, spec.key)
         if checkpoint is None:
             recorder.begin()
+            # That an attempt began is progress too: a large model takes its time to start.
+            report(spec.name, 0, 0, "", "starting")
             with store.building(spec.name, spec.key) as built:
                 step = _run_in_memory(spec, built, recorder)
                 checkpoint = store.publish(
