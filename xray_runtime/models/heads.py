@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from xray_runtime.models.adapters import Adapters
 
@@ -95,6 +94,9 @@ class HeadedLM(nn.Module):
         Raises:
             ValueError: the model has no layers that can be told from one another.
         """
+        # Stages import this module too, and do without these three seconds.
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         layers = [module for module in self.lm.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
