@@ -626,11 +626,6 @@ class LifecycleConfig(Section):
             )
         if self.runtime.parallel == "auto":
             self._nothing_chosen()
-        if self.runtime.weight_transfer != "plasma" and any(s.engine.pipeline_parallel > 1 for s in self.ppo.stages):
-            raise ValueError(
-                f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with pipeline_parallel "
-                "above 1 in a ppo stage: only Ray's object store takes a model in parts"
-            )
         if self.preferences.source == "gold" and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if self.preferences.source == "ratings" and self.data.source != "chitchat":

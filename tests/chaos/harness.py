@@ -50,8 +50,8 @@ MARK = "CHAOS_MARK"
 LEFT_SECONDS = 20
 """How long what a run started may take to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-STALL_SECONDS = int(os.environ.get("XRAY_CHAOS_STALL_SECONDS", "60"))
-"""Without progress for so long a run hangs. On a machine busy with other work its start alone takes as long."""
+STALL_SECONDS = 60
+"""Without progress for so long a run hangs. On a machine busy with other work its start alone may take as long."""
 OVERRIDES = (
     "runtime.snapshot_every=1",
     "runtime.retries=3",
