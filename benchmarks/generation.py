@@ -24,7 +24,8 @@ from benchmarks.machine import line, machine, ratio, spread, start_ray, table, t
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec
-from xray_runtime.config import FreshBase, GeneratorConfig, RuntimeConfig
+from xray_runtime.config import FreshBase
+from xray_runtime.config_engines import GeneratorConfig, RuntimeConfig
 from xray_runtime.engines.generation import Sampling
 
 ENGINES = {

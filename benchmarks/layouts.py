@@ -22,7 +22,8 @@ from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.workhorse import Learner, ModelSpec
-from xray_runtime.config import EngineConfig, FreshBase, PPOStageConfig, PretrainedBase
+from xray_runtime.config import FreshBase, PPOStageConfig, PretrainedBase
+from xray_runtime.config_engines import EngineConfig
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model

@@ -14,7 +14,7 @@ from typing import Any
 
 from xray_runtime.actors.rows import Rows, split
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
-from xray_runtime.config import RuntimeConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 
 PRELOAD = [

@@ -38,7 +38,8 @@ from xray_runtime.actors.whole_model import expect_models
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import load_manifest, verify
-from xray_runtime.config import LifecycleConfig, RuntimeConfig
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import resolved_yaml
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card

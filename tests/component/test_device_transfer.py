@@ -12,7 +12,8 @@ import torch
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
-from xray_runtime.config import RuntimeConfig, SFTConfig
+from xray_runtime.config import SFTConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.objectives import SFTObjective
 

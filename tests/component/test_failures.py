@@ -20,7 +20,8 @@ from tests.component.test_stable import gone, pids
 from xray_runtime.actors.watch import AFTERMATH_SECONDS, PULSE_SECONDS, WorkhorseError
 from xray_runtime.actors.whole_model import LEAVE_SECONDS, open_models
 from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import SFTConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.errors import may_retry, root_cause
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective

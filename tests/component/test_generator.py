@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from xray_runtime.actors.rows import pad, take
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
-from xray_runtime.config import EngineConfig, GeneratorConfig, PPOStageConfig, RuntimeConfig
+from xray_runtime.config import PPOStageConfig
+from xray_runtime.config_engines import EngineConfig, GeneratorConfig, RuntimeConfig
 from xray_runtime.engines.generation import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective

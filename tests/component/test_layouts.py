@@ -20,7 +20,8 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
-from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig
+from xray_runtime.config import RewardConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.part import fill
 from xray_runtime.models.causal_lm import load_model, skeleton

@@ -16,7 +16,8 @@ import ray
 from tests.component.test_learner import text
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import SFTConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, marked
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from xray_runtime.actors.rows import Rows, pad, take
 from xray_runtime.actors.whole_model import WorkhorseError, open_models
 from xray_runtime.actors.workhorse import ModelSpec, Workhorse
-from xray_runtime.config import EngineConfig, PPOStageConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import PPOStageConfig, SFTConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, SFTObjective
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

@@ -20,7 +20,8 @@ from tests.component.test_layouts import same
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, Learner, ModelSpec
-from xray_runtime.config import EngineConfig, RewardConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import RewardConfig, SFTConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM

@@ -13,7 +13,8 @@ import ray
 from benchmarks.held import held_bytes
 from xray_runtime.actors.stable import start
 from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
-from xray_runtime.config import EngineConfig, FreshBase, LoRAConfig, PretrainedBase, RuntimeConfig, SFTConfig
+from xray_runtime.config import FreshBase, PretrainedBase, SFTConfig
+from xray_runtime.config_engines import EngineConfig, LoRAConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained

@@ -19,7 +19,7 @@ from tests.component.test_layouts import part
 from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import Learner, ModelSpec
-from xray_runtime.config import LoRAConfig, RuntimeConfig
+from xray_runtime.config_engines import LoRAConfig, RuntimeConfig
 from xray_runtime.models.causal_lm import load_model
 
 NUM_UPDATES = 3

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tests.component.test_learner import RUNTIME, text
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import EngineConfig, SFTConfig
+from xray_runtime.config import SFTConfig
+from xray_runtime.config_engines import EngineConfig
 from xray_runtime.models.objectives import SFTObjective
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.component.test_learner import text
 from xray_runtime.actors.sharded import sharded
-from xray_runtime.config import EngineConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.models.causal_lm import load_model
 
 NUM_STEPS, LR = 4, 1e-2

@@ -21,7 +21,8 @@ from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.stable import PING_SECONDS, find_stable, open_stable
 from xray_runtime.actors.whole_model import WholeModel, open_models
 from xray_runtime.actors.workhorse import Generator, Learner, ModelSpec, Workhorse
-from xray_runtime.config import EngineConfig, RuntimeConfig, SFTConfig
+from xray_runtime.config import SFTConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.demand import Demand
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.config import EvaluateConfig, RuntimeConfig
+from xray_runtime.config import EvaluateConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_jsonl
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.compare import asked_prompts, compare

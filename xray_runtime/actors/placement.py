@@ -22,7 +22,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray_runtime.actors.stable import find_stable
-from xray_runtime.config import LifecycleConfig, RuntimeConfig
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.planning.auto import describe, settle
 from xray_runtime.planning.demand import Demand, check, check_config
 from xray_runtime.planning.workload import Machine

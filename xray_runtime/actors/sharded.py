@@ -30,7 +30,8 @@ from xray_runtime.actors.placement import cluster_machine
 from xray_runtime.actors.rows import Rows, num_rows
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import EngineConfig, PretrainedBase, RuntimeConfig, TrainingConfig
+from xray_runtime.config import PretrainedBase
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from xray_runtime.config import RuntimeConfig
+from xray_runtime.config_engines import RuntimeConfig
 
 NAME, NAMESPACE = "xray-stable", "xray"
 PULSE = "pulse"

@@ -28,7 +28,8 @@ from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.watch import Watch, WorkhorseError
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
-from xray_runtime.config import LifecycleConfig, RuntimeConfig
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.planning.demand import Demand, demand, stage_demands
 from xray_runtime.weights.device_transfer import Device, Transport, choose

@@ -20,7 +20,7 @@ import numpy as np
 
 from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.actors.rows import Rows, num_rows, take
-from xray_runtime.config import GeneratorConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config_engines import GeneratorConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.engines.topology import Topology
 from xray_runtime.processes import redirect_output

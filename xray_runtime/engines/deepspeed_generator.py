@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.config import RuntimeConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.generation import Place, Reply, Sampling
 from xray_runtime.engines.transformers_generator import sample
 from xray_runtime.engines.zero import init_collectives, load_deepspeed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from xray_runtime.config import TrainingConfig
+from xray_runtime.config_engines import TrainingConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:

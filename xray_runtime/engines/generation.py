@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from xray_runtime.config import GeneratorConfig, RuntimeConfig
+from xray_runtime.config_engines import GeneratorConfig, RuntimeConfig
 from xray_runtime.weights.held import HeldWeights, Tensors
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from xray_runtime.config import EngineConfig
+from xray_runtime.config_engines import EngineConfig
 
 
 @dataclass(frozen=True)

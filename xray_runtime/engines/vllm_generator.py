@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config import RuntimeConfig
+from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.generation import Place, Reply, Sampling
 from xray_runtime.weights.held import Tensors
 

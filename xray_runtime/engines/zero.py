@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.config import EngineConfig, TrainingConfig
+from xray_runtime.config_engines import EngineConfig, TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.disk import own_directory
 from xray_runtime.engines.engine import MicroBatch

@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xray_runtime.config import (
-    EngineConfig,
-    FreshBase,
-    GeneratorConfig,
-    GoldPreferences,
-    LifecycleConfig,
-    RuntimeConfig,
-)
+from xray_runtime.config import FreshBase, GoldPreferences, LifecycleConfig
+from xray_runtime.config_engines import EngineConfig, GeneratorConfig, RuntimeConfig
 from xray_runtime.config_io import ConfigError
 
 Resources = Mapping[str, float]

@@ -13,7 +13,7 @@ import numpy as np
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.workhorse import GeneratorSpec
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config import GeneratorConfig, TrainingConfig
+from xray_runtime.config_engines import GeneratorConfig, TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.stages.spec import StageSpec

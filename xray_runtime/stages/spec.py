@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.config import (
-    FreshBase,
-    GoldPreferences,
-    LifecycleConfig,
-    RuntimeConfig,
-)
+from xray_runtime.config import FreshBase, GoldPreferences, LifecycleConfig
+from xray_runtime.config_engines import RuntimeConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

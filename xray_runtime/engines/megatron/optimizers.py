@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from xray_runtime.config import TrainingConfig
+from xray_runtime.config_engines import TrainingConfig
 from xray_runtime.engines.megatron.model import MegatronLM
 from xray_runtime.engines.zero import MOMENTS, decay_groups
 

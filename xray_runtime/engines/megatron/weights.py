@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xray_runtime.config import EngineConfig
+from xray_runtime.config_engines import EngineConfig
 from xray_runtime.models.heads import HeadedLM
 
 PLAIN_ROPE = ("default", "linear", "llama3")
