@@ -17,6 +17,7 @@ from xray_runtime.config_engines import (
     EngineConfig,
     Fraction,
     GeneratorConfig,
+    LayoutConfig,
     LoRAConfig,
     NonNegative,
     Positive,
@@ -30,6 +31,8 @@ from xray_runtime.config_engines import (
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, its output layer apart."""
+CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
+"""What `runtime.parallel: auto` chooses."""
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -102,8 +105,7 @@ class PretrainedBase(Section):
 BaseConfig = Annotated[FreshBase | PretrainedBase, Field(discriminator="kind")]
 
 
-def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> None:
-    # What is known of the base without reading it; engines look at the model itself.
+def _trains(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> None:
     tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
     if isinstance(base, PretrainedBase):
         if stages > 1 and base.trainable_layers is not None:
@@ -127,6 +129,13 @@ def _cut(field: str, engine: EngineConfig, base: FreshBase | PretrainedBase) -> 
             f"{field}.pipeline_parallel = {stages} must divide base.num_layers = {base.num_layers} with library "
             "'megatron'"
         )
+
+
+def _cut(field: str, layout: LayoutConfig, base: FreshBase | PretrainedBase) -> None:
+    # What is known of the base without reading it; engines look at the model itself.
+    if isinstance(base, PretrainedBase):
+        return
+    tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
     if base.num_heads % tensor or base.num_kv_heads % tensor:
         raise ValueError(
             f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
@@ -365,6 +374,8 @@ class LifecycleConfig(Section):
     ppo: PPOConfig = PPOConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    frozen: LayoutConfig = LayoutConfig()
+    """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
     promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -385,8 +396,14 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _layouts(self) -> Self:
+        _cut("frozen", self.frozen, self.base)
+        for number, stage in enumerate(self.ppo.stages):
+            field = f"ppo.stages.{number}.prompts_per_iteration"
+            check_one_row_each(self.frozen, field, stage.prompts_per_iteration, "frozen")
+        check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
         for name, engine in self.engines.items():
             _cut(name, engine, self.base)
+            _trains(name, engine, self.base)
             if self.runtime.parallel == "as_written":
                 try:
                     engine.check_zero_stage()
@@ -445,10 +462,11 @@ class LifecycleConfig(Section):
         return self
 
     def _nothing_chosen(self) -> None:
-        for name, engine in self.engines.items():
-            for field in ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel"):
-                value = getattr(engine, field)
-                if value != EngineConfig.model_fields[field].default:
+        layouts: dict[str, Section] = {**self.engines, "frozen": self.frozen, "generator": self.generator}
+        for name, layout in layouts.items():
+            for field, info in type(layout).model_fields.items():
+                value = getattr(layout, field)
+                if field in CHOSEN and value != info.default:
                     raise ValueError(
                         f"{name}.{field} = {value} must be left out with runtime.parallel = 'auto', which chooses it"
                     )

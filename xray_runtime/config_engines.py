@@ -21,20 +21,40 @@ class Section(BaseModel):
     )
 
 
-class EngineConfig(Section):
-    """How one model is trained: tensor × pipeline × data parallel Workhorses, ZeRO over the data-parallel."""
+class LayoutConfig(Section):
+    """How one model is spread: tensor × pipeline × data parallel Workhorses."""
 
-    library: Literal["deepspeed", "megatron"] = "deepspeed"
-    """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
-    pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
     """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP, or Megatron's layers)."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Deal the layers to so many stages, of models built like Llama."""
+
+    @model_validator(mode="after")
+    def _whole_replicas(self) -> Self:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.num_workhorses % replica:
+            raise ValueError(
+                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
+                f"{replica}"
+            )
+        return self
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas, each with rows of its own."""
+        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
+
+
+class EngineConfig(LayoutConfig):
+    """How one model is trained, with ZeRO over the data-parallel Workhorses."""
+
+    library: Literal["deepspeed", "megatron"] = "deepspeed"
+    """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
+    pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -51,13 +71,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
-        replica = self.tensor_parallel * self.pipeline_parallel
-        if self.num_workhorses % replica:
-            raise ValueError(
-                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
-                f"{replica}"
-            )
-        if replica > 1 and self.zero_stage == 3:
+        if self.tensor_parallel * self.pipeline_parallel > 1 and self.zero_stage == 3:
             raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
         if (self.offload == "nvme") != (self.nvme_path is not None):
             path = "null" if self.nvme_path is None else repr(self.nvme_path)
@@ -99,11 +113,6 @@ class EngineConfig(Section):
         if self.library == "megatron" and self.zero_stage:
             return f"zero_stage: {self.zero_stage}"
         return None
-
-    @property
-    def data_parallel(self) -> int:
-        """Replicas, each with rows of its own."""
-        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
 class LoRAConfig(Section):
@@ -157,7 +166,7 @@ def check_whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str)
         )
 
 
-def check_one_row_each(engine: EngineConfig, field: str, rows: int, section: str = "engine") -> None:
+def check_one_row_each(engine: LayoutConfig, field: str, rows: int, section: str = "engine") -> None:
     """Raises ValueError where `rows`, the value of `field`, are fewer than the data-parallel ranks of `engine`."""
     replicas = engine.data_parallel
     if rows < replicas:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from xray_runtime.actors.rows import Rows, pad, take
 from xray_runtime.actors.whole_model import WorkhorseError, open_models
 from xray_runtime.actors.workhorse import ModelSpec, Workhorse
 from xray_runtime.config import PPOStageConfig, SFTConfig
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig
-from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, SFTObjective
+from xray_runtime.config_engines import EngineConfig, LayoutConfig, RuntimeConfig
+from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 NUM_STEPS = 6
@@ -95,6 +95,37 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
         expected = [float(logp[t - 1, ids[0, t]].detach()) for t in range(start, ids.shape[1])]
         np.testing.assert_allclose(scores[i, : len(expected)], expected, atol=1e-5)
         assert (scores[i, len(expected) :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LayoutConfig(num_workhorses=2),
+        LayoutConfig(num_workhorses=2, tensor_parallel=2),
+        LayoutConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2),
+    ],
+    ids=["DP 2", "TP 2", "TP 2 × PP 2"],
+)
+def test_a_frozen_model_scores_alike_however_it_is_spread(
+    cluster: None, tiny_model: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    rows = text(num_rows=7)
+    width = int((rows["lengths"] - rows["prompt_lengths"]).max())
+    save_file({"weight": torch.randn(1, 64), "bias": torch.ones(1)}, tmp_path / "head.safetensors")
+    objectives = {
+        "reference": (ReferenceObjective(1.0), None),
+        "reward": (RewardObjective(), tmp_path / "head.safetensors"),
+    }
+    specs = {
+        f"{role}{name}": ModelSpec(tiny_model, objective, head=head, score_tokens=24, frozen=frozen)
+        for role, (objective, head) in objectives.items()
+        for name, frozen in (("", layout), ("-alone", LayoutConfig()))
+    }
+    with open_models(RUNTIME, tmp_path, specs) as models:
+        scores = {role: ray.get(model.score.remote(rows, width)) for role, model in models.items()}
+    for role, name in (("reference", "ref_logprobs"), ("reward", "scores")):
+        np.testing.assert_allclose(scores[role][name], scores[f"{role}-alone"][name], atol=1e-5)
+        assert np.ptp(scores[role][name]) > 0.1
 
 
 @pytest.mark.parametrize("trainable", [1, 2], ids=["the upper layer learns", "all but the embeddings learn"])

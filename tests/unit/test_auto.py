@@ -180,6 +180,22 @@ def test_seventy_billion() -> None:
     assert chosen(seventy(8, 1024), gpus(32, node=4)) == (4, 2, 4, 2)
 
 
+def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
+    """34.5 × 10⁹ parameters, 138 GB in float32, 69 in bfloat16; one layer's activations and logits are some GB."""
+    big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
+    written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
+    chosen, plan = settle(validate(written), gpus(32, node=8))
+    assert (chosen.frozen.num_workhorses, chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (2, 2, 1)
+    # 32 less 2 for the reference, 2 for the reward model, 1 for the generator.
+    assert layouts(chosen) == {(27, 3)}
+    assert "27 Workhorses under ZeRO-3; frozen ones on 2, TP 2: " in describe(plan)
+    # 38.7 usable GB: an eighth of 138 fits, a quarter of 69, and ZeRO-3 does not reach.
+    chosen, plan = settle(validate(written), gpus(64, 40, node=8))
+    assert (chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (8, 4)
+    # 64 less 20 are 5 nodes of eight and a half: two replicas of two stages over eight.
+    assert replica(chosen) == (8, 2, 2, 2)
+
+
 def test_a_frozen_trunk_is_not_cut() -> None:
     base = PretrainedBase(model="x", trainable_layers=16)
     workload = from_config(two_rows(SEVEN), "cuda")
@@ -240,5 +256,7 @@ def test_what_is_chosen_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sft\.engine\.zero_stage = 2 must be left out with runtime"):
         validate({"sft": {"engine": {"zero_stage": 2}}, "runtime": {"parallel": "auto"}})
     stage = {"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}
+    with pytest.raises(ConfigError, match=r"frozen\.num_workhorses = 2 must be left out with runtime"):
+        validate({"frozen": {"num_workhorses": 2}, "runtime": {"parallel": "auto"}})
     with pytest.raises(ConfigError, match=r"ppo\.stages\.0\.critic_engine\.num_workhorses = 2 must be left out"):
         validate({"ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}})

@@ -127,6 +127,8 @@ REFUSED = [
         "ppo: {stages: [{engine: {pipeline_parallel: 5, num_workhorses: 5}}]}",
         "ppo.stages.0.engine.pipeline_parallel = 5 must be at most base.num_layers = 4",
     ),
+    ("frozen: {num_workhorses: 3, tensor_parallel: 2}", "frozen: num_workhorses = 3 must be a multiple of"),
+    ("frozen: {num_workhorses: 16}\nevaluate: {num_prompts: 8}", "evaluate.num_prompts = 8 must be at least frozen"),
     ("ppo: {stages: [{critic_engine: {}}]}", "ppo.stages.0: critic_engine must be absent when critic is 'shared'"),
     (
         "ppo: {stages: [{critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",

@@ -69,8 +69,8 @@ class WholeModel:
 
     def build(self, spec: ModelSpec | GeneratorSpec) -> None:
         """Load the model on every Workhorse and join them to one process group."""
-        if isinstance(spec, ModelSpec) and spec.training is not None:
-            self._topology = Topology.of(spec.training.engine)
+        if isinstance(spec, ModelSpec):
+            self._topology = Topology.of(spec.layout)
         self._spec = spec
         meeting_points = self._meet()
         size = len(self._workhorses) // self._num_replicas
@@ -272,9 +272,7 @@ def expect_models(config: LifecycleConfig, stage: str) -> None:
 
 def demand_of(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig, where: str) -> Demand:
     """What the model of `spec` asks for on device `where` ("cpu" or "cuda")."""
-    if isinstance(spec, GeneratorSpec):
-        return demand(role, spec.config, runtime, where)
-    return demand(role, spec.training.engine if spec.training else None, runtime, where)
+    return demand(role, spec.config if isinstance(spec, GeneratorSpec) else spec.layout, runtime, where)
 
 
 def _end(models: list[Any], sound: bool) -> None:

@@ -11,7 +11,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.actors.rows import Rows, num_rows, take
-from xray_runtime.config_engines import GeneratorConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.engines.topology import Topology
 from xray_runtime.processes import redirect_output
@@ -28,7 +28,7 @@ from xray_runtime.processes import redirect_output
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.engines.engine import Engine, MicroBatch
+    from xray_runtime.engines.engine import Engine, MicroBatch, Scorer
     from xray_runtime.engines.generation import Generation, Sampling
     from xray_runtime.models.objectives import Objective
     from xray_runtime.weights.device_transfer import Device, Transport
@@ -44,6 +44,8 @@ class ModelSpec:
     objective: Objective
     training: TrainingConfig | None = None
     """None: frozen, only scored."""
+    frozen: LayoutConfig = field(default_factory=LayoutConfig)
+    """How it is spread without `training`."""
     score_tokens: int = 8192
     """Padded tokens in one scoring pass."""
     head: Path | None = None
@@ -54,6 +56,11 @@ class ModelSpec:
     """Checkpoint whose top layers become the reference branch on the shared trunk."""
     adapter_seed: int = 0
     """Of LoRA adapters' first values, where `training` has them."""
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """How it is spread over Workhorses."""
+        return self.frozen if self.training is None else self.training.engine
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,8 @@ class Learner(Workhorse):
         self._settle(place)
         from safetensors.torch import load_file
 
+        from xray_runtime.engines.engine import build_engine, build_scorer
+        from xray_runtime.engines.zero import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, skeleton
         from xray_runtime.models.heads import HeadedLM
@@ -170,7 +179,7 @@ class Learner(Workhorse):
 
         self.spec = spec
         # A frozen trunk is compared with the reference's before anything is cut.
-        in_part = spec.training is not None and spec.trainable_layers is None and Topology.of(spec.training.engine).cuts
+        in_part = spec.trainable_layers is None and Topology.of(spec.layout).cuts
         lm = skeleton(str(spec.directory)) if in_part else load_model(spec.directory)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
@@ -187,22 +196,20 @@ class Learner(Workhorse):
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
         self._trunks: dict[int, torch.Tensor] = {}
-        self.engine: Engine | None = None
-        self.module: Any = module
-        if spec.training is not None:
-            from xray_runtime.engines.engine import build_engine
-            from xray_runtime.engines.zero import init_collectives
-
+        if spec.training is not None or place.world_size > 1:
             init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
-            self.engine = build_engine(module, spec.training, spec.directory, self.device)
-            self.module = self.engine.module
-        elif self.place.world_size > 1:
-            raise ValueError(f"{self.place.role}: a frozen model has one Workhorse")
+        self.engine: Engine | None = None
+        self.scorer: Scorer
+        if spec.training is not None:
+            self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
+        else:
+            self.scorer = build_scorer(module, spec.frozen, spec.directory, self.device)
+        self.module: Any = self.scorer.module
         self.module.eval()
 
     def release(self) -> None:
         super().release()
-        self.engine = self.module = None
+        del self.engine, self.scorer, self.module
         self._trunks = {}
         gc.collect()
 
@@ -217,7 +224,7 @@ class Learner(Workhorse):
         out: dict[str, np.ndarray] = {}
         batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
         with torch.no_grad():
-            for batch, scores in self._evaluate(batches):
+            for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 index = batch.rows
                 for name, tensor in scores.items():
                     array = tensor.float().cpu().numpy()[: len(index)]
@@ -229,14 +236,6 @@ class Learner(Workhorse):
                         column[index] = array
         return out
 
-    def _evaluate(self, batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        task = self.spec.objective.score
-        if self.engine is not None:
-            yield from self.engine.evaluate(task, batches)
-            return
-        for batch in batches:
-            yield batch, self.module(task, batch.tensors)
-
     def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`."""
         import torch
@@ -247,7 +246,7 @@ class Learner(Workhorse):
         sums: dict[str, torch.Tensor] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
-            value, stats = self._run(self.spec.objective.loss, batch.tensors, totals)
+            value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
             if not batch.rows:
                 return value * 0.0
             for name, stat in stats.items():
@@ -256,11 +255,6 @@ class Learner(Workhorse):
 
         norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
-
-    def _run(self, task: Callable[..., Any], batch: Any, *args: Any) -> Any:
-        if self.engine is not None:
-            return self.engine.forward(task, batch, *args)
-        return self.module(task, batch, *args)
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
         """Rows of like length, trimmed to it; the same number of micro-batches on every rank."""
@@ -302,7 +296,7 @@ class Learner(Workhorse):
         import torch
 
         if any(i not in self._trunks for i in ids):
-            states = self._run(type(self.module).trunk, input_ids)
+            states = self.scorer.forward(type(self.module).trunk, input_ids)
             self._trunks |= dict(zip(ids, states, strict=True))
         width = input_ids.shape[1]
         states = [self._trunks[i] for i in ids]

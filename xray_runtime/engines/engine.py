@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from xray_runtime.config_engines import TrainingConfig
+from xray_runtime.config_engines import LayoutConfig, TrainingConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
+    from xray_runtime.engines.mesh import Mesh
+    from xray_runtime.engines.tensor import Split
     from xray_runtime.models.heads import HeadedLM
 
 
@@ -25,19 +27,24 @@ class MicroBatch:
     tensors: dict[str, Tensor]
 
 
-class Engine(Protocol):
-    """One rank of a trained model. Every rank makes every call, with its replica's micro-batches; as many on each."""
+class Scorer(Protocol):
+    """One rank of a model. Every rank makes every call, with its replica's micro-batches; as many on each."""
 
     module: Any
     """What is left of the `HeadedLM` on this rank."""
-    writes: bool
-    """Whether this rank writes the tensors it yields and saves to disk, for all ranks that hold them."""
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(module, *args)`, where the module's parameters are whole."""
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """(micro-batch, `task(module, tensors)`) of each; nothing but on ranks where the model's output comes out."""
+
+
+class Engine(Scorer, Protocol):
+    """One rank of a trained model."""
+
+    writes: bool
+    """Whether this rank writes the tensors it yields and saves to disk, for all ranks that hold them."""
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """One optimizer step at learning rate `lr` over the sum of the micro-batches' losses and of the ranks'.
@@ -68,10 +75,8 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     Raises:
         ValueError: the model cannot be cut or trained so; the message names the field.
     """
-    from xray_runtime.engines.mesh import Mesh
-    from xray_runtime.engines.part import fill
-    from xray_runtime.engines.pipeline import PipelineEngine, check_stages
-    from xray_runtime.engines.tensor import check_split, split_layers, sum_gradients
+    from xray_runtime.engines.pipeline import PipelineEngine
+    from xray_runtime.engines.tensor import sum_gradients
     from xray_runtime.engines.zero import ZeroEngine, check_offload
 
     training.engine.check_zero_stage()
@@ -85,20 +90,49 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     topology = Topology.of(training.engine)
     if not topology.cuts:
         return ZeroEngine(module, training)
+    mesh, splits = _cut(module, topology, checkpoint, device, "engine")
+    if topology.tensor > 1:
+        sum_gradients(module, mesh)
+    engine = ZeroEngine(module, training, mesh, splits)
+    return PipelineEngine(engine, mesh) if topology.pipeline > 1 else engine
+
+
+def build_scorer(module: HeadedLM, layout: LayoutConfig, checkpoint: Path, device: Any) -> Scorer:
+    """This rank of a frozen model, cut and read as `build_engine` does it.
+
+    Raises:
+        ValueError: the model cannot be cut so; the message names the field.
+    """
+    from xray_runtime.engines.pipeline import StageScorer
+    from xray_runtime.engines.scorer import PlainScorer
+
+    topology = Topology.of(layout)
+    if not topology.cuts:
+        return PlainScorer(module)
+    mesh, _ = _cut(module, topology, checkpoint, device, "frozen")
+    return StageScorer(module, mesh) if topology.pipeline > 1 else PlainScorer(module)
+
+
+def _cut(
+    module: HeadedLM, topology: Topology, checkpoint: Path, device: Any, field: str
+) -> tuple[Mesh, dict[str, Split]]:
+    """Leave this rank's part of `module`, with its weights; returns who holds the others, and what was cut how."""
+    from xray_runtime.engines.mesh import Mesh
+    from xray_runtime.engines.part import fill
+    from xray_runtime.engines.pipeline import check_stages
+    from xray_runtime.engines.tensor import check_split, split_layers
+
     # Refused before any group is made: all ranks fail alike, and none waits for another.
     if topology.pipeline > 1:
-        check_stages(module, topology.pipeline)
+        check_stages(module, topology.pipeline, field)
     if topology.tensor > 1:
-        check_split(module.lm, topology.tensor)
+        check_split(module.lm, topology.tensor, field)
     mesh = Mesh(topology)
     splits = split_layers(module, mesh, device) if topology.tensor > 1 else {}
     if topology.pipeline > 1:
         module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
     fill(module, checkpoint, splits, mesh.tensor_rank, device)
-    if topology.tensor > 1:
-        sum_gradients(module, mesh)
-    engine = ZeroEngine(module, training, mesh, splits)
-    return PipelineEngine(engine, mesh) if topology.pipeline > 1 else engine
+    return mesh, splits
 
 
 def can_be_cut(model: str) -> tuple[bool, bool]:
@@ -117,4 +151,4 @@ def can_be_cut(model: str) -> tuple[bool, bool]:
             return False
         return True
 
-    return accepted(lambda: check_split(module.lm, 1)), accepted(lambda: check_stages(module, 1))
+    return accepted(lambda: check_split(module.lm, 1, "engine")), accepted(lambda: check_stages(module, 1, "engine"))

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.mesh import Mesh
+from xray_runtime.engines.scorer import PlainScorer
 from xray_runtime.engines.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
 from xray_runtime.models.objectives import sequences
 
 
-def check_stages(module: HeadedLM, stages: int) -> None:
-    """Raises ValueError where the model cannot be dealt to so many stages."""
-    refused = f"engine.pipeline_parallel: {stages} is not allowed"
+def check_stages(module: HeadedLM, stages: int, field: str) -> None:
+    """Raises ValueError where the model cannot be dealt to so many stages, as `field` asks."""
+    refused = f"{field}.pipeline_parallel: {stages} is not allowed"
     if not built_like_llama(module.lm):
         raise ValueError(f"{refused}: only models built like Llama are taken apart, not a {type(module.lm).__name__}")
     if module.has_trunk:
@@ -37,23 +38,19 @@ def check_stages(module: HeadedLM, stages: int) -> None:
         raise ValueError(f"{refused}: the model has {len(module.lm.model.layers)} layers")
 
 
-class PipelineEngine:
-    """One pipeline stage, around the engine that holds its layers."""
+class StageScorer(PlainScorer):
+    """One pipeline stage of a frozen model."""
 
-    def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
-        self._inner, self._mesh = inner, mesh
-        self.module, self.writes = inner.module, inner.writes
+    def __init__(self, module: Any, mesh: Mesh) -> None:
+        super().__init__(module)
+        self._mesh = mesh
         parameter = next(self.module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._hidden: int = self.module.lm.config.hidden_size
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
-    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Engine.forward`."""
-        return self._inner.forward(task, *args)
-
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Engine.evaluate`."""
+        """See `Scorer.evaluate`."""
         for batch in batches:
             states = self._receive_states(batch)
             if self._mesh.is_last:
@@ -61,6 +58,49 @@ class PipelineEngine:
             else:
                 self._send_up(self._through(batch, states))
         self._sent()
+
+    def _entered(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
+        assert states is not None
+        return batch.tensors | {"trunk": states}
+
+    def _through(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
+        ids = sequences(batch.tensors) if states is None else None
+        out: Tensor = self.forward(type(self.module).stage_states, ids, states)
+        return out
+
+    def _receive_states(self, batch: MicroBatch) -> Tensor | None:
+        if self._mesh.is_first:
+            return None
+        shape = (*sequences(batch.tensors).shape, self._hidden)
+        states = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(states, self._mesh.at_stage(self._mesh.stage - 1), group=self._mesh.up_group)
+        return states
+
+    def _send_up(self, states: Tensor) -> None:
+        self._send(states, self._mesh.stage + 1, self._mesh.up_group)
+
+    def _send(self, tensor: Tensor, stage: int, group: Any) -> None:
+        # Without waiting, or two stages could each wait for the other; the tensor is kept until it has left.
+        tensor = tensor.contiguous()
+        self._sends.append((dist.isend(tensor, self._mesh.at_stage(stage), group=group), tensor))
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+
+    def _sent(self) -> None:
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+
+class PipelineEngine(StageScorer):
+    """One pipeline stage of a trained model, around the engine that holds its layers."""
+
+    def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
+        super().__init__(inner.module, mesh)
+        self._inner, self.writes = inner, inner.writes
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """See `Scorer.forward`."""
+        return self._inner.forward(task, *args)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """See `Engine.step`. A stage runs ahead of its backward passes by as many micro-batches as stages follow it."""
@@ -114,37 +154,6 @@ class PipelineEngine:
         if states is not None:
             assert states.grad is not None
             self._send(states.grad, self._mesh.stage - 1, self._mesh.down_group)
-
-    def _entered(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
-        assert states is not None
-        return batch.tensors | {"trunk": states}
-
-    def _through(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
-        ids = sequences(batch.tensors) if states is None else None
-        out: Tensor = self.forward(type(self.module).stage_states, ids, states)
-        return out
-
-    def _receive_states(self, batch: MicroBatch) -> Tensor | None:
-        if self._mesh.is_first:
-            return None
-        shape = (*sequences(batch.tensors).shape, self._hidden)
-        states = torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(states, self._mesh.at_stage(self._mesh.stage - 1), group=self._mesh.up_group)
-        return states
-
-    def _send_up(self, states: Tensor) -> None:
-        self._send(states, self._mesh.stage + 1, self._mesh.up_group)
-
-    def _send(self, tensor: Tensor, stage: int, group: Any) -> None:
-        # Without waiting, or two stages could each wait for the other; the tensor is kept until it has left.
-        tensor = tensor.contiguous()
-        self._sends.append((dist.isend(tensor, self._mesh.at_stage(stage), group=group), tensor))
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
-
-    def _sent(self) -> None:
-        while self._sends:
-            self._sends.popleft()[0].wait()
 
     def _tied(self) -> bool:
         return bool(self.module.lm.config.tie_word_embeddings)

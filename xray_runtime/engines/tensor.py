@@ -26,9 +26,9 @@ class Split:
     sizes: tuple[int, ...]
 
 
-def check_split(lm: Any, degree: int) -> None:
-    """Raises ValueError where `lm` cannot be split over `degree` peers."""
-    refused = f"engine.tensor_parallel: {degree} is not allowed"
+def check_split(lm: Any, degree: int, field: str) -> None:
+    """Raises ValueError where `lm` cannot be split over `degree` peers, as `field` asks."""
+    refused = f"{field}.tensor_parallel: {degree} is not allowed"
     config = lm.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from xray_runtime.config_engines import EngineConfig
+from xray_runtime.config_engines import LayoutConfig
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Topology:
     data: int = 1
 
     @classmethod
-    def of(cls, engine: EngineConfig) -> Self:
-        return cls(engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel)
+    def of(cls, layout: LayoutConfig) -> Self:
+        return cls(layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel)
 
     @property
     def size(self) -> int:

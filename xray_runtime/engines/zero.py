@@ -106,7 +106,7 @@ class ZeroEngine:
         return self.engine(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Engine.evaluate`."""
+        """See `Scorer.evaluate`."""
         for batch in batches:
             yield batch, self.forward(task, batch.tensors)
 

@@ -81,7 +81,8 @@ class ReferenceObjective:
     temperature: float
 
     def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        logprobs, _ = response_logprobs(module, module.hidden(rows["input_ids"]), rows, self.temperature)
+        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
+        logprobs, _ = response_logprobs(module, hidden, rows, self.temperature)
         return {"ref_logprobs": _spread(logprobs, rows)}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:

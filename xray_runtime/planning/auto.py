@@ -1,17 +1,17 @@
 """`runtime.parallel: auto`: the engines of a config chosen by the memory model, for the devices that there are.
 
-Only layouts that Workhorses have: one Workhorse for what is frozen and for the generator, and for what is trained the
-first of these that fits:
+Only layouts that Workhorses have. For what is trained the first of these that fits:
 
     ZeRO 0 to 3         over whole replicas
     tensor parallel     a replica split over 2, 4, 8 devices of one node, ZeRO 0 to 2 over replicas
     and pipeline        in 2, 4, 8 stages, each on one device or split again
 
 The last two are for what ZeRO-3 cannot do: it shards over no more ranks than a step has rows, and each holds all
-activations of its pass. Placements:
+activations of its pass. What is frozen is cut only as far as one copy needs it, the generator by tensor alone.
+Placements:
 
     colocated   one rank a model, all models sharing the devices; on CPU as many ranks as are of use
-    separate    a GPU for each frozen model and the generator; the trained ones share out the rest
+    separate    devices of its own for each frozen model and the generator; the trained ones share out the rest
 
 As many replicas are of use as a step has micro-batches; where that does not fit, all devices may be taken. One layout
 serves every trained model, so each quantity is taken where it is largest.
@@ -63,7 +63,7 @@ def choose(workload: Workload, machine: Machine, base: FreshBase | PretrainedBas
 
 def engine_of(plan: Plan) -> dict[str, Any]:
     """The fields of `EngineConfig` that the plan's trained models get."""
-    layout = next(p.layout for p in plan.roles if p.role.use == "train")
+    layout = _layout(plan, "train")
     return {
         "num_workhorses": layout.num_devices,
         "zero_stage": layout.zero_stage,
@@ -79,14 +79,23 @@ def describe(plan: Plan) -> str:
 
 def _words(plan: Plan) -> str:
     engine, machine = engine_of(plan), plan.machine
-    degrees = {"TP": engine["tensor_parallel"], "PP": engine["pipeline_parallel"]}
-    cut = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
+    others = {"frozen ones": _layout(plan, "score"), "the generator": _layout(plan, "generate")}
+    cut = "".join(f"; {name} on {o.num_devices}{_degrees(o)}" for name, o in others.items() if o.num_devices > 1)
     return (
         f"{plan.placement}, trained models on {engine['num_workhorses']} Workhorses under ZeRO-{engine['zero_stage']}"
-        f"{cut}: "
+        f"{_degrees(_layout(plan, 'train'))}{cut}: "
         f"{plan.fullest.peak_bytes / 1e9:.3g} GB on the fullest of {machine.num_devices} {machine.device} devices with "
         f"{machine.usable_bytes / 1e9:.3g} usable GB"
     )
+
+
+def _degrees(layout: Layout) -> str:
+    return "".join(f", {name} {degree}" for name, degree in (("TP", layout.tp), ("PP", layout.pp)) if degree > 1)
+
+
+def _layout(plan: Plan, use: str) -> Layout:
+    """That of the roles with this use, which share one."""
+    return next((p.layout for p in plan.roles if p.role.use == use), Layout())
 
 
 def _workload(config: LifecycleConfig, device: str) -> Workload:
@@ -120,32 +129,47 @@ def _workload(config: LifecycleConfig, device: str) -> Workload:
 
 def _plans(workload: Workload, machine: Machine, base: FreshBase | PretrainedBase) -> Iterator[Plan]:
     trained = [role for role in workload.roles if role.use == "train"]
-    others = [role for role in workload.roles if role.use != "train"]
+    scored = [role for role in workload.roles if role.use == "score"]
+    generators = [role for role in workload.roles if role.use == "generate"]
     tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
     models = len(workload.roles)
     least = max(role.options.least_zero_stage for role in trained)
 
-    def plan(placement: Placement, layout: Layout, shared_by: int) -> Plan:
-        plans = [RolePlan(role, layout, workload.memory(role, layout), 0) for role in trained]
-        plans += [RolePlan(role, Layout(), workload.memory(role, Layout()), 0) for role in others]
+    def plan(placement: Placement, shared_by: int, train: Layout, score: Layout, generate: Layout) -> Plan:
+        laid_out = [(trained, train), (scored, score), (generators, generate)]
+        plans = [RolePlan(r, layout, workload.memory(r, layout), 0) for roles, layout in laid_out for r in roles]
         plans.sort(key=lambda p: p.memory.total, reverse=True)
         # Who shares a device with whom is Ray's choice: the largest may meet.
         groups = [Group(tuple(plans[i : i + shared_by]), range(1), False) for i in range(0, len(plans), shared_by)]
         return Plan(placement, tuple(groups), machine, ())
 
+    def least_cut(roles: list[Role], *, by_layers: bool) -> Layout:
+        """The first that every one of `roles` fits under, alone on its devices; where none does, no cut."""
+        for tp, pp in _cuts(roles[0], machine, base) if roles else ():
+            layout = Layout(tp=tp, pp=pp)
+            if (by_layers or pp == 1) and all(
+                workload.memory(role, layout).total <= machine.usable_bytes for role in roles
+            ):
+                return layout
+        return Layout()
+
     on_cpu = machine.device == "cpu"
-    alone = 0 if on_cpu else len(others)
-    if not on_cpu and (useful == 1 or machine.num_devices < alone + len(trained)):
-        yield plan("colocated", Layout(zero_stage=least), math.ceil(models / machine.num_devices))
+    if not on_cpu and (useful == 1 or machine.num_devices < models):
+        whole = Layout()
+        yield plan("colocated", math.ceil(models / machine.num_devices), Layout(zero_stage=least), whole, whole)
+    score, generate = Layout(), Layout()
+    if not on_cpu:
+        score, generate = least_cut(scored, by_layers=True), least_cut(generators, by_layers=False)
     for tp, pp in _cuts(trained[0], machine, base):
-        # On CPU trained models share devices as well.
-        replicas = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
+        alone = [score.tp] * score.pp * len(scored) + [generate.tp] * len(generators)
+        replicas = _groups(machine, tp, [] if on_cpu else alone) // (1 if on_cpu else len(trained)) // pp
         most = min(replicas, workload.batch_size, MAX_RANKS // (tp * pp))
         for dp in sorted({min(useful, most), most}) if most else ():
             for stage in _zero_stages(least, dp, cut=tp * pp > 1):
                 layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
-                yield plan("colocated", layout, models) if on_cpu else plan("separate", layout, 1)
+                placement: Placement = "colocated" if on_cpu else "separate"
+                yield plan(placement, models if on_cpu else 1, layout, score, generate)
 
 
 def _cuts(role: Role, machine: Machine, base: FreshBase | PretrainedBase) -> Iterator[tuple[int, int]]:
@@ -167,12 +191,17 @@ def _cuts(role: Role, machine: Machine, base: FreshBase | PretrainedBase) -> Ite
     yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
 
 
-def _groups(machine: Machine, tp: int, alone: int) -> int:
-    """How many times `tp` devices of one node there are, with `alone` single ones left over."""
+def _groups(machine: Machine, tp: int, others: list[int]) -> int:
+    """How many times `tp` devices of one node are left when others have taken theirs: so many of one node each."""
     node = machine.devices_per_node or machine.num_devices
-    groups = machine.num_devices // node * (node // tp)
-    spare = machine.num_devices - groups * tp
-    return max(groups - math.ceil(max(alone - spare, 0) / tp), 0)
+    free = [node] * (machine.num_devices // node) + [machine.num_devices % node]
+    for size in sorted(others, reverse=True):
+        # Where the fewest groups are lost, and there on the fullest node.
+        open_to = [i for i, left in enumerate(free) if left >= size]
+        if not open_to:
+            return 0
+        free[min(open_to, key=lambda i: (free[i] // tp - (free[i] - size) // tp, free[i]))] -= size
+    return sum(left // tp for left in free)
 
 
 def _zero_stages(least: int, dp: int, *, cut: bool) -> range:
@@ -183,7 +212,10 @@ def _zero_stages(least: int, dp: int, *, cut: bool) -> range:
 
 def _apply(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:
     generator = next(p for p in plan.roles if p.role.use == "generate")
+    score = _layout(plan, "score")
     data: dict[str, Any] = config.model_dump(mode="json")
+    data["frozen"] = {"num_workhorses": score.num_devices, "tensor_parallel": score.tp, "pipeline_parallel": score.pp}
+    data["generator"]["tensor_parallel"] = generator.layout.tp
     for section in (data["sft"], data["reward"], *data["ppo"]["stages"]):
         for engine in (section["engine"], section.get("critic_engine")):
             if engine is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xray_runtime.config import FreshBase, GoldPreferences, LifecycleConfig
-from xray_runtime.config_engines import EngineConfig, GeneratorConfig, RuntimeConfig
+from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, RuntimeConfig
 from xray_runtime.config_io import ConfigError
 
 Resources = Mapping[str, float]
@@ -39,21 +39,21 @@ class Demand:
         return self.gpus > 0 or self.num_ranks > self.num_replicas
 
 
-def demand(role: str, engine: EngineConfig | GeneratorConfig | None, runtime: RuntimeConfig, device: str) -> Demand:
-    """What the model of `role` asks for; without an `engine` it is frozen, on one Workhorse."""
+def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeConfig, device: str) -> Demand:
+    """What the model of `role` asks for."""
     gpus = runtime.gpus_per_workhorse if device == "cuda" else 0.0
-    if isinstance(engine, GeneratorConfig):
-        together, replicas = engine.tensor_parallel, runtime.generator_replicas
+    together = layout.tensor_parallel
+    if isinstance(layout, GeneratorConfig):
+        replicas = runtime.generator_replicas
         return Demand(role, together * replicas, runtime.cpus_per_workhorse, gpus, together, replicas)
-    ranks, together = (1, 1) if engine is None else (engine.num_workhorses, engine.tensor_parallel)
-    return Demand(role, ranks, runtime.cpus_per_workhorse, gpus, together)
+    return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
 
 
 def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
     """Stage → what its models, all alive at the same time, ask for."""
 
-    def of(roles: Mapping[str, EngineConfig | GeneratorConfig | None]) -> list[Demand]:
-        return [demand(role, engine, config.runtime, device) for role, engine in roles.items()]
+    def of(roles: Mapping[str, LayoutConfig | GeneratorConfig]) -> list[Demand]:
+        return [demand(role, layout, config.runtime, device) for role, layout in roles.items()]
 
     shared_trunk = not isinstance(config.base, FreshBase) and config.base.trainable_layers is not None
     demands = {"sft": of({"policy": config.sft.engine})}
@@ -61,17 +61,18 @@ def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand
         demands["preferences"] = of({"generator": config.generator})
     demands["reward"] = of({"reward": config.reward.engine})
     for number, stage in enumerate(config.ppo.stages, start=1):
-        roles: dict[str, EngineConfig | GeneratorConfig | None] = {
+        roles: dict[str, LayoutConfig | GeneratorConfig] = {
             "generator": config.generator,
             "policy": stage.engine,
-            "reward": None,
+            "reward": config.frozen,
         }
         if not shared_trunk:
-            roles["reference"] = None
+            roles["reference"] = config.frozen
         if stage.critic == "separate":
             roles["critic"] = stage.critic_engine or stage.engine
         demands[f"ppo-{number}"] = of(roles)
-    return demands | {"evaluate": of({"generator": config.generator, "before": None, "after": None, "reward": None})}
+    frozen = dict.fromkeys(("before", "after", "reward"), config.frozen)
+    return demands | {"evaluate": of({"generator": config.generator, **frozen})}
 
 
 def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.workhorse import GeneratorSpec
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config_engines import GeneratorConfig, TrainingConfig
+from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.stages.spec import StageSpec
@@ -32,6 +32,11 @@ def generator_spec(spec: StageSpec, directory: Path, max_new_tokens: int) -> Gen
     """The configured generator, starting from the checkpoint in `directory`."""
     config = GeneratorConfig.model_validate(spec.sections["generator"])
     return GeneratorSpec(directory, max_prompt_tokens(spec) + max_new_tokens, config)
+
+
+def frozen_layout(spec: StageSpec) -> LayoutConfig:
+    """How models that only score are spread."""
+    return LayoutConfig.model_validate(spec.sections["frozen"])
 
 
 def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = None) -> float:

@@ -26,7 +26,7 @@ from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import generator_spec, max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.common import frozen_layout, generator_spec, max_prompt_tokens, text_rows, unique_prompts
 from xray_runtime.stages.evaluate import record_replies
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import SEEN_BY_CHAMPION, Recorder, StageSpec
@@ -144,7 +144,7 @@ def _rewards(
     """Side → score of each reply [n], in deviations of the reward model's own held-out scores."""
     tokenizer = load_tokenizer(reward)
     encoded = encode_prompts(tokenizer, prompts)
-    model = ModelSpec(reward, RewardObjective(), head=reward / HEAD_FILE)
+    model = ModelSpec(reward, RewardObjective(), head=reward / HEAD_FILE, frozen=frozen_layout(spec))
     found = {}
     summary = json.loads((reward / "reward.json").read_text())
     with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:

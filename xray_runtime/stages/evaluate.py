@@ -24,7 +24,14 @@ from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective, RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import closed, generator_spec, max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.common import (
+    closed,
+    frozen_layout,
+    generator_spec,
+    max_prompt_tokens,
+    text_rows,
+    unique_prompts,
+)
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.weights.plasma import pack
@@ -44,11 +51,12 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     )
     order = np.random.default_rng(derive_seed(spec.seed, "evaluate", "prompts")).permutation(len(prompts))
     prompts = [prompts[i] for i in order[: config.num_prompts]]
+    frozen = frozen_layout(spec)
     models: dict[str, ModelSpec | GeneratorSpec] = {
         "generator": generator_spec(spec, sft, config.max_new_tokens),
-        "before": ModelSpec(sft, ReferenceObjective(config.temperature)),
-        "after": ModelSpec(policy, ReferenceObjective(config.temperature)),
-        "reward": ModelSpec(reward, RewardObjective(), head=reward / HEAD_FILE),
+        "before": ModelSpec(sft, ReferenceObjective(config.temperature), frozen=frozen),
+        "after": ModelSpec(policy, ReferenceObjective(config.temperature), frozen=frozen),
+        "reward": ModelSpec(reward, RewardObjective(), head=reward / HEAD_FILE, frozen=frozen),
     }
     replies: dict[str, list[list[int]]] = {}
     with open_models(spec.runtime, recorder.log_dir, models) as handles:

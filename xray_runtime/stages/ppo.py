@@ -34,6 +34,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import (
     PhaseClock,
     closed,
+    frozen_layout,
     generator_spec,
     lr_at,
     max_prompt_tokens,
@@ -110,7 +111,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
 
 def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | GeneratorSpec]:
     policy, reference, reward = spec.parent("policy"), spec.parent("reference"), spec.parent("reward")
-    layers = trainable_layers(spec)
+    layers, frozen = trainable_layers(spec), frozen_layout(spec)
     shared_critic = config.critic == "shared"
     head = policy / HEAD_FILE
     models: dict[str, ModelSpec | GeneratorSpec] = {
@@ -126,10 +127,10 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             reference=reference if layers is not None else None,
             adapter_seed=derive_seed(spec.seed, spec.name, "policy", "adapters"),
         ),
-        "reward": ModelSpec(reward, RewardObjective(), head=reward / REWARD_HEAD_FILE),
+        "reward": ModelSpec(reward, RewardObjective(), head=reward / REWARD_HEAD_FILE, frozen=frozen),
     }
     if layers is None:
-        models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature))
+        models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=frozen)
     if not shared_critic:
         trained = policy / "critic"
         models["critic"] = ModelSpec(

@@ -129,7 +129,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
             StagePlan(
                 name,
                 "ppo",
-                sections(ppo=stage, gold=config.gold, **sampling),
+                sections(ppo=stage, gold=config.gold, frozen=config.frozen, **sampling),
                 {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"},
             )
         )
@@ -138,7 +138,7 @@ def plan_stages(config: LifecycleConfig) -> list[StagePlan]:
         StagePlan(
             "evaluate",
             "evaluate",
-            sections(evaluate=config.evaluate, gold=config.gold, **sampling),
+            sections(evaluate=config.evaluate, gold=config.gold, frozen=config.frozen, **sampling),
             {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"},
         )
     )

@@ -80,11 +80,11 @@ class MegatronEngine:
         return self._updates.optimizer
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Engine.forward`."""
+        """See `Scorer.forward`."""
         return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Engine.evaluate`."""
+        """See `Scorer.evaluate`."""
         if self._num_stages == 1:
             for batch in batches:
                 yield batch, self.forward(task, batch.tensors)
