@@ -433,6 +433,8 @@ class LifecycleConfig(Section):
                 "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm': only vLLM on "
                 "CUDA gives its memory back"
             )
+        if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
+            raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
         if self.runtime.parallel == "auto":
             self._nothing_chosen()
         if self.preferences.source == "gold" and self.gold is None:

@@ -209,6 +209,9 @@ class RuntimeConfig(Section):
     generator_sleeps: bool = False
     """CUDA and vLLM only: between rollouts the generator keeps its weights in host memory and gives its GPU memory to
     the models it shares the GPU with."""
+    trainer_sleeps: bool = False
+    """CUDA only: while replies are sampled, what is trained keeps its weights and optimizer states in host memory and
+    gives its GPU memory to the generator."""
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
     """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
     `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import ray
 import torch
+import transformers
 
 from xray_runtime.actors.rows import pad
 from xray_runtime.actors.whole_model import open_models
 from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
 from xray_runtime.config import SFTConfig
-from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.objectives import SFTObjective
 
@@ -50,6 +51,38 @@ def test_the_generator_follows_a_trained_policy(
         # What the checksummed way brings is the same.
         ray.get(generator.load_weights.remote(ray.get(policy.export_weights.remote(2))))
         np.testing.assert_array_equal(ask(2), direct)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
+    cluster: None, tmp_path: Path, zero_stage: int
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("only GPU memory can be given away")
+    shape = transformers.LlamaConfig(vocab_size=320, hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    training = SFTConfig(engine=EngineConfig(zero_stage=zero_stage))
+    rows = {
+        "input_ids": np.arange(5, 17).reshape(2, 6),
+        "prompt_lengths": np.array([2, 3]),
+        "lengths": np.array([6, 6]),
+    }
+    stats, asleep, awake = {}, 0, 0
+    for sleeps in (False, True):
+        runtime = RuntimeConfig(device="cuda", trainer_sleeps=sleeps)
+        spec = ModelSpec(tmp_path / "model", SFTObjective(), training=training)
+        with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
+            for _ in range(3):
+                stats[sleeps] = ray.get(models["policy"].train.remote(rows, {"tokens": 7.0}, 1e-3))
+                if sleeps:
+                    awake = torch.cuda.mem_get_info()[0]
+                    ray.get(models["policy"].sleep.remote())
+                    asleep = torch.cuda.mem_get_info()[0]
+                    ray.get(models["policy"].wake_up.remote())
+    assert stats[True] == stats[False]
+    # 134 million parameters with AdamW in float32 are 12 bytes each.
+    assert asleep - awake > 1.5e9
 
 
 @pytest.mark.gpu

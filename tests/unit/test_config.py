@@ -190,6 +190,7 @@ REFUSED = [
         "{runtime: {generator_sleeps: true}, generator: {engine: transformers}}",
         "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm'",
     ),
+    ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
     # not a config at all
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),

@@ -90,9 +90,10 @@ def test_what_is_missing_is_said_and_never_tried_again(
     assert not may_retry(caught.value)
 
 
-def test_sleep_is_for_gpus() -> None:
-    wanted = validate({"runtime": {"generator_sleeps": True}})
-    with pytest.raises(ConfigError, match=r"^runtime\.generator_sleeps: true is not allowed on CPU"):
+@pytest.mark.parametrize("who", ["generator", "trainer"])
+def test_sleep_is_for_gpus(who: str) -> None:
+    wanted = validate({"runtime": {f"{who}_sleeps": True}})
+    with pytest.raises(ConfigError, match=rf"^runtime\.{who}_sleeps: true is not allowed on CPU"):
         check_config(wanted, "cpu", TWO_CORES)
     check_config(wanted, "cuda", [{"CPU": 2.0, "GPU": 8.0}])
 

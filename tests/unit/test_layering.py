@@ -43,6 +43,7 @@ OWNERS = {
     "mlflow": {"xray_runtime/lineage", "flows/services.py"},
     "vllm": {
         "xray_runtime/engines/vllm_generator.py",
+        "xray_runtime/engines/slumber.py",
         "xray_runtime/weights/vllm_transfer.py",
         "xray_runtime/weights/device_transfer.py",
     },

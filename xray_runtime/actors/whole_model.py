@@ -167,6 +167,14 @@ class WholeModel:
         devices: list[Device] = self._call("where")
         return devices
 
+    def sleep(self) -> None:
+        """`Learner.sleep` on all ranks."""
+        self._call("sleep")
+
+    def wake_up(self) -> None:
+        """`Learner.wake_up` on all ranks."""
+        self._call("wake_up")
+
     def save(self, directory: Path, head_file: str | None = None) -> None:
         """Write the model in Hugging Face form."""
         self._get([self._workhorses[0].begin_save.remote(directory)])

@@ -171,6 +171,7 @@ class Learner(Workhorse):
         from safetensors.torch import load_file
 
         from xray_runtime.engines.engine import build_engine, build_scorer
+        from xray_runtime.engines.slumber import lendable
         from xray_runtime.engines.zero import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, skeleton
@@ -191,8 +192,6 @@ class Learner(Workhorse):
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
-        if not in_part:
-            module.to(self.device)
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
         self._trunks: dict[int, torch.Tensor] = {}
@@ -200,10 +199,13 @@ class Learner(Workhorse):
             init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
         self.engine: Engine | None = None
         self.scorer: Scorer
-        if spec.training is not None:
-            self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
-        else:
-            self.scorer = build_scorer(module, spec.frozen, spec.directory, self.device)
+        with lendable(self.runtime.trainer_sleeps and spec.training is not None):
+            if not in_part:
+                module.to(self.device)
+            if spec.training is not None:
+                self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
+            else:
+                self.scorer = build_scorer(module, spec.frozen, spec.directory, self.device)
         self.module: Any = self.scorer.module
         self.module.eval()
 
@@ -212,6 +214,19 @@ class Learner(Workhorse):
         del self.engine, self.scorer, self.module
         self._trunks = {}
         gc.collect()
+
+    def sleep(self) -> None:
+        """Give this model's GPU memory to others, until `wake_up`; with `runtime.trainer_sleeps`."""
+        from xray_runtime.engines.slumber import lend
+
+        self._trunks.clear()
+        lend()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        from xray_runtime.engines.slumber import take_back
+
+        take_back()
 
     def score(self, rows: Rows, width: int) -> Rows:
         """The objective's scores of `rows`, in their order; per-token ones are [B, `width`].

@@ -79,6 +79,8 @@ def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources
     """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
     if config.runtime.generator_sleeps and device == "cpu":
         raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA gives memory back")
+    if config.runtime.trainer_sleeps and device == "cpu":
+        raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be given away")
     for name, engine in config.engines.items():
         if device == "cpu" and engine.cuda_only:
             raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")

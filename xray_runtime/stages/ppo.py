@@ -11,6 +11,8 @@ The loop of `run` is the algorithm; each iteration:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             with clock.phase("sync"):
                 if iteration:
                     ray.get(models["generator"].follow.remote(models["policy"], iteration))
-            with clock.phase("generate"):
+            with clock.phase("generate"), _asleep(trained if spec.runtime.trainer_sleeps else {}):
                 asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
                 rollout = _generate(models["generator"], spec, config, tokenizer, asked, iteration)
             with clock.phase("score"):
@@ -143,6 +145,13 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             adapter_seed=derive_seed(spec.seed, spec.name, "critic", "adapters"),
         )
     return models
+
+
+@contextmanager
+def _asleep(models: dict[str, Any]) -> Iterator[None]:
+    ray.get([model.sleep.remote() for model in models.values()])
+    yield
+    ray.get([model.wake_up.remote() for model in models.values()])
 
 
 def _generate(
