@@ -18,7 +18,7 @@ from flows.promote_command import promote
 from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
-from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
+from xray_runtime.config_io import ConfigError, check_storage, load_config, resolved_yaml
 from xray_runtime.files import write_whole
 from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.workload import local_node, this_machine
@@ -66,6 +66,7 @@ def run(
             # What is asked of a cluster of its own is asked once the run is connected to it.
             here = this_machine(resolved.runtime.device)
             check_config(resolved, here.device, [local_node(here)])
+        check_storage(resolved)
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,8 @@ def shortened(config: LifecycleConfig) -> LifecycleConfig:
         data["preferences"]["num_pairs"] = min(config.preferences.num_pairs, MAX_PAIRS)
     for stage in data["ppo"]["stages"]:
         stage["iterations"] = STEPS
+    # What is fetched is not computed.
+    data["runtime"]["storage"] = None
     data["evaluate"]["num_prompts"] = min(config.evaluate.num_prompts, 16)
     return LifecycleConfig.model_validate(data)
 

@@ -31,19 +31,22 @@ from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
 from flows.records import end_lost_flow_run, end_lost_task_run
 from flows.session import CONFIG, LIFECYCLE_LOCK, hold
+from tasks.sharing import share_result
 from tasks.stage import RunContext, StageResult, stage
 from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.actors.whole_model import expect_models
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import load_manifest, verify
+from xray_runtime.checkpoints.shared import SharedStore, open_shared
+from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.config_io import resolved_yaml
+from xray_runtime.config_io import check_storage, resolved_yaml
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.keys import exchange_keys
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
@@ -83,8 +86,12 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, _terminate)
     # What cannot work is noticed before anything is computed.
     config, _ = settled(config)
+    if deployment.id is not None:
+        # Of a command, it was checked before anything was started.
+        check_storage(config)
     write_whole(root / CONFIG, resolved_yaml(config))
     signing_key(root)
+    exchange_keys(root, open_shared(config.runtime.storage))
     before = unfinished(root, config)
     if before is not None:
         end_lost_flow_run(before["flow_run_id"], flow_run.id)
@@ -222,18 +229,29 @@ def run_stage(
         retry_delay_seconds=runtime.retry_delay_s,
         result_storage=Path(context.output) / "results",
     )
+    output, shared = Path(context.output), open_shared(runtime.storage)
     state = _submit(configured, spec, context, runtime.retries)
-    result = StageResult.model_validate(state.result())
-    cached = state.name == "Cached"
-    findings = verify(result.checkpoint.path, result.checkpoint.sha256)
-    if findings and cached:
+    result, findings = _verified(state, output, shared)
+    if findings and state.name == "Cached":
         log.warning("%s: cached checkpoint is not sound (%s); computing it again", plan.name, "; ".join(findings))
         state = _submit(configured.with_options(refresh_cache=True), spec, context, runtime.retries)
-        result, cached = StageResult.model_validate(state.result()), False
-        findings = verify(result.checkpoint.path, result.checkpoint.sha256)
+        result, findings = _verified(state, output, shared)
     if findings:
         raise RuntimeError(f"{plan.name}: the checkpoint just published is not sound: {'; '.join(findings)}")
-    return result, cached
+    if state.name == "Cached":
+        # Computed before this store was configured, maybe.
+        share_result(result, output, shared)
+    return result, state.name == "Cached" or result.attempts == 0
+
+
+def _verified(state: State, output: Path, shared: SharedStore | None) -> tuple[StageResult, list[str]]:
+    """The result a stage's task ended with, and what is wrong with its checkpoint on this machine."""
+    result = StageResult.model_validate(state.result())
+    findings = verify(result.checkpoint.path, result.checkpoint.sha256)
+    if findings and shared is not None:
+        Store(output / CHECKPOINTS, shared).find(result.name, result.key)
+        findings = verify(result.checkpoint.path, result.checkpoint.sha256)
+    return result, findings
 
 
 def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:

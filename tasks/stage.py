@@ -73,8 +73,10 @@ def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
     task_run_name="{spec.name} {spec.key}",
 )
 def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
-    """Run one stage and publish its checkpoint; returns a `StageResult` as JSON."""
-    from xray_runtime.checkpoints.store import Store, load_manifest
+    """Run one stage and publish its checkpoint, or fetch it from the shared store; returns a `StageResult` as JSON."""
+    from tasks.sharing import fetch_result, share_result
+    from xray_runtime.checkpoints.shared import open_shared
+    from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest
     from xray_runtime.lineage.attestation import attest
     from xray_runtime.lineage.recorder import StageRecorder
     from xray_runtime.lineage.signing import signing_key
@@ -86,13 +88,17 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
+    shared = open_shared(spec.runtime.storage)
+    fetched = fetch_result(spec, output, shared)
+    if fetched is not None:
+        return fetched.model_dump(mode="json")
     tracker = Tracker(context.tracking_uri, context.experiment, None)
     run = tracker.stage_run(context.parent_run_id, spec.name, spec.key, spec.sections, context.tags)
     report = _Progress(spec.name)
-    recorder = StageRecorder(output, spec.name, spec.key, run, report, spec.runtime.snapshot_every)
+    recorder = StageRecorder(output, spec.name, spec.key, run, report, spec.runtime.snapshot_every, shared)
     report.on_stop = recorder.interrupt
     _on_sigterm(recorder.interrupt)
-    store = Store(output / "checkpoints")
+    store = Store(output / CHECKPOINTS, shared)
     dataset = spec.parents["dataset"].sha256 if "dataset" in spec.parents else None
     parents = {role: parent.sha256 for role, parent in spec.parents.items()}
     facts = RunFacts(
@@ -112,6 +118,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
             recorder.begin()
             # That an attempt began is progress too: a large model takes its time to start.
             report(spec.name, 0, 0, "", "starting")
+            for parent in spec.parents.values():
+                store.bring(parent)
             with store.building(spec.name, spec.key) as built:
                 step = _run_in_memory(spec, built, recorder)
                 checkpoint = store.publish(
@@ -132,6 +140,18 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         if figure is not None:
             recorder.figure("training", figure)
         checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(spec.parents.values()))
+        result = StageResult(
+            name=spec.name,
+            kind=spec.kind,
+            key=spec.key,
+            checkpoint=checkpoint,
+            parents=parents,
+            dataset=dataset,
+            mlflow_run_id=run.run_id,
+            seconds=time.perf_counter() - start,
+            attempts=recorder.attempt,
+        )
+        share_result(result, output, shared)
         run.finish("FINISHED", recorder.attempt)
         recorder.finished()
     except BaseException:
@@ -139,17 +159,6 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         raise
     finally:
         recorder.close()
-    result = StageResult(
-        name=spec.name,
-        kind=spec.kind,
-        key=spec.key,
-        checkpoint=checkpoint,
-        parents=parents,
-        dataset=dataset,
-        mlflow_run_id=run.run_id,
-        seconds=time.perf_counter() - start,
-        attempts=recorder.attempt,
-    )
     image = tracker.image(run.run_id, "training") if figure is not None else None
     _publish(spec.name, stage_markdown(result, series, tracker.page(run.run_id), image))
     return result.model_dump(mode="json")

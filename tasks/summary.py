@@ -32,6 +32,7 @@ class StageResult(BaseModel):
     mlflow_run_id: str
     seconds: float
     attempts: int
+    """0: it was fetched from the shared store."""
 
 
 def stage_markdown(result: StageResult, series: Series, page: str | None, image: str | None) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -218,6 +219,9 @@ class RuntimeConfig(Section):
     parallel: Literal["as_written", "auto"] = "as_written"
     """`auto`: every engine's layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's
     memory model before anything starts; the run's config.yaml records what was chosen."""
+    storage: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] | None = None
+    """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, whatever fsspec knows):
+    checkpoints, snapshots, records and results lie there too, and what is there is fetched, never computed again."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
@@ -244,3 +248,12 @@ class RuntimeConfig(Section):
     """New attempts at the whole run after its driver or Ray was lost, each going on from what is there."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
     """A run that shows no progress for so long hangs: it is ended and started again."""
+
+    @field_validator("storage")
+    @classmethod
+    def _others_can_open_it(cls, url: str | None) -> str | None:
+        if url is not None and re.search(r"://[^/]*:[^/]*@", url):
+            raise ValueError("a password is not allowed in the URL: credentials come from the environment")
+        if url is not None and re.match(r"memory:|file://[^/]", url):
+            raise ValueError(f"{url!r} is not allowed: must be found from other processes (file:///ABSOLUTE/PATH)")
+        return url

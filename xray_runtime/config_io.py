@@ -85,6 +85,17 @@ def validate(data: Any) -> LifecycleConfig:
         raise ConfigError("the config is nested too deeply") from None
 
 
+def check_storage(config: LifecycleConfig) -> None:
+    """Write to and read from the shared store, where the config names one. Raises ConfigError with the reason."""
+    from xray_runtime.checkpoints.shared import SharedStore, StorageError
+
+    if config.runtime.storage is not None:
+        try:
+            SharedStore(config.runtime.storage).check()
+        except StorageError as error:
+            raise ConfigError(f"runtime.storage: {error}") from None
+
+
 def resolved_yaml(config: LifecycleConfig) -> str:
     """Every field of `config`, defaults included; loading it gives the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

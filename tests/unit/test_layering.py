@@ -53,6 +53,7 @@ OWNERS = {
         "xray_runtime/engines/deepspeed_generator.py",
     },
     "megatron": {"xray_runtime/engines/megatron/"},
+    "fsspec": {"xray_runtime/checkpoints/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
 }
 """Heavy library → the only places that import it."""

@@ -12,13 +12,14 @@ import pytest
 
 from xray_runtime.checkpoints.manifest import MANIFEST
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.shared import SharedStore
 from xray_runtime.checkpoints.store import Store, load_manifest, verify
 
 KEY = "ab" * 32
 
 
-def publish(root: Path, content: bytes = b"weights") -> CheckpointRef:
-    store = Store(root)
+def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None = None) -> CheckpointRef:
+    store = Store(root, shared)
     with store.building("sft", KEY) as built:
         (built / "model.bin").write_bytes(content)
         (built / "head").mkdir()

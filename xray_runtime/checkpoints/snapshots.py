@@ -3,6 +3,9 @@
 They lie under the stage's key, so only the same computation ever finds them. A snapshot is written beside its place,
 fsynced, its list of digests last, and renamed; the one before goes only then. Each attempt takes the directory over
 with a token of its own: what an older attempt still does (on a lost node, say) is refused.
+
+With a shared store every snapshot is brought there too, before the one before goes in either place, and an attempt on
+any machine goes on from the newest one it finds, here or there; the token lies there as well.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.checkpoints.identity import file_sha256
+from xray_runtime.checkpoints.shared import DamagedError, SharedStore
 from xray_runtime.files import sync, write_whole
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,7 @@ log = logging.getLogger(__name__)
 FILES = "files.json"
 STATE = "state.json"
 OWNER = "owner"
+SNAPSHOTS = "snapshots"
 MAX_SHARE = 0.04
 """Largest share of a stage's time that periodic snapshots may take."""
 
@@ -47,13 +52,21 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of one stage under one key. Opening them fences every earlier attempt."""
+    """The snapshots of one stage under one key. Opening them fences every earlier attempt.
 
-    def __init__(self, directory: Path, every: int) -> None:
+    Args:
+        every: steps between periodic snapshots.
+        shared: where they are kept too, below `snapshots/` and the name of `directory`.
+    """
+
+    def __init__(self, directory: Path, every: int, shared: SharedStore | None = None) -> None:
         self.directory, self._every = directory, every
+        self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
         directory.mkdir(parents=True, exist_ok=True)
         self._token = uuid.uuid4().hex
         write_whole(directory / OWNER, self._token)
+        if shared is not None:
+            shared.write(f"{self._folder}/{OWNER}", self._token.encode())
         for left in directory.glob("step-*.writing-*"):
             log.warning("%s: a snapshot that was never finished; removed", left)
             shutil.rmtree(left, ignore_errors=True)
@@ -73,12 +86,48 @@ class Snapshots:
         return step % self._every == 0 and self._spent <= MAX_SHARE * (time.monotonic() - self._start)
 
     def latest(self) -> Snapshot | None:
-        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log."""
+        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log.
+
+        Raises:
+            StorageError: the shared store stayed away.
+        """
+        here = next(self._sound(), None)
+        place = self._fetch(here.name if here is not None else "") or here
+        if place is None:
+            return None
+        return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
+
+    def _sound(self) -> Iterator[Path]:
+        """The whole snapshots that lie here, newest first."""
         for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
             problem = _problem(place)
             if problem is None:
-                return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
-            log.warning("%s: %s; the snapshot before it is used", place, problem)
+                yield place
+            else:
+                log.warning("%s: %s; the snapshot before it is used", place, problem)
+
+    def _fetch(self, newer_than: str) -> Path | None:
+        """The newest whole snapshot of the shared store, brought here, where it is newer than what lies here."""
+        tried: set[str] = set()
+        while self._shared is not None:
+            # Listed again each time: an attempt that has yet to notice this one may just have replaced it.
+            names = [name for name in self._shared.names(self._folder) if name.startswith("step-")]
+            name = max((name for name in names if name > newer_than and name not in tried), default=None)
+            if name is None:
+                break
+            tried.add(name)
+            place, temporary = self.directory / name, self.directory / f"{name}.writing-{self._token}"
+            try:
+                temporary.mkdir()
+                if self._shared.get(f"{self._folder}/{name}", temporary) is not None:
+                    shutil.rmtree(place, ignore_errors=True)
+                    os.rename(temporary, place)
+                    sync(self.directory)
+                    return place
+            except DamagedError as error:
+                log.warning("%s; the snapshot before it is used", error)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
         return None
 
     @contextlib.contextmanager
@@ -88,6 +137,7 @@ class Snapshots:
         Raises:
             OSError: it cannot be written (a full disk); the snapshot before is whole.
             FencedError: another attempt has taken over.
+            StorageError: the shared store did not take it; it lies here.
         """
         start = time.monotonic()
         place = self.directory / f"step-{step:010d}"
@@ -112,6 +162,7 @@ class Snapshots:
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        self._share(place)
         for old in self.directory.glob("step-" + "[0-9]" * 10):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
@@ -119,7 +170,19 @@ class Snapshots:
 
     def clear(self) -> None:
         """The stage is published: nothing here is needed any more."""
+        if self._shared is not None:
+            self._shared.remove(self._folder)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _share(self, place: Path) -> None:
+        if self._shared is None:
+            return
+        if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+        self._shared.put(f"{self._folder}/{place.name}", place)
+        for name in self._shared.names(self._folder):
+            if name not in (OWNER, place.name):
+                self._shared.remove(f"{self._folder}/{name}")
 
 
 def _problem(place: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 A checkpoint is built in a temporary directory beside its place, its manifest is written last, everything is fsynced,
 and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next build sweeps.
+
+With a shared store, what is published is brought there too, and what is not here, or not sound, is fetched from there.
 """
 
 from __future__ import annotations
@@ -24,40 +26,69 @@ from pydantic import ValidationError
 from xray_runtime.checkpoints.identity import code_digest, digest, file_sha256, library_versions
 from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, FileEntry, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.checkpoints.shared import DamagedError, SharedStore, is_safe
 from xray_runtime.files import sync
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Where they lie in an output directory, and in a shared store."""
 MAX_RECORD_BYTES = 16 * 2**20
 """A manifest, statement or signature larger than this is refused unread."""
 
 
 class Store:
-    """Checkpoints below one directory, one a stage key."""
+    """Checkpoints below one directory, one a stage key; with `shared`, that directory is a cache of what lies there."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, shared: SharedStore | None = None) -> None:
+        self.root, self._shared = root, shared
+        self._damaged: set[str] = set()
+        """Names under which the shared store was found to hold something damaged."""
 
     def directory(self, stage: str, key: str) -> Path:
         """Where the checkpoint of `stage` under `key` is, or would be."""
         return self.root / f"{stage}-{key[:12]}"
 
     def find(self, stage: str, key: str) -> CheckpointRef | None:
-        """The sound checkpoint of `stage` under `key`, if there is one."""
+        """The sound checkpoint of `stage` under `key`, if there is one: here, or in the shared store, from where it is
+        then brought here."""
         place = self.directory(stage, key)
-        if not place.exists() or verify(place):
-            return None
-        manifest = load_manifest(place)
-        if manifest.key != key:
-            return None
-        sha256 = file_sha256(place / MANIFEST)
-        return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=manifest.kind, step=manifest.step)
+        if (place.exists() and not verify(place)) or self._fetch(place):
+            manifest, sha256 = read_manifest(place)
+            if manifest.key == key:
+                return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=manifest.kind, step=manifest.step)
+        return None
+
+    def bring(self, ref: CheckpointRef) -> None:
+        """Have the files of `ref` lie where it says, on this machine; what lies there already is taken as it is.
+
+        Raises:
+            RuntimeError: neither this machine nor the shared store has them.
+        """
+        if not ref.path.exists() and not self._fetch(ref.path):
+            raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
+
+    def share(self, ref: CheckpointRef) -> None:
+        """Bring a checkpoint of this store to the shared one, unless a copy is there. Raises StorageError."""
+        name = f"{CHECKPOINTS}/{ref.path.name}"
+        if self._shared is None:
+            return
+        index = self._shared.index(name)
+        if index is None or name in self._damaged:
+            self._shared.put(name, ref.path)
+            self._damaged.discard(name)
+        elif index.sha256(MANIFEST) != ref.sha256:
+            log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self._shared.url, name)
 
     @contextlib.contextmanager
     def building(self, stage: str, key: str) -> Iterator[Path]:
         """A fresh directory to build in; gone afterwards unless it was published."""
+        with self._building(self.directory(stage, key)) as temporary:
+            yield temporary
+
+    @contextlib.contextmanager
+    def _building(self, place: Path) -> Iterator[Path]:
         self.root.mkdir(parents=True, exist_ok=True)
-        place = self.directory(stage, key)
         _sweep(place)
         temporary = place.with_name(f"{place.name}.building-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         temporary.mkdir()
@@ -84,8 +115,12 @@ class Store:
 
         `attest(directory, manifest, sha256)` writes the record beside the files before anybody can see them.
 
-        A sound checkpoint that is already there stays (with a warning, should its bytes differ: equal keys should mean
-        equal bytes). A damaged one is moved aside, never deleted.
+        A sound checkpoint that is already there, or that another machine has brought to the shared store, stays (with a
+        warning, should its bytes differ: equal keys should mean equal bytes). A damaged one is moved aside, never
+        deleted.
+
+        Raises:
+            StorageError: the shared store did not take it; it is published here.
         """
         manifest = Manifest(
             stage=stage,
@@ -109,16 +144,48 @@ class Store:
         for path in (built, *built.rglob("*")):
             sync(path)
         place = self.directory(stage, key)
+        if not self._fetch(place):
+            self._put_in_place(built, place)
+        there = file_sha256(place / MANIFEST)
+        if there != sha256:
+            log.warning("%s: computed again with other bytes (%s, kept %s)", place, sha256, there)
+        ref = CheckpointRef(uri=str(place), sha256=there, stage=stage, kind=kind, step=step)
+        self.share(ref)
+        return ref
+
+    def _put_in_place(self, built: Path, place: Path) -> None:
+        """Give a whole directory its name, where no sound checkpoint has it."""
         if place.exists():
             if not verify(place):
-                there = file_sha256(place / MANIFEST)
-                if there != sha256:
-                    log.warning("%s: computed again with other bytes (%s, kept %s)", place, sha256, there)
-                return CheckpointRef(uri=str(place), sha256=there, stage=stage, kind=kind, step=step)
+                return
             _move_aside(place)
         os.rename(built, place)
         sync(self.root)
-        return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=kind, step=step)
+
+    def _fetch(self, place: Path) -> bool:
+        """Bring the shared store's checkpoint to `place`; False where there is none, or none that is sound."""
+        if self._shared is None:
+            return False
+        name = f"{CHECKPOINTS}/{place.name}"
+        with self._building(place) as temporary:
+            try:
+                index = self._shared.get(name, temporary)
+                if index is None:
+                    return False
+                # Every byte is the index's; the manifest must say the same.
+                problems = [damage.text for damage in inspect(temporary, hashing=False)]
+                if not problems:
+                    entries = load_manifest(temporary).files
+                    problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
+                if problems:
+                    raise DamagedError(f"{self._shared.url}/{name}: {problems[0]}")
+            except DamagedError as error:
+                log.warning("%s; the copy there is not used", error)
+                self._damaged.add(name)
+                return False
+            self._put_in_place(temporary, place)
+            log.info("%s: fetched from %s", place.name, self._shared.url)
+        return True
 
 
 @dataclass(frozen=True)
@@ -189,7 +256,7 @@ def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True)
         text = f"{MANIFEST} is not the one this checkpoint was published with"
         found.append(Damage("manifest-replaced", MANIFEST, text))
     listed = {entry.path: entry for entry in manifest.files}
-    safe = {path: entry for path, entry in listed.items() if _is_safe(path)}
+    safe = {path: entry for path, entry in listed.items() if is_safe(path)}
     found += [
         Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in sorted(set(listed) - set(safe))
     ]
@@ -229,11 +296,6 @@ def _check_file(directory: Path, entry: FileEntry, hashing: bool) -> Damage | No
     if hashing and file_sha256(path) != entry.sha256:
         return Damage("file-changed", entry.path, f"{entry.path} was changed")
     return None
-
-
-def _is_safe(path: str) -> bool:
-    parts = path.split("/")
-    return "\0" not in path and not path.startswith("/") and all(part not in ("", ".", "..") for part in parts)
 
 
 def _entries(directory: Path) -> list[FileEntry]:

@@ -17,7 +17,6 @@ from xray_runtime.checkpoints.store import read_bounded, read_manifest
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
 
-CHECKPOINTS = "checkpoints"
 IGNORED = (".building-", ".damaged-")
 """Directories that are no checkpoints: being built, or moved aside."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.checkpoints.manifest import Sha256
+from xray_runtime.checkpoints.shared import SharedStore
 from xray_runtime.checkpoints.store import read_bounded
 from xray_runtime.config_io import ConfigError
 from xray_runtime.files import write_whole
@@ -178,6 +180,27 @@ def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not place.exists():
                 place.write_bytes(read_bounded(path))
+
+
+def exchange_keys(output: Path, shared: SharedStore | None) -> None:
+    """Bring the public keys of `output` to the shared store, and trust in `output` those that lie there."""
+    if shared is None:
+        return
+    for path in [*root_keys(output), *retirement_files(output)]:
+        folder = RETIRED if path.parent.name == RETIRED else TRUSTED
+        name = path.name if folder == RETIRED else f"{fingerprint(path)[:DIGITS]}.pub"
+        if shared.read(f"keys/{folder}/{name}") is None:
+            shared.write(f"keys/{folder}/{name}", read_bounded(path))
+    with tempfile.TemporaryDirectory() as temporary:
+        found: dict[str, list[Path]] = {TRUSTED: [], RETIRED: []}
+        for folder, paths in found.items():
+            for name in shared.names(f"keys/{folder}"):
+                path = Path(temporary) / folder / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(shared.read(f"keys/{folder}/{name}") or b"")
+                paths.append(path)
+        own = fingerprint(public_key(output))
+        adopt(output, [path for sha256, path in _readable(found[TRUSTED]) if sha256 != own], found[RETIRED])
 
 
 def _known(output: Path) -> dict[str, Path]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.checkpoints.snapshots import Snapshot, Snapshots
+from xray_runtime.checkpoints.shared import SharedStore
+from xray_runtime.checkpoints.snapshots import SNAPSHOTS, Snapshot, Snapshots
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.files import write_whole
 
@@ -30,17 +32,18 @@ OnProgress = Callable[[str, int, int, str, str], None]
 """(stage, done, total, unit, note)."""
 
 PROGRESS_SECONDS = 0.2
-METRICS_BYTES = "metrics_bytes"
+METRICS = "metrics.jsonl"
+RECORDS = "records"
 
 
 def records_directory(output: Path, stage: str, key: str) -> Path:
     """Where the records of a stage lie: metrics.jsonl, tables, figures. Nothing in there enters a checkpoint."""
-    return output / "records" / f"{stage}-{key[:12]}"
+    return output / RECORDS / f"{stage}-{key[:12]}"
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
     """Where the snapshots of a stage at work lie."""
-    return output / "snapshots" / f"{stage}-{key[:12]}"
+    return output / SNAPSHOTS / f"{stage}-{key[:12]}"
 
 
 class StageRecorder:
@@ -48,18 +51,26 @@ class StageRecorder:
 
     Args:
         every: steps between periodic snapshots.
+        shared: where snapshots are kept too.
     """
 
     def __init__(
-        self, output: Path, stage: str, key: str, run: StageRun | None, on_progress: OnProgress, every: int
+        self,
+        output: Path,
+        stage: str,
+        key: str,
+        run: StageRun | None,
+        on_progress: OnProgress,
+        every: int,
+        shared: SharedStore | None = None,
     ) -> None:
         self.log_dir = output / "logs" / stage
         self._interrupted = False
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self.metrics_path = self._directory / "metrics.jsonl"
-        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every)
+        self.metrics_path = self._directory / METRICS
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
         self._metrics = self.metrics_path.open("ab")
         self.attempt = self._count_attempt()
         """How many times this stage has been begun under its key, this one included."""
@@ -101,7 +112,10 @@ class StageRecorder:
     def begin(self) -> None:
         """Start or go on: points recorded after the newest snapshot are forgotten."""
         self._newest = self._snapshots.latest()
-        self._metrics.truncate(0 if self._newest is None else self._newest.state[METRICS_BYTES])
+        self._metrics.truncate(0)
+        if self._newest is not None:
+            self._metrics.write((self._newest.directory / METRICS).read_bytes())
+        self._secure()
 
     def resume(self) -> Snapshot | None:
         return self._newest
@@ -110,7 +124,10 @@ class StageRecorder:
         return self._interrupted or self._snapshots.due(step)
 
     def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
-        with self._snapshots.writing(step, state | {METRICS_BYTES: self._secure()}) as directory:
+        with self._snapshots.writing(step, state) as directory:
+            # With the snapshot, the points so far go wherever it goes.
+            self._secure()
+            shutil.copyfile(self.metrics_path, directory / METRICS)
             save(directory)
         try:
             self.send()
@@ -138,8 +155,7 @@ class StageRecorder:
     def close(self) -> None:
         self._metrics.close()
 
-    def _secure(self) -> int:
-        """Bring the metrics to disk; returns the file's size."""
+    def _secure(self) -> None:
+        """Bring the metrics to disk."""
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        return os.fstat(self._metrics.fileno()).st_size
