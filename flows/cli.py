@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, keys_command, lineage_commands, up_command
+from flows import custody_commands, fetch_command, keys_command, lineage_commands, up_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
@@ -126,6 +126,7 @@ up_command.register(app)
 lineage_commands.register(app)
 app.command()(promote)
 custody_commands.register(app)
+fetch_command.register(app)
 app.add_typer(keys_command.app, name="keys")
 app.command()(automations)
 

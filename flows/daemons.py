@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from flows.databases import address
 from flows.home import LOOPBACK, Home, Started, State, check_free, clients_address
 from xray_runtime.planning.workload import usable_cores
 from xray_runtime.processes import MARK, end_marked, marked
@@ -81,8 +82,8 @@ def servers(home: Home, state: State) -> list[Service]:
             + _options(host=state.host, port=state.ports["prefect"]),
             prefect,
             lambda _: answers(f"{prefect}/api/health"),
-            {
-                "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home.path / 'prefect' / 'prefect.db'}",
+            address("prefect", f"sqlite+aiosqlite:///{home.path / 'prefect' / 'prefect.db'}")
+            | {
                 "PREFECT_UI_STATIC_DIRECTORY": str(home.path / "prefect" / "ui"),
                 "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             },
@@ -97,12 +98,11 @@ def servers(home: Home, state: State) -> list[Service]:
                 host=LOOPBACK,
                 port=state.ports["mlflow"],
                 workers=1,
-                backend_store_uri=f"sqlite:///{home.path / 'mlflow' / 'mlflow.db'}",
                 artifacts_destination=home.path / "mlflow" / "artifacts",
             ),
             local["mlflow"],
             lambda _: answers(f"{local['mlflow']}/health"),
-            {},
+            address("mlflow", f"sqlite:///{home.path / 'mlflow' / 'mlflow.db'}"),
             ports=("mlflow",),
         ),
         Service(

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from flows.databases import VARIABLES, check_databases
 from flows.services import QUIET
 from xray_runtime.config_io import ConfigError
 from xray_runtime.files import write_whole
@@ -64,6 +65,8 @@ class State(BaseModel):
     host: str = LOOPBACK
     ports: dict[str, int] = PORTS
     started: dict[str, Started] = {}
+    databases: dict[str, str] = {}
+    """Service → `HOST:PORT/NAME` of the PostgreSQL its records are in; no user, no password."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ class Home:
         write_whole(self.path / "state.json", state.model_dump_json(indent=2))
 
     def environment(self, state: State) -> dict[str, str]:
-        """What every service, and every flow run, finds in its environment."""
+        """What every service, and every flow run, finds in its environment; where databases are, only their servers."""
+        known = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
         return (
             QUIET
             | {
@@ -133,7 +137,7 @@ class Home:
                 # In memory, the slots taken would stay taken after a server that was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }
-            | os.environ
+            | known
             | {
                 # Into the services' logs; for the terminal, less is asked for.
                 "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
@@ -158,15 +162,17 @@ def find_home(home: Path | None, environment: Mapping[str, str] = os.environ) ->
     return Home((home or Path(environment.get("XRAY_HOME") or "~/.xray")).expanduser().absolute())
 
 
-def new_state(old: State | None, host: str | None, ports: Mapping[str, int | None]) -> State:
+def new_state(
+    old: State | None, host: str | None, ports: Mapping[str, int | None], environment: Mapping[str, str] = os.environ
+) -> State:
     """What `up` should bring about: what was asked for, else what is remembered, else the defaults.
 
     Raises:
-        ConfigError: something that runs would have to move.
+        ConfigError: something that runs would have to move, or a database cannot be used.
     """
     state = old.model_copy(deep=True) if old is not None else State(mark=uuid.uuid4().hex)
     asked: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
-    running = [name for name, started in state.started.items() if started.find()]
+    running = {name for name, started in state.started.items() if started.find()}
     if running:
         if host is not None and host != state.host:
             raise ConfigError(f"--host: {host!r} is not allowed while it is up on {state.host!r}: `xray down` first")
@@ -180,6 +186,7 @@ def new_state(old: State | None, host: str | None, ports: Mapping[str, int | Non
         same = [other for other, taken in state.ports.items() if taken == port and other != name]
         if same:
             raise ConfigError(f"--{name}-port: {port} is not allowed: it is the port of {same[0]} too")
+    state.databases = check_databases(state.databases, running, environment)
     return state
 
 

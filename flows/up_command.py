@@ -87,6 +87,8 @@ def _up(home: Home, host: str | None, ports: dict[str, int | None]) -> None:
     address = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         _say(f"export {name}={address[name]}")
+    for name, database in state.databases.items():
+        _say(f"{name:8} keeps its records in PostgreSQL at {database}")
     _say(f"output   {home.output}")
 
 

@@ -53,11 +53,37 @@ class Store:
         """The sound checkpoint of `stage` under `key`, if there is one: here, or in the shared store, from where it is
         then brought here."""
         place = self.directory(stage, key)
-        if (place.exists() and not verify(place)) or self._fetch(place):
+        if (place.exists() and not verify(place)) or self.fetch(place):
             manifest, sha256 = read_manifest(place)
             if manifest.key == key:
                 return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=manifest.kind, step=manifest.step)
         return None
+
+    def fetch(self, place: Path) -> bool:
+        """Bring the shared store's checkpoint of this name to `place`, in place of a damaged one (which is moved aside);
+        False where there is none, or none that is sound. Raises StorageError where the store stays away."""
+        if self._shared is None:
+            return False
+        name = f"{CHECKPOINTS}/{place.name}"
+        with self._building(place) as temporary:
+            try:
+                index = self._shared.get(name, temporary)
+                if index is None:
+                    return False
+                # Every byte is the index's; the manifest must say the same.
+                problems = [damage.text for damage in inspect(temporary, hashing=False)]
+                if not problems:
+                    entries = load_manifest(temporary).files
+                    problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
+                if problems:
+                    raise DamagedError(f"{self._shared.url}/{name}: {problems[0]}")
+            except DamagedError as error:
+                log.warning("%s; the copy there is not used", error)
+                self._damaged.add(name)
+                return False
+            self._put_in_place(temporary, place)
+            log.info("%s: fetched from %s", place.name, self._shared.url)
+        return True
 
     def bring(self, ref: CheckpointRef) -> None:
         """Have the files of `ref` lie where it says, on this machine; what lies there already is taken as it is.
@@ -65,7 +91,7 @@ class Store:
         Raises:
             RuntimeError: neither this machine nor the shared store has them.
         """
-        if not ref.path.exists() and not self._fetch(ref.path):
+        if not ref.path.exists() and not self.fetch(ref.path):
             raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
 
     def share(self, ref: CheckpointRef) -> None:
@@ -144,7 +170,7 @@ class Store:
         for path in (built, *built.rglob("*")):
             sync(path)
         place = self.directory(stage, key)
-        if not self._fetch(place):
+        if not self.fetch(place):
             self._put_in_place(built, place)
         there = file_sha256(place / MANIFEST)
         if there != sha256:
@@ -161,31 +187,6 @@ class Store:
             _move_aside(place)
         os.rename(built, place)
         sync(self.root)
-
-    def _fetch(self, place: Path) -> bool:
-        """Bring the shared store's checkpoint to `place`; False where there is none, or none that is sound."""
-        if self._shared is None:
-            return False
-        name = f"{CHECKPOINTS}/{place.name}"
-        with self._building(place) as temporary:
-            try:
-                index = self._shared.get(name, temporary)
-                if index is None:
-                    return False
-                # Every byte is the index's; the manifest must say the same.
-                problems = [damage.text for damage in inspect(temporary, hashing=False)]
-                if not problems:
-                    entries = load_manifest(temporary).files
-                    problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
-                if problems:
-                    raise DamagedError(f"{self._shared.url}/{name}: {problems[0]}")
-            except DamagedError as error:
-                log.warning("%s; the copy there is not used", error)
-                self._damaged.add(name)
-                return False
-            self._put_in_place(temporary, place)
-            log.info("%s: fetched from %s", place.name, self._shared.url)
-        return True
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Finding:
 
 
 _RECOMPUTE = (
-    "Restore the directory from a copy, or move it away and run the lifecycle again: it computes the same bytes again."
+    "Restore the directory from a copy (`xray fetch`, where there is a shared store), or move it away and run the "
+    "lifecycle again: it computes the same bytes again."
 )
 _RESTORE = "Restore the database from a copy, or run the lifecycle again to record the checkpoint anew."
 _ASK = "Ask who changed it, and why, before the model is used."
@@ -88,7 +89,7 @@ CODES: dict[str, tuple[str, str]] = {
     "record-malformed": ("A record of the run cannot be read.", "Run the lifecycle again: it writes the record anew."),
     "record-differs": (
         "lifecycle.json says other things than the checkpoints.",
-        "Run the lifecycle again: it writes the record anew.",
+        "Run the lifecycle again: it writes the record anew. What is missing alone, `xray fetch` may bring back.",
     ),
     "decision-broken": ("The signed chain of registrations and promotions is broken.", _ASK),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
