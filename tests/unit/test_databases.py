@@ -50,7 +50,7 @@ def test_records_are_not_left_behind_unseen() -> None:
 
 
 def test_one_that_does_not_answer_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="127.0.0.1:1/prefect cannot be used: ") as refused:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1/prefect cannot be used: ") as refused:
         new_state(None, None, {}, {PREFECT: "postgresql+asyncpg://me:hunter2@127.0.0.1:1/prefect"})
     assert "hunter2" not in str(refused.value)
     assert "\n" not in str(refused.value)
