@@ -38,7 +38,7 @@ from xray_runtime.actors.stable import open_stable
 from xray_runtime.actors.whole_model import expect_models
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.shared import SharedStore, open_shared
+from xray_runtime.checkpoints.shared import open_shared
 from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
@@ -229,27 +229,27 @@ def run_stage(
         retry_delay_seconds=runtime.retry_delay_s,
         result_storage=Path(context.output) / "results",
     )
-    output, shared = Path(context.output), open_shared(runtime.storage)
+    output = Path(context.output)
+    store = Store(output / CHECKPOINTS, open_shared(runtime.storage))
     state = _submit(configured, spec, context, runtime.retries)
-    result, findings = _verified(state, output, shared)
+    result, findings = _verified(state, store)
     if findings and state.name == "Cached":
         log.warning("%s: cached checkpoint is not sound (%s); computing it again", plan.name, "; ".join(findings))
         state = _submit(configured.with_options(refresh_cache=True), spec, context, runtime.retries)
-        result, findings = _verified(state, output, shared)
+        result, findings = _verified(state, store)
     if findings:
         raise RuntimeError(f"{plan.name}: the checkpoint just published is not sound: {'; '.join(findings)}")
     if state.name == "Cached":
         # Computed before this store was configured, maybe.
-        share_result(result, output, shared)
+        share_result(result, output, store)
     return result, state.name == "Cached" or result.attempts == 0
 
 
-def _verified(state: State, output: Path, shared: SharedStore | None) -> tuple[StageResult, list[str]]:
+def _verified(state: State, store: Store) -> tuple[StageResult, list[str]]:
     """The result a stage's task ended with, and what is wrong with its checkpoint on this machine."""
     result = StageResult.model_validate(state.result())
     findings = verify(result.checkpoint.path, result.checkpoint.sha256)
-    if findings and shared is not None:
-        Store(output / CHECKPOINTS, shared).find(result.name, result.key)
+    if findings and store.find(result.name, result.key) is not None:
         findings = verify(result.checkpoint.path, result.checkpoint.sha256)
     return result, findings
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tasks.summary import StageResult
 from xray_runtime.checkpoints.shared import DamagedError, SharedStore
-from xray_runtime.checkpoints.store import CHECKPOINTS, Store
+from xray_runtime.checkpoints.store import Store
 from xray_runtime.lineage.recorder import RECORDS, records_directory
 from xray_runtime.stages.spec import StageSpec
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 RESULTS = "results"
 
 
-def fetch_result(spec: StageSpec, output: Path, shared: SharedStore | None) -> StageResult | None:
+def fetch_result(spec: StageSpec, output: Path, store: Store) -> StageResult | None:
     """The result of a stage that another machine, or another output directory, computed; its files are then here.
 
     None where it has to be computed. `attempts` is 0: nothing was.
     """
-    name = f"{spec.name}-{spec.key[:12]}"
+    shared, name = store.shared, f"{spec.name}-{spec.key[:12]}"
     content = shared.read(f"{RESULTS}/{name}.json") if shared is not None else None
     if shared is None or content is None:
         return None
@@ -41,7 +41,7 @@ def fetch_result(spec: StageSpec, output: Path, shared: SharedStore | None) -> S
     except ValidationError:
         log.warning("%s/%s/%s.json: not the result of a stage; it is not used", shared.url, RESULTS, name)
         return None
-    checkpoint = Store(output / CHECKPOINTS, shared).find(spec.name, spec.key)
+    checkpoint = store.find(spec.name, spec.key)
     if checkpoint is None:
         return None
     _fetch_records(f"{RECORDS}/{name}", records_directory(output, spec.name, spec.key), shared)
@@ -50,12 +50,12 @@ def fetch_result(spec: StageSpec, output: Path, shared: SharedStore | None) -> S
     return result.model_copy(update={"checkpoint": checkpoint, "attempts": 0})
 
 
-def share_result(result: StageResult, output: Path, shared: SharedStore | None) -> None:
+def share_result(result: StageResult, output: Path, store: Store) -> None:
     """Bring a stage to the shared store, unless it is there. Raises StorageError."""
-    if shared is None:
+    if store.shared is None:
         return
-    name = f"{result.name}-{result.key[:12]}"
-    Store(output / CHECKPOINTS, shared).share(result.checkpoint)
+    shared, name = store.shared, f"{result.name}-{result.key[:12]}"
+    store.share(result.checkpoint)
     if shared.read(f"{RESULTS}/{name}.json") is None:
         records = records_directory(output, result.name, result.key)
         if records.is_dir():

@@ -88,8 +88,10 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
+    _hear_of_what_happens()
     shared = open_shared(spec.runtime.storage)
-    fetched = fetch_result(spec, output, shared)
+    store = Store(output / CHECKPOINTS, shared)
+    fetched = fetch_result(spec, output, store)
     if fetched is not None:
         return fetched.model_dump(mode="json")
     tracker = Tracker(context.tracking_uri, context.experiment, None)
@@ -98,7 +100,6 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     recorder = StageRecorder(output, spec.name, spec.key, run, report, spec.runtime.snapshot_every, shared)
     report.on_stop = recorder.interrupt
     _on_sigterm(recorder.interrupt)
-    store = Store(output / CHECKPOINTS, shared)
     dataset = spec.parents["dataset"].sha256 if "dataset" in spec.parents else None
     parents = {role: parent.sha256 for role, parent in spec.parents.items()}
     facts = RunFacts(
@@ -151,7 +152,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
             seconds=time.perf_counter() - start,
             attempts=recorder.attempt,
         )
-        share_result(result, output, shared)
+        share_result(result, output, store)
         run.finish("FINISHED", recorder.attempt)
         recorder.finished()
     except BaseException:
@@ -162,6 +163,17 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     image = tracker.image(run.run_id, "training") if figure is not None else None
     _publish(spec.name, stage_markdown(result, series, tracker.page(run.run_id), image))
     return result.model_dump(mode="json")
+
+
+def _hear_of_what_happens() -> None:
+    """Messages of ours go into the stage's log, also where Prefect's own handler lets only the worst pass."""
+    root = logging.getLogger()
+    if all(handler.level > logging.WARNING for handler in root.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    for name in ("tasks", "xray_runtime"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _publish(stage: str, text: str) -> None:

@@ -123,6 +123,7 @@ class Snapshots:
                     shutil.rmtree(place, ignore_errors=True)
                     os.rename(temporary, place)
                     sync(self.directory)
+                    log.info("%s: fetched from %s", name, self._shared.url)
                     return place
             except DamagedError as error:
                 log.warning("%s; the snapshot before it is used", error)

@@ -41,7 +41,7 @@ class Store:
     """Checkpoints below one directory, one a stage key; with `shared`, that directory is a cache of what lies there."""
 
     def __init__(self, root: Path, shared: SharedStore | None = None) -> None:
-        self.root, self._shared = root, shared
+        self.root, self.shared = root, shared
         self._damaged: set[str] = set()
         """Names under which the shared store was found to hold something damaged."""
 
@@ -60,14 +60,16 @@ class Store:
         return None
 
     def fetch(self, place: Path) -> bool:
-        """Bring the shared store's checkpoint of this name to `place`, in place of a damaged one (which is moved aside);
-        False where there is none, or none that is sound. Raises StorageError where the store stays away."""
-        if self._shared is None:
-            return False
+        """Bring the shared store's checkpoint of this name to `place`; a damaged one that lies there is moved aside.
+
+        False where there is none, or none that is sound. Raises StorageError where the store stays away.
+        """
         name = f"{CHECKPOINTS}/{place.name}"
+        if self.shared is None or name in self._damaged:
+            return False
         with self._building(place) as temporary:
             try:
-                index = self._shared.get(name, temporary)
+                index = self.shared.get(name, temporary)
                 if index is None:
                     return False
                 # Every byte is the index's; the manifest must say the same.
@@ -76,13 +78,13 @@ class Store:
                     entries = load_manifest(temporary).files
                     problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
                 if problems:
-                    raise DamagedError(f"{self._shared.url}/{name}: {problems[0]}")
+                    raise DamagedError(f"{self.shared.url}/{name}: {problems[0]}")
             except DamagedError as error:
                 log.warning("%s; the copy there is not used", error)
                 self._damaged.add(name)
                 return False
             self._put_in_place(temporary, place)
-            log.info("%s: fetched from %s", place.name, self._shared.url)
+            log.info("%s: fetched from %s", place.name, self.shared.url)
         return True
 
     def bring(self, ref: CheckpointRef) -> None:
@@ -97,14 +99,14 @@ class Store:
     def share(self, ref: CheckpointRef) -> None:
         """Bring a checkpoint of this store to the shared one, unless a copy is there. Raises StorageError."""
         name = f"{CHECKPOINTS}/{ref.path.name}"
-        if self._shared is None:
+        if self.shared is None:
             return
-        index = self._shared.index(name)
+        index = self.shared.index(name)
         if index is None or name in self._damaged:
-            self._shared.put(name, ref.path)
+            self.shared.put(name, ref.path)
             self._damaged.discard(name)
         elif index.sha256(MANIFEST) != ref.sha256:
-            log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self._shared.url, name)
+            log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self.shared.url, name)
 
     @contextlib.contextmanager
     def building(self, stage: str, key: str) -> Iterator[Path]:
