@@ -181,8 +181,9 @@ class Snapshots:
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
             raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
         self._shared.put(f"{self._folder}/{place.name}", place)
+        # Not the later ones: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
-            if name not in (OWNER, place.name):
+            if name.startswith("step-") and name < place.name:
                 self._shared.remove(f"{self._folder}/{name}")
 
 
