@@ -10,6 +10,7 @@ import functools
 import logging
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from tasks.summary import StageResult, stage_markdown
+from xray_runtime.checkpoints.identity import OTHER_SOFTWARE
+from xray_runtime.config_io import ConfigError
 from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
@@ -83,6 +86,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     from xray_runtime.processes import redirect_output
     from xray_runtime.report.figures import read_metrics, training_figure
 
+    _check_key(spec)
     start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
@@ -153,6 +157,15 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     image = tracker.image(run.run_id, "training") if figure is not None else None
     _publish(spec.name, stage_markdown(result, series, tracker.page(run.run_id), image))
     return result.model_dump(mode="json")
+
+
+def _check_key(spec: StageSpec) -> None:
+    """Raises ConfigError where this node's code or libraries are not those `spec.key` was made with."""
+    from xray_runtime.checkpoints.identity import stage_key
+
+    parents = {role: parent.sha256 for role, parent in spec.parents.items()}
+    if spec.key != stage_key(stage=spec.name, kind=spec.kind, sections=spec.sections, parents=parents):
+        raise ConfigError(f"{spec.name} on {socket.gethostname()}: {OTHER_SOFTWARE}")
 
 
 def _publish(stage: str, text: str) -> None:
