@@ -15,6 +15,7 @@ from flows import custody_commands, fetch_command, keys_command, lineage_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
+from flows.reach import check_ray_address
 from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
@@ -62,6 +63,7 @@ def run(
         directory = (output or Path("runs") / config.stem).absolute()
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+        check_ray_address()
         if not os.environ.get("RAY_ADDRESS"):
             # What is asked of a cluster of its own is asked once the run is connected to it.
             here = this_machine(resolved.runtime.device)

@@ -29,11 +29,13 @@ from prefect_ray.context import remote_options
 
 from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
+from flows.reach import check_servers
 from flows.records import end_lost_flow_run, end_lost_task_run
 from flows.session import CONFIG, LIFECYCLE_LOCK, hold
 from tasks.sharing import share_result
 from tasks.stage import RunContext, StageResult, stage
-from xray_runtime.actors.placement import settled
+from xray_runtime.actors.nodes import machines
+from xray_runtime.actors.placement import settled, with_device
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.actors.whole_model import expect_models
 from xray_runtime.checkpoints.identity import stage_key
@@ -89,6 +91,7 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     if deployment.id is not None:
         # Of a command, it was checked before anything was started.
         check_storage(config)
+    check_servers(machines())
     write_whole(root / CONFIG, resolved_yaml(config))
     signing_key(root)
     exchange_keys(root, open_shared(config.runtime.storage))
@@ -103,6 +106,8 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     # Through the board the stages hear of an interruption; it lasts as long as somebody holds it.
     stable, board = open_stable(), open_board()
     plans = plan_stages(config)
+    # Settled for good: a cluster that loses its last GPU must not go on on CPUs.
+    config = with_device(config)
     try:
         for number, plan in enumerate(plans):
             parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
@@ -257,7 +262,8 @@ def _verified(state: State, store: Store) -> tuple[StageResult, list[str]]:
 def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:
     """Submit to Ray and wait. A lost worker is a new submission: Prefect's own retries are lost with the worker."""
     for attempt in range(1 + retries):
-        with remote_options(num_cpus=0, max_retries=0):
+        # Spread: a controller has no device, and would else always be beside the driver.
+        with remote_options(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD"):
             future = configured.submit(spec, context)
         # Ray's own waiting turns the signal that interrupts it into a SystemError, which would pass for a crash.
         done = future.wrapped_future.future()

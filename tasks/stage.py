@@ -10,6 +10,7 @@ import functools
 import logging
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from tasks.summary import StageResult, stage_markdown
+from xray_runtime.checkpoints.identity import OTHER_SOFTWARE
+from xray_runtime.config_io import ConfigError
 from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
@@ -85,6 +88,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     from xray_runtime.processes import redirect_output
     from xray_runtime.report.figures import read_metrics, training_figure
 
+    _check_key(spec)
     start, started = time.perf_counter(), datetime.now(UTC)
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
@@ -174,6 +178,15 @@ def _hear_of_what_happens() -> None:
         root.addHandler(handler)
     for name in ("tasks", "xray_runtime"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def _check_key(spec: StageSpec) -> None:
+    """Raises ConfigError where this node's code or libraries are not those `spec.key` was made with."""
+    from xray_runtime.checkpoints.identity import stage_key
+
+    parents = {role: parent.sha256 for role, parent in spec.parents.items()}
+    if spec.key != stage_key(stage=spec.name, kind=spec.kind, sections=spec.sections, parents=parents):
+        raise ConfigError(f"{spec.name} on {socket.gethostname()}: {OTHER_SOFTWARE}")
 
 
 def _publish(stage: str, text: str) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import ray
 
+from xray_runtime.actors.nodes import beside
+
 NAME, NAMESPACE = "xray-progress", "xray"
 
 Progress = tuple[int, int, str, str]
@@ -34,7 +36,8 @@ class ProgressBoard:
 
 def open_board() -> Any:
     """The board of this cluster, made where there is none."""
-    return ray.remote(ProgressBoard).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
+    options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
+    return ray.remote(ProgressBoard).options(**options, scheduling_strategy=beside()).remote()
 
 
 def find_board() -> Any | None:

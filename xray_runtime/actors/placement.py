@@ -4,12 +4,14 @@ A bundle is one tensor-parallel group, hence never cut over nodes where one can 
 model are packed on as few nodes as can be; those of a generator's replicas are spread. Models of one Workhorse on CPU
 have no group: the stable keeps their processes.
 
-More than the cluster has is refused at once; what others hold is waited for, `runtime.wait_timeout_s` long.
+More than the cluster has is refused at once; what others hold, or a lost node had, is waited for,
+`runtime.wait_timeout_s` long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -21,9 +23,11 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from xray_runtime.actors.nodes import nodes, num_lost
 from xray_runtime.actors.stable import find_stable
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config_io import ConfigError
 from xray_runtime.planning.auto import describe, settle
 from xray_runtime.planning.demand import Demand, check, check_config
 from xray_runtime.planning.workload import Machine
@@ -32,15 +36,13 @@ START_SECONDS = 10.0
 """What is not there by then may be held by idle Workhorses of the stable."""
 PREFIX = "xray "
 ASK_SECONDS = 120.0
+NODE_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class BusyClusterError(RuntimeError):
     """Others held what was asked for all the time it was waited for."""
-
-
-def nodes() -> list[dict[str, float]]:
-    """What each node of the cluster has in all."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def device(runtime: RuntimeConfig) -> str:
@@ -62,6 +64,12 @@ def settled(config: LifecycleConfig) -> tuple[LifecycleConfig, str]:
         words = describe(plan)
     check_config(config, device(config.runtime), nodes())
     return config, words
+
+
+def with_device(config: LifecycleConfig) -> LifecycleConfig:
+    """`config` with the device that `runtime.device: auto` means on this cluster now."""
+    runtime = config.runtime.model_copy(update={"device": device(config.runtime)})
+    return config.model_copy(update={"runtime": runtime})
 
 
 def cluster_machine(runtime: RuntimeConfig) -> Machine:
@@ -100,10 +108,10 @@ def reserved(demands: Sequence[Demand], runtime: RuntimeConfig, log_dir: Path) -
 
     Raises:
         ConfigError: the cluster does not have that much. Nothing was started.
-        BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`.
+        BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`; or it had, and no node came in place
+            of those that were lost.
     """
-    have = nodes()
-    check(log_dir.name, demands, have)
+    have = _nodes_for(log_dir.name, demands, runtime.wait_timeout_s)
     groups: dict[str, Any] = {}
     try:
         # The widest bundles first: single ones could leave none of the nodes with room for them.
@@ -115,6 +123,28 @@ def reserved(demands: Sequence[Demand], runtime: RuntimeConfig, log_dir: Path) -
     finally:
         for group in groups.values():
             remove_placement_group(group)
+
+
+def _nodes_for(what: str, demands: Sequence[Demand], timeout_s: float) -> list[dict[str, float]]:
+    """The nodes, once they are enough: where some were lost, others may come."""
+    deadline, told = time.monotonic() + timeout_s, False
+    while True:
+        have = nodes()
+        try:
+            check(what, demands, have)
+        except ConfigError as error:
+            if not num_lost():
+                raise
+            if time.monotonic() > deadline:
+                raise BusyClusterError(
+                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node in place of one that was lost: {error}"
+                ) from None
+            if not told:
+                log.warning("waiting for a node in place of one that was lost: %s", error)
+                told = True
+            time.sleep(NODE_SECONDS)
+        else:
+            return have
 
 
 def bundle_of(demand: Demand, group: Any, rank: int) -> int:

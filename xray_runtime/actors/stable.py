@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from xray_runtime.actors.nodes import beside
 from xray_runtime.config_engines import RuntimeConfig
 
 NAME, NAMESPACE = "xray-stable", "xray"
@@ -112,8 +113,9 @@ class Stable:
 
 def open_stable() -> Any:
     """The stable of this cluster, made where there is none. It lives as long as the process that made it."""
+    options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
     while True:
-        stable = ray.remote(Stable).options(name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0).remote()
+        stable = ray.remote(Stable).options(**options, scheduling_strategy=beside()).remote()
         if _answered(stable.ping.remote()):
             return stable
         # Ray keeps the name for a dead actor, until it is killed too.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from xray_runtime.actors.nodes import Residence, beside, check_software, note_placement
 from xray_runtime.actors.placement import (
     START_SECONDS,
     BusyClusterError,
@@ -28,6 +29,7 @@ from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.watch import Watch, WorkhorseError
 from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
+from xray_runtime.checkpoints.identity import software
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.topology import Topology
@@ -67,12 +69,19 @@ class WholeModel:
     def ping(self) -> None:
         """Answers where this WholeModel lives."""
 
-    def build(self, spec: ModelSpec | GeneratorSpec) -> None:
-        """Load the model on every Workhorse and join them to one process group."""
+    def build(self, spec: ModelSpec | GeneratorSpec, wanted_software: str) -> list[Residence]:
+        """Load the model on every Workhorse and join them to one process group; returns where each lives.
+
+        Raises:
+            ConfigError: one of them is not of `wanted_software`.
+        """
         if isinstance(spec, ModelSpec):
             self._topology = Topology.of(spec.layout)
         self._spec = spec
         meeting_points = self._meet()
+        lives: list[Residence] = self._call("residence")
+        for rank, there in enumerate(lives):
+            check_software(f"Workhorse {rank} of {self._role!r}", there, wanted_software)
         size = len(self._workhorses) // self._num_replicas
         places = []
         for number in range(len(self._workhorses)):
@@ -80,6 +89,7 @@ class WholeModel:
             host, port = meeting_points[replica * size]
             places.append(Rank(self._role, number, rank, size, host, port, self._log_dir))
         self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
+        return lives
 
     def _meet(self) -> list[tuple[str, int]]:
         """Where a process group could meet at each Workhorse, as soon as every one is up."""
@@ -257,10 +267,11 @@ def open_models(
                 kind = Generator if isinstance(specs[asked.role], GeneratorSpec) else Learner
                 models[asked.role] = (
                     ray.remote(WholeModel)
-                    .options(num_cpus=0, max_restarts=0)
+                    .options(num_cpus=0, max_restarts=0, scheduling_strategy=beside())
                     .remote(kind, asked, runtime, log_dir, groups.get(asked.role))
                 )
-            ray.get([models[role].build.remote(spec) for role, spec in specs.items()])
+            lives = ray.get([models[role].build.remote(spec, software()) for role, spec in specs.items()])
+            note_placement(log_dir, dict(zip(specs, lives, strict=True)))
             yield models
             sound = True
         finally:

@@ -28,6 +28,7 @@ from xray_runtime.processes import redirect_output
 if TYPE_CHECKING:
     import torch
 
+    from xray_runtime.actors.nodes import Residence
     from xray_runtime.engines.engine import Engine, MicroBatch, Scorer
     from xray_runtime.engines.generation import Generation, Sampling
     from xray_runtime.models.objectives import Objective
@@ -122,6 +123,12 @@ class Workhorse:
 
         on_gpu = self.device.type == "cuda"
         return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
+
+    def residence(self) -> Residence:
+        """Where it lives."""
+        from xray_runtime.actors.nodes import residence
+
+        return residence()
 
     def pulse(self) -> Pulse:
         """A sign of life, given in a thread of its own."""

