@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
 from prefect.events.schemas.automations import Posture
+from prefect.types import SecretDict
 
 PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)
@@ -119,7 +120,13 @@ def _block() -> Any | None:
     url = os.environ.get(NOTIFY_URL)
     if not url:
         return None
+    # The address is a secret: who has it can post. A secret's value is not shown on Prefect's pages.
     block = CustomWebhookNotificationBlock(
-        name="X-ray", url=url, json_data={"text": "{{subject}}\n{{body}}"}, headers=None, cookies=None
+        name="X-ray",
+        url="{{address}}",
+        json_data={"text": "{{subject}}\n{{body}}"},
+        headers=None,
+        cookies=None,
+        secrets=SecretDict({"address": url}),
     )
     return block.save(BLOCK, overwrite=True)

@@ -31,7 +31,8 @@ from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
 from flows.records import end_lost_flow_run, end_lost_task_run
 from flows.session import CONFIG, LIFECYCLE_LOCK, hold
-from tasks.stage import RunContext, StageResult, stage
+from tasks.results import PlainResults
+from tasks.stage import RunContext, StageResult, stage, travelling_variables
 from xray_runtime.actors.placement import settled
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.actors.whole_model import expect_models
@@ -41,6 +42,7 @@ from xray_runtime.checkpoints.store import load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.credentials import bare, tracking_address
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
@@ -145,7 +147,7 @@ def _terminate(*_: Any) -> None:
 
 
 def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    uri = tracking_address()
     artifacts = None if uri else root / "mlartifacts"
     uri = uri or f"sqlite:///{root / 'mlflow.db'}"
     tracker = Tracker(uri, config.project, artifacts)
@@ -167,6 +169,7 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         flow_run_id=flow_run_id,
         trigger=trigger,
         tags=tags,
+        variables=travelling_variables(),
     )
 
 
@@ -182,7 +185,7 @@ def prefect_tags() -> dict[str, str]:
     if not flow_run.id:
         return {}
     shown = settings.ui_url and settings.server.ui.enabled
-    page = {"prefect.flow_run": f"{settings.ui_url}/runs/flow-run/{flow_run.id}"} if shown else {}
+    page = {"prefect.flow_run": f"{bare(settings.ui_url)}/runs/flow-run/{flow_run.id}"} if shown else {}
     return {"prefect.flow_run_id": flow_run.id} | page
 
 
@@ -220,7 +223,6 @@ def run_stage(
         name=plan.name,
         retries=runtime.retries,
         retry_delay_seconds=runtime.retry_delay_s,
-        result_storage=Path(context.output) / "results",
     )
     state = _submit(configured, spec, context, runtime.retries)
     result = StageResult.model_validate(state.result())
@@ -239,6 +241,8 @@ def run_stage(
 def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:
     """Submit to Ray and wait. A lost worker is a new submission: Prefect's own retries are lost with the worker."""
     for attempt in range(1 + retries):
+        # `with_options` takes only storage that the server knows of.
+        configured.result_storage = PlainResults(basepath=str(Path(context.output) / "results"))
         with remote_options(num_cpus=0, max_retries=0):
             future = configured.submit(spec, context)
         # Ray's own waiting turns the signal that interrupts it into a SystemError, which would pass for a crash.

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from xray_runtime.allowed_imports import check_import
 from xray_runtime.config_engines import (
     Count,
     EngineConfig,
@@ -30,6 +31,7 @@ from xray_runtime.config_engines import (
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, its output layer apart."""
+BUILT_IN_GOLD = "vader"
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -354,7 +356,7 @@ class LifecycleConfig(Section):
     """Every random choice derives from it."""
     gold: Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = "vader"
     """Gold score of replies, never seen by the reward model or PPO: `vader`, `module:function` (your own
-    `f(prompts, replies) -> scores`), or None."""
+    `f(prompts, replies) -> scores`, in a module that XRAY_ALLOWED_IMPORTS names), or None."""
     data: DataConfig = DataConfig()
     base: BaseConfig = FreshBase()
     sft: SFTConfig = SFTConfig()
@@ -367,6 +369,13 @@ class LifecycleConfig(Section):
     generator: GeneratorConfig = GeneratorConfig()
     promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @field_validator("gold")
+    @classmethod
+    def _gold_is_allowed(cls, gold: str | None) -> str | None:
+        if gold is not None and gold != BUILT_IN_GOLD:
+            check_import(gold)
+        return gold
 
     @property
     def trained(self) -> dict[str, TrainingConfig]:
