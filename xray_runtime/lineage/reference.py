@@ -57,7 +57,7 @@ def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_password(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {bare(uri)!r} is not allowed, since others can read a command line and the "
+            f"--tracking-uri: a login before {bare(uri)!r} is not allowed: others can read a command line, and the "
             "parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
