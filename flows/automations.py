@@ -118,10 +118,12 @@ def install() -> list[str]:
 def _block() -> Any | None:
     """The id of the notification block for XRAY_NOTIFY_URL."""
     url = os.environ.get(NOTIFY_URL)
-    if not url:
-        return None
-    # The address is a secret: who has it can post. A secret's value is not shown on Prefect's pages.
-    block = CustomWebhookNotificationBlock(
+    return webhook(url).save(BLOCK, overwrite=True) if url else None
+
+
+def webhook(url: str) -> CustomWebhookNotificationBlock:
+    """What posts to `url`, which is a secret (who has it can post) that Prefect's pages do not show."""
+    return CustomWebhookNotificationBlock(
         name="X-ray",
         url="{{address}}",
         json_data={"text": "{{subject}}\n{{body}}"},
@@ -129,4 +131,3 @@ def _block() -> Any | None:
         cookies=None,
         secrets=SecretDict({"address": url}),
     )
-    return block.save(BLOCK, overwrite=True)

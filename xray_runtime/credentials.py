@@ -30,9 +30,9 @@ def bare(text: str) -> str:
     return _QUERY.sub(r"\1", _LOGIN.sub("://", text))
 
 
-def has_password(address: str) -> bool:
-    """Whether a login stands in an address."""
-    return _LOGIN.search(address) is not None
+def has_login(address: str) -> bool:
+    """Whether a login stands in an address; a path may have an @ in it."""
+    return "@" in urlsplit(address).netloc
 
 
 def hide_logins(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -58,7 +58,7 @@ def tracking_address(environment: MutableMapping[str, str] = os.environ) -> str 
 def _take(environment: MutableMapping[str, str], name: str) -> tuple[str, str]:
     """(user, password) of an address, which stands without them afterwards."""
     address = environment.get(name, "")
-    if not address.startswith(("http://", "https://")) or not has_password(address):
+    if not address.startswith(("http://", "https://")) or not has_login(address):
         return "", ""
     parts = urlsplit(address)
     login, _, host = parts.netloc.rpartition("@")

@@ -67,7 +67,7 @@ def opened(path: Path, beside: Path | None = None) -> Iterator[Place]:
                 for member in archive:
                     # A file with holes says to be larger than the archive it comes in, by any factor.
                     if not (member.isfile() or member.isdir()) or member.issparse():
-                        raise ConfigError(f"bundle: {path} holds {member.name!r}, neither a file nor a directory")
+                        raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
                     archive.extract(member, output, filter="data")
         except (tarfile.TarError, OSError, ValueError) as error:
             if isinstance(error, ConfigError):

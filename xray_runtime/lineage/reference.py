@@ -10,7 +10,7 @@ from pathlib import Path
 from xray_runtime.checkpoints.manifest import MANIFEST
 from xray_runtime.checkpoints.store import read_manifest
 from xray_runtime.config_io import ConfigError
-from xray_runtime.credentials import bare, has_password, tracking_address
+from xray_runtime.credentials import bare, has_login, tracking_address
 from xray_runtime.lineage.graph import CHECKPOINTS, Graph, Node, read_graph
 
 ALLOWED = (
@@ -55,7 +55,7 @@ def open_place(output: Path, tracking_uri: str | None) -> Place:
 
 def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
-    if uri is not None and has_password(uri):
+    if uri is not None and has_login(uri):
         raise ConfigError(
             f"--tracking-uri: a login before {bare(uri)!r} is not allowed: others can read a command line, and the "
             "parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
