@@ -193,7 +193,7 @@ class Intruder:
 def test_weights_that_are_a_pickle_are_not_opened(saved: Path, tmp_path: Path) -> None:
     (saved / WEIGHTS).unlink()
     (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Intruder(tmp_path / "hurt")))
-    with pytest.raises(ValueError, match="cannot be loaded .*safetensors"):
+    with pytest.raises(ValueError, match=r"cannot be loaded .*safetensors"):
         load_pretrained(str(saved))
     with pytest.raises(OSError, match="safetensors"):
         load_model(saved)
