@@ -11,10 +11,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 
-.PHONY: help install demo test lint unit component e2e clean
+.PHONY: help install demo test lint audit-deps unit component e2e clean
 
 help:  ## show this
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## install into .venv (once; again after pyproject.toml or constraints.txt changed)
 
@@ -32,12 +32,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
-test: install lint unit component e2e  ## style and types, unit, component and end-to-end tests
+test: install lint audit-deps unit component e2e  ## style and types, dependencies, unit, component and end-to-end tests
 
 lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit-deps: install  ## known vulnerabilities of what is pinned
+	$(BIN)/python .ci/audit_deps.py
 
 unit: install  ## pure tests, seconds
 	$(BIN)/pytest tests/unit

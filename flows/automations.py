@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
 from prefect.events.schemas.automations import Posture
+from prefect.types import SecretDict
 
 PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)
@@ -117,9 +118,16 @@ def install() -> list[str]:
 def _block() -> Any | None:
     """The id of the notification block for XRAY_NOTIFY_URL."""
     url = os.environ.get(NOTIFY_URL)
-    if not url:
-        return None
-    block = CustomWebhookNotificationBlock(
-        name="X-ray", url=url, json_data={"text": "{{subject}}\n{{body}}"}, headers=None, cookies=None
+    return webhook(url).save(BLOCK, overwrite=True) if url else None
+
+
+def webhook(url: str) -> CustomWebhookNotificationBlock:
+    """What posts to `url`, which is a secret (who has it can post) that Prefect's pages do not show."""
+    return CustomWebhookNotificationBlock(
+        name="X-ray",
+        url="{{address}}",
+        json_data={"text": "{{subject}}\n{{body}}"},
+        headers=None,
+        cookies=None,
+        secrets=SecretDict({"address": url}),
     )
-    return block.save(BLOCK, overwrite=True)

@@ -31,6 +31,8 @@ from xray_runtime.planning.workload import usable_cores
 from xray_runtime.processes import MARK, end_marked, marked
 
 POOL = "xray"
+RAY = "ray"
+"""Below `Home.ray_sessions`, where Ray keeps them."""
 START_SECONDS = 240.0
 """A service that is not healthy after this has failed to start."""
 STOP_SECONDS = 8.0
@@ -114,7 +116,8 @@ def servers(home: Home, state: State) -> list[Service]:
                 num_cpus=usable_cores(),
                 dashboard_host=LOOPBACK,
                 dashboard_port=state.ports["dashboard"],
-                temp_dir=home.ray_sessions(state),
+                # Ray opens this directory to everybody; the one above it keeps them out.
+                temp_dir=home.ray_sessions(state) / RAY,
                 # Any free ones: others may have a Ray on this machine too.
                 min_worker_port=0,
                 max_worker_port=0,
@@ -266,9 +269,10 @@ def _options(**values: object) -> list[str]:
 
 
 def _make_room(folder: Path) -> None:
-    """For a new session; of those before, only the last one's logs are kept."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for session in sorted(folder.glob("session_2*"))[:-1]:
+    """For a new session, for this user alone; of those before, only the last one's logs are kept."""
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o700)
+    for session in sorted(folder.glob(f"{RAY}/session_2*"))[:-1]:
         shutil.rmtree(session, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import secrets
 import socket
@@ -128,7 +129,11 @@ class Home:
 
     def environment(self, state: State) -> dict[str, str]:
         """What every service, and every flow run, finds in its environment; where databases are, only their servers."""
-        known = {name: value for name, value in os.environ.items() if name not in VARIABLES.values()}
+        # A token of the shell's would stand before the file of this home's.
+        hidden = {"RAY_AUTH_TOKEN", *VARIABLES.values()}
+        known = {name: value for name, value in os.environ.items() if name not in hidden}
+        port = state.ports["prefect"]
+        origins = [f"http://{host}:{port}" for host in (clients_address(state.host), "localhost")]
         return (
             QUIET
             | {
@@ -137,13 +142,15 @@ class Home:
                 # In memory, the slots taken would stay taken after a server that was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }
+            # Pages of others, open in the same browser, need not ask Prefect anything.
+            | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins)}
             | known
             | {
                 # Into the services' logs; for the terminal, less is asked for.
                 "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
                 "XRAY_HOME": str(self.path),
                 "PREFECT_HOME": str(self.path / "prefect"),
-                "PREFECT_API_URL": f"http://{clients_address(state.host)}:{state.ports['prefect']}/api",
+                "PREFECT_API_URL": f"http://{clients_address(state.host)}:{port}/api",
                 "MLFLOW_TRACKING_URI": f"http://{LOOPBACK}:{state.ports['mlflow']}",
                 "RAY_ADDRESS": f"{LOOPBACK}:{state.ports['ray']}",
                 # Ray listens on every interface, whatever it is told.
@@ -205,17 +212,22 @@ def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError where Prefect's pages would be open to others without a password."""
     if is_loopback(host):
         return
-    missing = [
-        name for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING") if not environment.get(name)
-    ]
+    names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
+    missing = [name for name in names if not all(environment.get(name, "").partition(":"))]
     if missing:
         raise ConfigError(
             f"--host: {host!r} is not allowed without authentication: set {' and '.join(missing)} to USER:PASSWORD"
         )
+    if len({environment[name] for name in names}) > 1:
+        raise ConfigError(f"--host: {host!r} is not allowed while {' and '.join(names)} differ")
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether an address reaches this machine alone. A name other than localhost may be anybody's."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def clients_address(host: str) -> str:

@@ -32,8 +32,9 @@ from flows.lineage import publish_lineage
 from flows.reach import check_servers
 from flows.records import end_lost_flow_run, end_lost_task_run
 from flows.session import CONFIG, LIFECYCLE_LOCK, hold
+from tasks.results import PlainResults
 from tasks.sharing import share_result
-from tasks.stage import RunContext, StageResult, stage
+from tasks.stage import RunContext, StageResult, stage, travelling_variables
 from xray_runtime.actors.nodes import machines
 from xray_runtime.actors.placement import settled, with_device
 from xray_runtime.actors.stable import open_stable
@@ -45,6 +46,7 @@ from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest, ve
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import check_storage, resolved_yaml
+from xray_runtime.credentials import bare, tracking_address
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
@@ -157,7 +159,7 @@ def _terminate(*_: Any) -> None:
 
 
 def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    uri = tracking_address()
     artifacts = None if uri else root / "mlartifacts"
     uri = uri or f"sqlite:///{root / 'mlflow.db'}"
     tracker = Tracker(uri, config.project, artifacts)
@@ -179,6 +181,7 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         flow_run_id=flow_run_id,
         trigger=trigger,
         tags=tags,
+        variables=travelling_variables(),
     )
 
 
@@ -193,8 +196,8 @@ def prefect_tags() -> dict[str, str]:
     settings = get_current_settings()
     if not flow_run.id:
         return {}
-    shown = settings.ui_url and settings.server.ui.enabled
-    page = {"prefect.flow_run": f"{settings.ui_url}/runs/flow-run/{flow_run.id}"} if shown else {}
+    pages = settings.ui_url if settings.server.ui.enabled else None
+    page = {"prefect.flow_run": f"{bare(pages)}/runs/flow-run/{flow_run.id}"} if pages else {}
     return {"prefect.flow_run_id": flow_run.id} | page
 
 
@@ -232,7 +235,6 @@ def run_stage(
         name=plan.name,
         retries=runtime.retries,
         retry_delay_seconds=runtime.retry_delay_s,
-        result_storage=Path(context.output) / "results",
     )
     output = Path(context.output)
     store = Store(output / CHECKPOINTS, open_shared(runtime.storage))
@@ -262,6 +264,8 @@ def _verified(state: State, store: Store) -> tuple[StageResult, list[str]]:
 def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:
     """Submit to Ray and wait. A lost worker is a new submission: Prefect's own retries are lost with the worker."""
     for attempt in range(1 + retries):
+        # `with_options` takes only storage that the server knows of.
+        configured.result_storage = PlainResults(basepath=str(Path(context.output) / "results"))
         # Spread: a controller has no device, and would else always be beside the driver.
         with remote_options(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD"):
             future = configured.submit(spec, context)

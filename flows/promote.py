@@ -25,7 +25,7 @@ from pydantic import Field
 
 from flows.lifecycle import prefect_tags, run_stage, trigger_of_run
 from flows.session import saved_config
-from tasks.stage import RunContext
+from tasks.stage import RunContext, travelling_variables
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.checkpoints.ref import CheckpointRef
@@ -159,6 +159,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         flow_run_id=flow_run_id,
         trigger=trigger,
         tags=tags,
+        variables=travelling_variables(),
     )
     known = Snapshot(place.tracking_uri).by_sha
     parents = {role: _reference(place.graph.nodes[sha], known.get(sha, [])) for role, sha in roles.items()}

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flows.lineage_commands import BROKEN, Tracking, checked
-from flows.services import prefect_server
+from flows.services import prefect_server, private_ray
 from flows.session import saved_config
 from xray_runtime.config_io import ConfigError
 from xray_runtime.errors import root_cause
@@ -48,7 +48,7 @@ def promote(
     checked(lambda: _check(output, candidate, note, gates or [], tracking_uri))
     mark = guard()
     try:
-        with prefect_server(output.absolute()):
+        with prefect_server(output.absolute()), private_ray():
             checked(lambda: _run(str(output), name, ref, by or getpass.getuser(), note, gates, rollback, tracking_uri))
     finally:
         end_marked(mark)

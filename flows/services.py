@@ -1,7 +1,8 @@
 """What a run needs around it when nobody has started it: a Prefect server and a local Ray.
 
-Where PREFECT_API_URL, RAY_ADDRESS or MLFLOW_TRACKING_URI are set, what they name is used instead. Everything binds to
-loopback.
+Where PREFECT_API_URL, RAY_ADDRESS or MLFLOW_TRACKING_URI are set, what they name is used instead. What is started binds
+to loopback, as far as it can, and is guarded by secrets that are made for this run and end with it: on a machine that
+others work on too, loopback is theirs as well.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -22,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from flows.supervisor import LOST
+from xray_runtime.credentials import hide_logins
 from xray_runtime.planning.workload import usable_cores
 
 log = logging.getLogger(__name__)
@@ -47,7 +52,11 @@ QUIET = {
 
 
 def quiet_environment() -> None:
-    """Telemetry off, third-party chatter off the terminal. Before Prefect, Ray or MLflow are imported."""
+    """Telemetry off, third-party chatter off the terminal, no password in an address.
+
+    Before Prefect, Ray or MLflow are imported.
+    """
+    hide_logins()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -105,6 +114,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
             stack.callback(server.stop)
         # What the flow will import takes seconds; it loads while the servers start.
         imports = pool.submit(_import_ahead)
+        stack.enter_context(private_ray())
         stack.enter_context(_ray())
         imports.result()
         if server is not None:
@@ -141,10 +151,16 @@ class PrefectServer:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self._port = s.getsockname()[1]
-        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{self._port}/api"
-        os.environ["PREFECT_HOME"] = str(self._home)
-        # No record should lead to a page that is not there.
-        os.environ["PREFECT_UI_ENABLED"] = "false"
+        login = f"xray:{secrets.token_hex(32)}"
+        self._variables = {
+            "PREFECT_API_URL": f"http://127.0.0.1:{self._port}/api",
+            "PREFECT_API_AUTH_STRING": login,
+            "PREFECT_SERVER_API_AUTH_STRING": login,
+            "PREFECT_HOME": str(self._home),
+            # No record should lead to a page that is not there.
+            "PREFECT_UI_ENABLED": "false",
+        }
+        os.environ |= self._variables
         self.start()
 
     def start(self) -> None:
@@ -179,7 +195,8 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        del os.environ["PREFECT_API_URL"], os.environ["PREFECT_UI_ENABLED"]
+        for name in self._variables:
+            del os.environ[name]
 
 
 def _flush_to_server() -> None:
@@ -190,6 +207,23 @@ def _flush_to_server() -> None:
 
         for worker in (APILogWorker, EventsWorker):
             worker.drain_all(timeout=FLUSH_SECONDS)
+
+
+@contextlib.contextmanager
+def private_ray() -> Iterator[None]:
+    """Where this process starts a Ray of its own: a fresh token, and sockets and logs that only this user can reach.
+
+    Before Ray is imported. By itself Ray has one token for all a user's runs, and opens its directories to everybody,
+    also one it is given: only what is above that one can keep others out.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        yield
+        return
+    place = tempfile.mkdtemp(prefix="xray-")
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": place}
+    yield
+    # Of a run that failed they stay, for whoever looks for the reason.
+    shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager

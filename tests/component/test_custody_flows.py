@@ -17,7 +17,7 @@ import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
 
 from flows.records import end_lost_flow_run
@@ -48,11 +48,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.delenv("PREFECT_API_URL", raising=False)
         own = PrefectServer(home)
         own.wait_healthy()
-        url = os.environ["PREFECT_API_URL"]
+        url, login = os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
         log = (home / "serve.log").open("wb")
         runner = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=log, stderr=log)
         try:
-            with temporary_settings({PREFECT_API_URL: url}):
+            with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: login}):
                 until(lambda: deployed("promote/promote"), f"see {log.name}")
                 yield url
         finally:
@@ -60,6 +60,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             runner.wait(30)
             log.close()
             own.stop()
+
+
+def asked(address: str, query: dict[str, Any]) -> Any:
+    """What the server answers to whoever has its password."""
+    user, _, password = os.environ["PREFECT_API_AUTH_STRING"].partition(":")
+    return httpx.post(address, json=query, auth=(user, password)).json()
 
 
 def until(condition: Callable[[], Any], why: str) -> Any:
@@ -102,12 +108,12 @@ def suspended(run: Any) -> None:
 def artifacts(url: str, run: Any) -> list[str]:
     query = {"artifacts": {"flow_run_id": {"any_": [str(run)]}}}
     # Without a key: results that Prefect kept.
-    return [str(a["data"]) for a in httpx.post(f"{url}/artifacts/filter", json=query).json() if a["key"]]
+    return [str(a["data"]) for a in asked(f"{url}/artifacts/filter", query) if a["key"]]
 
 
 def events(url: str, name: str) -> list[dict[str, Any]]:
     query = {"filter": {"event": {"name": [name]}}}
-    found: list[dict[str, Any]] = httpx.post(f"{url}/events/filter", json=query).json()["events"]
+    found: list[dict[str, Any]] = asked(f"{url}/events/filter", query)["events"]
     return found
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
+from xray_runtime.processes import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +84,26 @@ def _left(mark: str) -> list[str]:
     return found
 
 
+def _only_ray_is_reached_by_others(mark: str) -> None:
+    """It asks for its token. All else listens on loopback, and there the run's own Prefect asks for its password."""
+    open_to_others, addresses = [], set()
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error, OSError):
+            line = " ".join(process.cmdline())
+            environ = process.environ()
+            addresses.add(environ.get("PREFECT_API_URL", ""))
+            hosts = {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+            if hosts - {"127.0.0.1", "::1"}:
+                open_to_others.append((line, environ.get("RAY_AUTH_MODE")))
+    # A driver of Ray's listens as Ray does.
+    rays = [found for found in open_to_others if "flows.session" not in found[0]]
+    assert rays
+    assert [line for line, mode in rays if mode != "token" or not (line.startswith("ray::") or "/ray/" in line)] == []
+    api = max(addresses)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{api}/version", timeout=20)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("interrupted")
@@ -89,6 +113,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_left_running(place: Path, number: signal.Signals) -> None:
     process, mark = _started(place)
     assert len(_left(mark)) > 5
+    _only_ray_is_reached_by_others(mark)
     second = xray("run", "configs/tiny.yaml", "--output", str(place), timeout=60)
     assert second.code == 2
     assert "another xray run is at work" in second.err

@@ -1,7 +1,8 @@
-"""Servers that go away in mid-stage delay the run; what was to be said to them arrives later."""
+"""Servers of the user's own, behind passwords: they may go away in mid-stage, and no secret is found anywhere after."""
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
+from tests.e2e.secrets import OTHERS, SECRETS, environments, places_of
 
 pytestmark = pytest.mark.e2e
 
 AWAY_SECONDS = 20
+LOGIN = {name: f"xray:{SECRETS[name]}" for name in ("mlflow", "prefect")}
 
 
 class Server:
@@ -62,6 +65,7 @@ def servers(tmp_path: Path) -> Iterator[dict[str, Server]]:
     variables = {
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}",
+        "PREFECT_SERVER_API_AUTH_STRING": LOGIN["prefect"],
     }
     found = {
         "mlflow": Server("mlflow", tmp_path, mlflow, {}),
@@ -78,11 +82,16 @@ def test_servers_may_go_away_for_a_while(servers: dict[str, Server], tmp_path: P
 
     uri, api = servers["mlflow"].url, f"{servers['prefect'].url}/api"
     output = tmp_path / "run"
+    # As people write them: with the login in the address. MLflow's server takes anybody's.
+    addresses = {
+        "MLFLOW_TRACKING_URI": uri.replace("://", f"://{LOGIN['mlflow']}@"),
+        "PREFECT_API_URL": api.replace("://", f"://{LOGIN['prefect']}@"),
+    }
     with (tmp_path / "run.log").open("wb") as log:
         run = subprocess.Popen(
             [XRAY, "run", "configs/tiny.yaml", "--output", str(output), "--set", "runtime.snapshot_every=1"],
             cwd=ROOT,
-            env=environment() | {"MLFLOW_TRACKING_URI": uri, "PREFECT_API_URL": api},
+            env=environment() | OTHERS | addresses,
             stdout=log,
             stderr=log,
         )
@@ -92,6 +101,7 @@ def test_servers_may_go_away_for_a_while(servers: dict[str, Server], tmp_path: P
             assert run.poll() is None, (tmp_path / "run.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        secrets = _look_at(run.pid)
         for server in servers.values():
             server.kill()
         time.sleep(AWAY_SECONDS)
@@ -111,8 +121,28 @@ def test_servers_may_go_away_for_a_while(servers: dict[str, Server], tmp_path: P
     states = {kind: _states(api, kind) for kind in ("flow_runs", "task_runs")}
     assert states == {"flow_runs": ["COMPLETED"], "task_runs": ["COMPLETED"] * len(content["stages"])}
 
+    # Records, logs, results, both databases, artifacts, what was printed.
+    assert places_of(secrets, tmp_path) == []
+    assert (output / "keys").stat().st_mode & 0o777 == 0o700
+    assert (output / "keys" / "signing.pem").stat().st_mode & 0o777 == 0o600
+
+
+def _look_at(run: int) -> set[str]:
+    """A run at work: no secret on a command line, nor in what Ray writes. Returns all of them, its Ray's token too."""
+    processes = environments(run)
+    assert len(processes) > 5
+    tokens, places = ({e[name] for _, e in processes if name in e} for name in ("RAY_AUTH_TOKEN", "RAY_TMPDIR"))
+    assert (len(tokens), len(places)) == (1, 1)
+    secrets = set(SECRETS.values()) | tokens
+    assert [line for line, _ in processes if any(secret in line for secret in secrets)] == []
+    place = Path(places.pop())
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert places_of(secrets, place) == []
+    return secrets
+
 
 def _states(api: str, kind: str) -> list[str]:
     request = urllib.request.Request(f"{api}/{kind}/filter", b"{}", {"Content-Type": "application/json"})
+    request.add_header("Authorization", f"Basic {base64.b64encode(LOGIN['prefect'].encode()).decode()}")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return [run["state_type"] for run in json.load(answer)]

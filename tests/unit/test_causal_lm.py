@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from xray_runtime.models.causal_lm import (
     load_pretrained,
     load_tokenizer,
     save_model,
+    skeleton,
 )
 from xray_runtime.models.tensor_file import TensorFile
 
@@ -175,6 +178,41 @@ def test_a_family_built_otherwise_works_whole(tmp_path: Path, tiny_tokenizer: An
     torch.testing.assert_close(module.logits(module.hidden(ids)), lm(ids).logits)
     with pytest.raises(ValueError, match=r"base\.trainable_layers: 1 is not allowed.*GPT2LMHeadModel"):
         HeadedLM(lm, trainable_layers=1)
+
+
+class Intruder:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.place),)
+
+
+def test_weights_that_are_a_pickle_are_not_opened(saved: Path, tmp_path: Path) -> None:
+    (saved / WEIGHTS).unlink()
+    (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Intruder(tmp_path / "hurt")))
+    with pytest.raises(ValueError, match=r"cannot be loaded .*safetensors"):
+        load_pretrained(str(saved))
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(saved)
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_code_that_lies_beside_a_model_does_not_run(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked whether it may."""
+    (saved / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'hurt')!r})\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
+    edit(saved / "config.json", model_type="own", auto_map=classes)
+    edit(saved / "tokenizer_config.json", tokenizer_class="Own", auto_map=classes)
+    for load in (load_pretrained, skeleton):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load(str(saved))
+    assert not (tmp_path / "hurt").exists()
 
 
 def test_a_packaged_model_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

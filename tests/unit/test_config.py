@@ -72,6 +72,11 @@ REFUSED = [
     # not one of the allowed words
     ("project: Up/Case", 'project: "Up/Case" is not allowed: must match'),
     ("gold: bleu", 'gold: "bleu" is not allowed: must match'),
+    (
+        "data: {source: 'https://me:s3cr3t@host/a'}",
+        "data.source: a login before 'https://host/a' is not allowed: the con",
+    ),
+    ("gold: os:system", "gold: 'os:system' is not allowed: it would import os, and XRAY_ALLOWED_IMPORTS in the env"),
     ("sft: {schedule: step}", "sft.schedule: \"step\" is not allowed: must be 'constant', 'linear' or 'cosine'"),
     ("ppo: {stages: [{kl: {estimator: k4}}]}", "ppo.stages.0.kl.estimator: \"k4\" is not allowed: must be 'k1', 'k2'"),
     ("ppo: {stages: [{critic: none}]}", "ppo.stages.0.critic: \"none\" is not allowed: must be 'shared' or 'separate'"),

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.daemons import NotUpError, Service, servers, start_missing, stop, wait_healthy, worker
 from flows.home import PORTS, Home, Started, State, check_free, check_host, find_home, new_state
 from flows.up_command import local_timezone
@@ -72,11 +74,35 @@ def test_one_port_for_two_services_is_refused() -> None:
         new_state(None, None, {"prefect": 5000})
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::", "example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::", "example.org", "127.example.org", "127.0.0.1.evil"])
 def test_others_need_a_password(host: str) -> None:
     with pytest.raises(ConfigError, match="not allowed without authentication: set PREFECT_SERVER_API_AUTH_STRING and"):
         check_host(host, {})
     check_host(host, {"PREFECT_SERVER_API_AUTH_STRING": "a:b", "PREFECT_API_AUTH_STRING": "a:b"})
+    for no_password in ("a", "a:", ":b", ":"):
+        with pytest.raises(ConfigError, match="set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD"):
+            check_host(host, {"PREFECT_SERVER_API_AUTH_STRING": no_password, "PREFECT_API_AUTH_STRING": "a:b"})
+    with pytest.raises(ConfigError, match=r"is not allowed while .* differ"):
+        check_host(host, {"PREFECT_SERVER_API_AUTH_STRING": "a:b", "PREFECT_API_AUTH_STRING": "a:c"})
+
+
+def test_a_remembered_host_needs_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path / "h")
+    home.make()
+    home.save(State(mark="ab", host="0.0.0.0"))
+    for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    done = CliRunner().invoke(app, ["up", "--home", str(home.path)])
+    assert done.exit_code == 2
+    assert "'0.0.0.0' is not allowed without authentication" in done.output
+
+
+def test_what_services_find_in_their_environment(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the shell")
+    found = home.environment(State(mark="ab", ports=PORTS | {"prefect": 4201}))
+    assert "RAY_AUTH_TOKEN" not in found
+    assert found["RAY_AUTH_TOKEN_PATH"] == str(home.path / "ray-token")
+    assert found["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4201,http://localhost:4201"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])

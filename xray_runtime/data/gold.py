@@ -6,6 +6,9 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 
+from xray_runtime.allowed_imports import check_import
+from xray_runtime.config import BUILT_IN_GOLD
+
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score a reply; higher is better."""
 
@@ -22,13 +25,19 @@ def load_gold(name: str) -> GoldScore:
     """`vader`, or your own function by its import path `module:function`.
 
     Raises:
-        ValueError: it cannot be imported or called; later, a call that does not return one finite number a reply.
+        ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called; later, a call
+            that does not return one finite number a reply.
     """
-    if name == "vader":
+    if name == BUILT_IN_GOLD:
         return vader
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"gold: {name!r} is not allowed; it must be 'vader' or 'module:function'")
+    # Asked here too: the name may come from a checkpoint somebody else made.
+    try:
+        check_import(name)
+    except ValueError as error:
+        raise ValueError(f"gold: {error}") from None
     try:
         function = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module of the user's may fail in any way while it loads

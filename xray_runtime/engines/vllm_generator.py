@@ -60,6 +60,9 @@ class VLLMSampler:
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
+            # Nothing that is a pickle, no code that lies beside the weights.
+            load_format="safetensors",
+            trust_remote_code=False,
             dtype="float32" if device == "cpu" else "bfloat16",
             enforce_eager=device == "cpu",
             max_model_len=max_length,

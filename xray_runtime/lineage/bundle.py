@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from xray_runtime.checkpoints.store import CHECKPOINTS
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage.audit import Audit, audit
 from xray_runtime.lineage.evaluation_audit import RESULTS
-from xray_runtime.lineage.graph import CHECKPOINTS, Node
+from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
-from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.reference import Place, check_tracking_uri, open_place
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.lineage.signing import public_key
 
@@ -53,15 +55,20 @@ def opened(path: Path, beside: Path | None = None) -> Iterator[Place]:
     """The content of a bundle as an output directory, in a temporary place.
 
     Raises:
-        ConfigError: it is no bundle, or holds links, devices or names that lead out of it.
+        ConfigError: it is no bundle, or holds links, devices, files with holes or names that lead out of it, or does
+            not fit on the disk.
     """
     with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=beside) as temporary:
         output = Path(temporary)
         try:
             with tarfile.open(path, "r:") as archive:
+                free = shutil.disk_usage(output).free
+                if path.stat().st_size > free:
+                    raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
                 for member in archive:
-                    if not (member.isfile() or member.isdir()):
-                        raise ConfigError(f"bundle: {path} holds {member.name!r}, neither a file nor a directory")
+                    # A file with holes says to be larger than the archive it comes in, by any factor.
+                    if not (member.isfile() or member.isdir()) or member.issparse():
+                        raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
                     archive.extract(member, output, filter="data")
         except (tarfile.TarError, OSError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -86,6 +93,7 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
     Args:
         public: the key its records must be signed with; by default the bundle's own, which is then trusted.
     """
+    check_tracking_uri(tracking_uri)
     store = output / CHECKPOINTS
     store.mkdir(parents=True, exist_ok=True)
     with opened(path, beside=output) as place:

@@ -173,11 +173,13 @@ def retirement_files(output: Path) -> list[Path]:
 
 def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None:
     """Trust other public keys in `output`, and know what they took over from."""
+    # Its own mode is not that of the parents a directory is made with.
+    (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder, paths in ((TRUSTED, public), (RETIRED, retired)):
         for path in paths:
             name = f"{fingerprint(path)[:DIGITS]}.pub" if folder == TRUSTED else path.name
             place = output / "keys" / folder / name
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.parent.mkdir(mode=0o700, exist_ok=True)
             if not place.exists():
                 place.write_bytes(read_bounded(path))
 

@@ -15,17 +15,19 @@ from typing import Any
 import psutil
 
 from xray_runtime.checkpoints.identity import digest, file_sha256
+from xray_runtime.credentials import bare
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "xray_runtime")
 GIT_SECONDS = 60
 
 RELEVANT = re.compile(
-    r"^(CUBLAS|CUDA|DEEPSPEED|DS|GLOO|HF|KMP|MALLOC|MKL|MLFLOW|NCCL|NVIDIA|OMP|PREFECT|PYTHON|RAY|TOKENIZERS|TORCH|"
-    r"TRANSFORMERS|VLLM|XRAY)(_|$)|^(LD_PRELOAD|PYTHONHASHSEED)$"
+    r"(CUBLAS|CUDA|DEEPSPEED|DS|GLOO|KMP|MALLOC|MKL|NCCL|NVIDIA|OMP|TORCH|VLLM)_\w+|HF_ENDPOINT|HF_HOME|HF_HUB_OFFLINE|"
+    r"LD_PRELOAD|MLFLOW_TRACKING_URI|PREFECT_API_URL|PYTHONHASHSEED|PYTHONPATH|RAY_ADDRESS|TOKENIZERS_PARALLELISM|"
+    r"XRAY_ALLOWED_IMPORTS|XRAY_HOME"
 )
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|HEADER|PRIVATE", re.IGNORECASE)
-USERINFO = re.compile(r"://[^/@\s]*@")
+"""What can change numbers, and where things were. Of the servers' many variables no others: they hold passwords too."""
+SECRET = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|HEADER|PRIVATE", re.IGNORECASE)
 
 
 @cache
@@ -39,7 +41,8 @@ def code() -> tuple[dict[str, str | None], bytes]:
     if commit:
         diff = _git("diff", "--binary", "HEAD", "--", *PACKAGES, "pyproject.toml")
         for path in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *PACKAGES).split(b"\0"):
-            if path:
+            # Other files that lie there are nobody's business.
+            if path.endswith((b".py", b".html")):
                 diff += _git("diff", "--binary", "--no-index", "--", os.devnull, os.fsdecode(path))
     facts = {
         "git_commit": commit.decode().strip() or None,
@@ -65,11 +68,11 @@ def environment() -> dict[str, Any]:
 
 
 def variables(values: Any) -> dict[str, str]:
-    """The variables that can matter: nothing whose name sounds like a secret, no user or password in an address."""
+    """The variables that can matter: nothing whose name sounds like a secret, addresses without login or query."""
     return {
-        name: USERINFO.sub("://", value)
+        name: bare(value)
         for name, value in sorted(values.items())
-        if RELEVANT.search(name) and not SECRET.search(name)
+        if RELEVANT.fullmatch(name) and not SECRET.search(name)
     }
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray_runtime.checkpoints.manifest import MANIFEST
-from xray_runtime.checkpoints.store import read_manifest
+from xray_runtime.checkpoints.store import CHECKPOINTS, read_manifest
 from xray_runtime.config_io import ConfigError
-from xray_runtime.lineage.graph import CHECKPOINTS, Graph, Node, read_graph
+from xray_runtime.credentials import bare, has_login, tracking_address
+from xray_runtime.lineage.graph import Graph, Node, read_graph
 
 ALLOWED = (
     "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
@@ -41,18 +42,29 @@ def open_place(output: Path, tracking_uri: str | None) -> Place:
         tracking_uri: MLflow's address; by default the store inside `output`, else MLFLOW_TRACKING_URI, if there is one.
 
     Raises:
-        ConfigError: `output` holds no checkpoints.
+        ConfigError: `output` holds no checkpoints, or a login stands in `tracking_uri`.
     """
+    check_tracking_uri(tracking_uri)
     store = output / CHECKPOINTS
     if not store.is_dir():
         raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
     database = output / "mlflow.db"
     own = f"sqlite:///{database.absolute()}" if database.is_file() else None
-    return Place(output, read_graph(store), tracking_uri or own or os.environ.get("MLFLOW_TRACKING_URI"))
+    return Place(output, read_graph(store), tracking_uri or own or tracking_address())
+
+
+def check_tracking_uri(uri: str | None) -> None:
+    """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
+    if uri is not None and has_login(uri):
+        raise ConfigError(
+            f"--tracking-uri: a login before {bare(uri)!r} is not allowed: others can read a command line, and the "
+            "parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
 
 
 def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
     """What `reference` names. Raises ConfigError with what is allowed when it names nothing, or several things."""
+    check_tracking_uri(tracking_uri)
     as_path = Path(reference)
     if as_path.is_dir() and (output is None or os.sep in reference or not (output / CHECKPOINTS).is_dir()):
         return _by_directory(as_path.absolute(), tracking_uri)
@@ -92,12 +104,12 @@ def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) 
     uri = tracking_uri
     if uri is None and output is not None and (output / "mlflow.db").is_file():
         uri = f"sqlite:///{(output / 'mlflow.db').absolute()}"
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = uri or tracking_address()
     if uri is None:
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
     found = registered_checkpoint(uri, reference)
     if found is None:
-        raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {uri}")
+        raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {bare(uri)}")
     sha256, directory = found
     place = open_place(output or directory.parent.parent, uri)
     return place, _in_place(sha256, place)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.checkpoints.manifest import MANIFEST, Manifest
 from xray_runtime.checkpoints.ref import CheckpointRef
+from xray_runtime.credentials import bare
 from xray_runtime.lineage.attestation import statement_sha256
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class Tracker:
                 found = self.client.get_experiment_by_name(experiment)
         if found is not None:
             self.experiment_id = found.experiment_id
-        self.experiment, self.uri = experiment, uri
+        self.experiment = experiment
+        # People see it: on Prefect's pages.
+        self._shown = bare(uri).rstrip("/") if uri.startswith("http") else None
 
     def start_lifecycle(
         self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]
@@ -119,13 +122,11 @@ class Tracker:
 
     def page(self, run_id: str) -> str | None:
         """Where people see the run; None where no server shows it."""
-        served = self.uri.startswith("http")
-        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{run_id}" if served else None
+        return f"{self._shown}/#/experiments/{self.experiment_id}/runs/{run_id}" if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
         """Address of a figure of the run; None where no server shows it."""
-        served = self.uri.startswith("http")
-        return f"{self.uri.rstrip('/')}/get-artifact?path={name}.png&run_uuid={run_id}" if served else None
+        return f"{self._shown}/get-artifact?path={name}.png&run_uuid={run_id}" if self._shown else None
 
     def has_model(self, model_id: str) -> bool:
         """Whether this store knows the LoggedModel."""

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from xray_runtime.config import FreshBase
-from xray_runtime.models.location import locate
+from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
 ATTENTION = "sdpa"
@@ -51,14 +51,23 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
 
     Raises:
-        ValueError: `model` cannot be found or loaded, or is of a family X-ray's scoring would get wrong.
+        ValueError: `model` cannot be found, or not be loaded without running code of its own, or is of a family
+            X-ray's scoring would get wrong.
     """
     name, gguf = locate(model)
-    options = {"gguf_file": gguf} if gguf else {}
+    options: dict[str, Any] = NO_CODE | ({"gguf_file": gguf} if gguf else {})
+    # Never a .bin, which is a pickle.
+    weights: dict[str, Any] = {} if gguf else {"use_safetensors": True}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        # A config may name an attention that is fetched from a hub, so it is not left to it.
         lm, report = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, output_loading_info=True, **options
+            name,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            **weights,
+            **options,
         )
     except Exception as error:
         # Readers of damaged files fail each in a way of its own.
@@ -130,10 +139,10 @@ def skeleton(model: str) -> nn.Module:
     meta device. Buffers that are computed (rotary frequencies) have their values.
     """
     name, gguf = locate(model)
-    config = transformers.AutoConfig.from_pretrained(name, **({"gguf_file": gguf} if gguf else {}))
+    config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
         lm: Any = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION
+            config, dtype=torch.float32, attn_implementation=ATTENTION, **NO_CODE
         )
     # Under that context a tied weight becomes two.
     lm.tie_weights()
@@ -156,11 +165,16 @@ def _untouched() -> Iterator[None]:
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
     """The causal LM of a checkpoint directory, in float32."""
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        str(directory), dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True
+        str(directory),
+        dtype=torch.float32,
+        attn_implementation=ATTENTION,
+        local_files_only=True,
+        use_safetensors=True,
+        **NO_CODE,
     )
     return model
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint directory."""
-    return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)

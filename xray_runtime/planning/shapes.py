@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config import FreshBase, PretrainedBase
-from xray_runtime.models.location import locate
+from xray_runtime.models.location import NO_CODE, locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""
@@ -124,7 +124,7 @@ def from_pretrained(config: PretrainedBase) -> ModelShape:
             return from_hf_config(config_json if isinstance(config_json, dict) else {})
         import transformers
 
-        return from_hf_config(transformers.AutoConfig.from_pretrained(name).to_dict())
+        return from_hf_config(transformers.AutoConfig.from_pretrained(name, **NO_CODE).to_dict())
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"base.model: {config.model!r} cannot be planned ({reason})") from error

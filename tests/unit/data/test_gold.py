@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.allowed_imports import VARIABLE, check_import
 from xray_runtime.data.gold import load_gold
 
 
@@ -31,6 +32,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("own_gold_score", "own_broken_score"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv(VARIABLE, "own_gold_score, own_broken_score,no_such_module")
     return "own_gold_score"
 
 
@@ -68,3 +70,43 @@ def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
 def test_what_returns_no_scores(module: str, function: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_gold(f"{module}:{function}")(["p", "p"], ["a", "b"])
+
+
+def test_what_nobody_allowed_is_not_even_imported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "another.module")
+    with pytest.raises(ValueError, match=rf"gold: '{module}:length' is not allowed: .*=another.module,{module}$"):
+        load_gold(f"{module}:length")
+    assert module not in sys.modules
+    # The name may come from a checkpoint that somebody else made: what a sharp eye would refuse, and what it would not.
+    monkeypatch.delenv(VARIABLE)
+    for name in ("os:system", "xray_runtime.files:write_whole", "builtins:exec"):
+        with pytest.raises(ValueError, match="XRAY_ALLOWED_IMPORTS in the environment allows nothing"):
+            load_gold(name)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "path", "ok"),
+    [
+        ("a.b", "a.b:f", True),
+        ("a.b", "a:f", False),
+        ("a.b", "a.b.c:f", False),
+        ("a.b", "a.bc:f", False),
+        ("a.*", "a:f", True),
+        ("a.*", "a.b.c:f", True),
+        ("a.*", "ab:f", False),
+        ("x, a.b ,", "a.b:f", True),
+        ("", "a:f", False),
+    ],
+)
+def test_which_modules_are_allowed(allowed: str, path: str, ok: bool) -> None:
+    if ok:
+        check_import(path, {VARIABLE: allowed})
+    else:
+        with pytest.raises(ValueError, match=f"{path!r} is not allowed"):
+            check_import(path, {VARIABLE: allowed})
+
+
+@pytest.mark.parametrize("allowed", ["*", "a.b:f", "my-package", "a..b", "a.*.b", "a;b"])
+def test_what_is_no_list_of_modules(allowed: str) -> None:
+    with pytest.raises(ValueError, match=r"XRAY_ALLOWED_IMPORTS: .* is not allowed: must be a module"):
+        check_import("a:f", {VARIABLE: allowed})

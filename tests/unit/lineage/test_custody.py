@@ -224,6 +224,7 @@ def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
     for _ in range(2):
         assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
     assert broken(other) == []
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
     assert len(open_place(other, None).graph.nodes) == 9
 
 
@@ -246,21 +247,39 @@ def test_a_bundle_of_another_signer_is_refused_by_key(fresh: Callable[[], Path],
     assert {f.code for f in found.findings if f.is_broken} == {"signature-foreign"}
 
 
-@pytest.mark.parametrize("kind", ["parent", "absolute", "link", "device", "text", "empty"])
+SPECIAL = {
+    "link": tarfile.SYMTYPE,
+    "hard link": tarfile.LNKTYPE,
+    "device": tarfile.CHRTYPE,
+    "pipe": tarfile.FIFOTYPE,
+    "holes": tarfile.REGTYPE,
+}
+
+
+def test_a_bundle_larger_than_the_disk_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.tar"
+    with path.open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).total * 2)
+    with pytest.raises(ConfigError, match="bytes are free for it"):
+        audit_bundle(path)
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "text", "empty", *SPECIAL])
 def test_hostile_bundles_are_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "bundle.tar"
     member = tarfile.TarInfo({"parent": "../escaped", "absolute": str(tmp_path / "escaped")}.get(kind, "x"))
-    if kind == "link":
-        member.type, member.linkname = tarfile.SYMTYPE, "/etc"
-    if kind == "device":
-        member.type = tarfile.CHRTYPE
+    if kind in SPECIAL:
+        member.type, member.linkname = SPECIAL[kind], "/etc/hostname"
+    if kind == "holes":
+        # A petabyte in a kilobyte.
+        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**50)}
     if kind == "text":
         path.write_text("no archive")
     else:
         with tarfile.open(path, "w") as archive:
             if kind != "empty":
                 archive.addfile(member)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="no plain file and no directory" if kind in SPECIAL else "bundle: "):
         audit_bundle(path)
     assert not (tmp_path / "escaped").exists()
     assert not os.path.exists("/escaped")

@@ -1,0 +1,137 @@
+"""Nothing in X-ray unpickles, evaluates or imports what came from outside: each call that could is here, with a reason.
+
+The source is read, not run. Beside `test_layering.py`, which says who may import whom.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("flows", "tasks", "xray_runtime", "benchmarks")
+
+PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+"""Modules whose import alone is refused."""
+
+ALWAYS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "importlib.import_module",
+    "mlflow.pyfunc.load_model",
+    "os.popen",
+    "os.system",
+    "pandas.read_pickle",
+    "tempfile.mktemp",
+    "yaml.full_load",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
+
+UNLESS = {
+    "numpy.load": ("allow_pickle", False),
+    "torch.load": ("weights_only", True),
+    "extract": ("filter", "data"),
+    "extractall": ("filter", "data"),
+    "from_pretrained": ("trust_remote_code", False),
+    "from_config": ("trust_remote_code", False),
+}
+"""Call (or method) → the argument that makes it harmless. `**NO_CODE` and `**options`, which holds it, count."""
+
+NEVER = {"shell": True, "trust_remote_code": True, "allow_pickle": True, "weights_only": False, "verify": False}
+"""Arguments no call may have."""
+
+ALLOWED = {
+    ("xray_runtime/config_io.py", "yaml.load"): "its loader is a SafeLoader",
+    ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
+    ("xray_runtime/stages/spec.py", "importlib.import_module"): "a module of xray_runtime.stages, by the plan's kind",
+    ("benchmarks/loading.py", "from_pretrained"): "a Llama's own class, on a directory the benchmark just wrote",
+}
+
+
+def findings(source: str) -> Iterator[str]:
+    """Names of the calls and imports in `source` that need a reason."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PICKLES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            if node.module.split(".")[0] in PICKLES:
+                yield node.module
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        first, *rest = ast.unparse(node.func).split(".")
+        whole = ".".join([names.get(first, first), *rest])
+        keywords = {k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)}
+        if whole in ALWAYS:
+            yield whole
+        for name in {whole, rest[-1] if rest else ""} & UNLESS.keys():
+            argument, wanted = UNLESS[name]
+            spread = {ast.unparse(k.value) for k in node.keywords if k.arg is None}
+            if keywords.get(argument) != wanted and not spread & {"NO_CODE", "options"}:
+                yield name
+        yield from (name for name, value in NEVER.items() if keywords.get(name) is value)
+
+
+def found() -> set[tuple[str, str]]:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    return {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in files
+        for name in findings(path.read_text(encoding="utf-8"))
+    }
+
+
+def test_every_unsafe_call_has_a_reason() -> None:
+    assert found() - ALLOWED.keys() == set()
+
+
+def test_every_reason_is_still_needed() -> None:
+    assert ALLOWED.keys() - found() == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import pickle", "pickle"),
+        ("def f():\n    from cloudpickle import loads", "cloudpickle"),
+        ("import torch\ntorch.load(p)", "torch.load"),
+        ("from torch import load as get\nget(p, map_location='cpu')", "torch.load"),
+        ("import torch\ntorch.load(p, weights_only=False)", "torch.load"),
+        ("import numpy as np\nnp.load(p, allow_pickle=True)", "numpy.load"),
+        ("import yaml\nyaml.load(t, Loader=yaml.Loader)", "yaml.load"),
+        ("import mlflow\nmlflow.pyfunc.load_model(u)", "mlflow.pyfunc.load_model"),
+        ("from transformers import AutoModel\nAutoModel.from_pretrained(n)", "from_pretrained"),
+        ("archive.extractall(p)", "extractall"),
+        ("import subprocess\nsubprocess.run(c, shell=True)", "shell"),
+        ("LLM(d, trust_remote_code=True)", "trust_remote_code"),
+        ("eval(text)", "eval"),
+    ],
+)
+def test_it_sees_what_it_looks_for(source: str, name: str) -> None:
+    assert name in set(findings(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.load(p, weights_only=True)",
+        "import numpy as np\nnp.load(p, allow_pickle=False)",
+        "archive.extract(m, p, filter='data')",
+        "AutoConfig.from_pretrained(n, **NO_CODE)",
+        "module.eval()",
+        "import yaml\nyaml.safe_load(t)",
+    ],
+)
+def test_and_nothing_else(source: str) -> None:
+    assert set(findings(source)) == set()

@@ -1,0 +1,35 @@
+"""Whose code a config may run: X-ray's own, and modules that whoever runs X-ray has named in XRAY_ALLOWED_IMPORTS."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+VARIABLE = "XRAY_ALLOWED_IMPORTS"
+"""Modules, separated by commas: `my_package.rewards` is that one alone, `my_package.*` it and all below it."""
+
+ENTRY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\.\*)?")
+
+
+def check_import(path: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse an import path `module:function` whose module is not allowed. A config may come from anybody.
+
+    Raises:
+        ValueError: it is not; one line that says how to allow it. Or the variable holds something else than modules.
+    """
+    module = path.partition(":")[0]
+    entries = [entry for part in environment.get(VARIABLE, "").split(",") if (entry := part.strip())]
+    for entry in entries:
+        if not ENTRY.fullmatch(entry):
+            raise ValueError(f"{VARIABLE}: {entry!r} is not allowed: must be a module, or all below one: module.*")
+    if not any(_matches(module, entry) for entry in entries):
+        raise ValueError(
+            f"{path!r} is not allowed: it would import {module}, and {VARIABLE} in the environment allows "
+            f"{', '.join(entries) or 'nothing'}; to allow it: {VARIABLE}={','.join([*entries, module])}"
+        )
+
+
+def _matches(module: str, entry: str) -> bool:
+    above = entry.removesuffix(".*")
+    return module == above or (entry != above and module.startswith(f"{above}."))
