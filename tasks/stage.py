@@ -24,7 +24,7 @@ from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict
 
 from tasks.summary import StageResult, stage_markdown
-from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
+from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told, was_stopped
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
 
@@ -134,8 +134,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(spec.parents.values()))
         run.finish("FINISHED", recorder.attempt)
         recorder.finished()
-    except BaseException:
-        run.finish("FAILED", recorder.attempt)
+    except BaseException as error:
+        run.finish("KILLED" if was_stopped(error) else "FAILED", recorder.attempt)
         raise
     finally:
         recorder.close()
