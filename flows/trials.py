@@ -165,7 +165,7 @@ class TrialRunner:
         place.mkdir(parents=True, exist_ok=True)
         with prefect_tags("xray", f"search:{trial.search.name}"):
             config = with_values(trial.config, trial.values)
-            state = run_trial(config, trial.search, trial.values, str(trial.root), str(place), return_state=True)
+            state: Any = run_trial(config, trial.search, trial.values, str(trial.root), str(place), return_state=True)
         if not state.is_cancelled():
             state.result()
 

@@ -146,12 +146,12 @@ def _trial(root: Path, config: LifecycleConfig, search: SearchConfig, space: Spa
     return Trial(root, config, search, values)
 
 
-class _Searcher(OptunaSearch):  # type: ignore[misc]
+class _Searcher(OptunaSearch):
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Optuna is told how trials end; what they report on the way is for the scheduler."""
 
 
-class _Watcher(ray_tune.Trainable):  # type: ignore[misc]
+class _Watcher(ray_tune.Trainable):
     """Ray Tune's side of a trial: starts it, and reports what pruning watches, then the value."""
 
     def setup(self, config: dict[str, Any], job: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ class _Watcher(ray_tune.Trainable):  # type: ignore[misc]
         return {"step": step + 0.5, "watched": watched, "done": True, **outcome}
 
 
-class _Journal(ray_tune.Callback):  # type: ignore[misc]
+class _Journal(ray_tune.Callback):
     """In the flow's process: stops the trials that are pruned, and writes down how each came out."""
 
     def __init__(

@@ -54,10 +54,14 @@ def test_a_range_is_whole_where_the_field_is() -> None:
         ({"sft.steps": {"low": 1.5, "high": 9}}, {}, "sft.steps: 1.5 is not allowed: must be a whole number"),
         ({"ppo.stages.7.lr": {"low": 1, "high": 2}}, {}, "fields.ppo.stages.7.lr: 7 is not allowed: ppo.stages has"),
         ({"ppo.stages.0.kl.estimator": {"low": 1, "high": 2}}, {}, "ppo.stages.0.kl.estimator: 1 is not allowed: must"),
-        ({"sft.schedule": {"choices": ["linear", "square"]}}, {}, "sft.schedule: \"square\" is not allowed: must be"),
+        ({"sft.schedule": {"choices": ["linear", "square"]}}, {}, 'sft.schedule: "square" is not allowed: must be'),
         ({"reward.lr": {"low": 1, "high": 2}}, {"until": "sft"}, "no stage up to 'sft' reads it"),
         ({"runtime.restarts": {"low": 1, "high": 2}}, {}, "no stage up to 'evaluate' reads it"),
-        ({"sft.lr": {"low": 1, "high": 2}}, {"until": "ppo-3"}, "until: 'ppo-3' is not allowed: must be one of prepare"),
+        (
+            {"sft.lr": {"low": 1, "high": 2}},
+            {"until": "ppo-3"},
+            "until: 'ppo-3' is not allowed: must be one of prepare",
+        ),
         (
             {"sft.lr": {"low": 1, "high": 2}},
             {"until": "sft", "prune": {"stage": "ppo-1"}},
