@@ -22,6 +22,7 @@ from prefect import tags as prefect_tags
 from prefect.states import Cancelled
 from prefect_ray import RayTaskRunner
 from pydantic import BaseModel, ConfigDict, ValidationError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flows.lifecycle import recorded, run_stages
 from flows.search import SearchConfig, plans_until, trial_digest, with_values
@@ -144,7 +145,7 @@ def start_runner() -> Any:
         "namespace": NAMESPACE,
         "num_cpus": 0,
         "max_restarts": -1,
-        "scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
         "runtime_env": {"env_vars": variables},
     }
     return ray.remote(TrialRunner).options(**options).remote()

@@ -47,6 +47,8 @@ from xray_runtime.progress import open_board
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+OUTCOMES = {"value", "failed", "wrong"}
+"""How a trial's last report says how it came out."""
 Event = tuple[int, Trial, TrialRecord | None]
 """(number of the trial, the trial, how it came out; None when it begins)."""
 watch_here: ContextVar[Callable[[Event], None]] = ContextVar("watch_here")
@@ -59,6 +61,7 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
 
     Raises:
         ConfigError: the search does not fit the config, or its metric is never logged.
+        RuntimeError: no trial finished.
     """
     root = Path(output).absolute()
     directory = search_directory(root, search.name)
@@ -84,6 +87,8 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         del board
     results = report(directory, config, search, journal.trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
+    if results["best"] is None:
+        raise RuntimeError(f"no trial of {search.name} finished; the first: {results['trials'][0]['error']}")
     return results
 
 
@@ -120,6 +125,8 @@ def _fit(
                 name=search.name,
                 verbose=0,
                 callbacks=[journal],
+                # What a trial fails of, it reports; what is raised here is the search's own trouble.
+                failure_config=ray_tune.FailureConfig(fail_fast="raise"),
                 checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
             ),
         )
@@ -243,14 +250,15 @@ class _Journal(ray_tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        if not result.get("done"):
+        self.wrong = result.get("wrong")
+        if self.wrong is not None:
+            raise ConfigError(self.wrong)
+        # Of a point at which a trial is pruned, `done` says true as well.
+        if not OUTCOMES & set(result):
             self._points.append((result["step"], result["watched"]))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         lifecycle, last = _trial(*self._of, trial.config), trial.last_result
-        self.wrong = last.get("wrong")
-        if self.wrong is not None:
-            raise ConfigError(self.wrong)
         value, failed = last.get("value"), last.get("failed")
         if value is None and failed is None:
             ray.get(self._board.stop.remote())
