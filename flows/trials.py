@@ -157,8 +157,8 @@ class TrialRunner:
     def __init__(self) -> None:
         self._stable, self._board = open_stable(), open_board()
 
-    def run(self, trial: Trial) -> None:
-        """Run `trial` to its end, or until it is stopped. Raises what its lifecycle failed of."""
+    def run(self, trial: Trial) -> bool:
+        """Run `trial`; returns whether it came to its end, or was stopped. Raises what its lifecycle failed of."""
         redirect_output(trial.root / "logs" / "trials.log")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         ray.get(self._board.begin.remote())
@@ -167,8 +167,10 @@ class TrialRunner:
         with prefect_tags("xray", f"search:{trial.search.name}"):
             config = with_values(trial.config, trial.values)
             state: Any = run_trial(config, trial.search, trial.values, str(trial.root), str(place), return_state=True)
-        if not state.is_cancelled():
-            state.result()
+        if state.is_cancelled():
+            return False
+        state.result()
+        return True
 
     def idle(self) -> None:
         """Answers as soon as no trial is at work."""

@@ -205,7 +205,8 @@ class _Watcher(ray_tune.Trainable):
             if len(points) > len(self._sent):
                 return points
             if ended:
-                ray.get(self._running)
+                if not ray.get(self._running):
+                    raise RuntimeError("its lifecycle was stopped")
                 return points
 
     def _ended(self) -> dict[str, Any]:
