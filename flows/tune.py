@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,30 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
     if deployment.id is not None and threading.current_thread() is threading.main_thread():
         redirect_output(root / "logs" / "tune.log")
         signal.signal(signal.SIGTERM, terminate)
-    space = search_space(config, search)
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="xray", log_to_driver=False, logging_level="ERROR")
+    trials = run_search(root, config, search)
+    results = report(directory, config, search, trials)
+    create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
+    if results["best"] is None:
+        raise RuntimeError(f"no trial of {search.name} finished; the first: {trials[0][1].error}")
+    return results
+
+
+def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> list[tuple[Trial, TrialRecord]]:
+    """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`."""
+    space = search_space(config, search)
     runner, board = start_runner(), open_board()
-    journal = _Journal(root, config, search, space, runner, board)
+    job = _Search(root, config, search, space, runner)
+    journal = _Journal(job, board)
     try:
-        _fit(root, config, search, space, runner, journal)
+        with tempfile.TemporaryDirectory(dir=search_directory(root, search.name), prefix="tune-") as scratch:
+            _tuner(job, journal, scratch).fit()
+    except Exception:
+        # Ray Tune makes text of what a callback raises.
+        if journal.wrong is not None:
+            raise ConfigError(journal.wrong) from None
+        raise
     except BaseException:
         # The trial at work makes a snapshot first.
         ray.get(board.stop.remote())
@@ -84,59 +102,61 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         raise
     finally:
         ray.kill(runner)
-        del board
-    results = report(directory, config, search, journal.trials)
-    create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
-    if results["best"] is None:
-        raise RuntimeError(f"no trial of {search.name} finished; the first: {results['trials'][0]['error']}")
-    return results
+    return journal.trials
 
 
-def _fit(
-    root: Path, config: LifecycleConfig, search: SearchConfig, space: Space, runner: Any, journal: _Journal
-) -> None:
+@dataclass(frozen=True)
+class _Search:
+    root: Path
+    config: LifecycleConfig
+    search: SearchConfig
+    space: Space
+    runner: Any
+
+    def trial(self, drawn: dict[str, Any]) -> Trial:
+        """The trial of what Ray Tune drew."""
+        values = {
+            path: values[drawn[path]] if isinstance(values, list) else drawn[path]
+            for path, values in self.space.items()
+        }
+        return Trial(self.root, self.config, self.search, values)
+
+
+def _tuner(job: _Search, journal: _Journal, scratch: str) -> Any:
+    search, prune = job.search, job.search.prune
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    job = {"root": root, "config": config, "search": search, "space": space, "runner": runner}
     scheduler = FIFOScheduler()
-    if search.prune is not None:
+    if prune is not None:
         scheduler = MedianStoppingRule(
             time_attr="step",
             metric="watched",
-            mode=search.prune.mode or search.mode,
-            grace_period=search.prune.after_steps,
-            min_samples_required=search.prune.min_trials,
+            mode=prune.mode or search.mode,
+            grace_period=prune.after_steps,
+            min_samples_required=prune.min_trials,
         )
     here = f"node:{ray.util.get_node_ip_address()}"
-    with tempfile.TemporaryDirectory(dir=search_directory(root, search.name), prefix="tune-") as scratch:
-        tuner = ray_tune.Tuner(
-            ray_tune.with_resources(
-                ray_tune.with_parameters(_Watcher, job=job), ray_tune.PlacementGroupFactory([{"CPU": 0, here: 0.001}])
-            ),
-            param_space={path: _domain(values) for path, values in space.items()},
-            tune_config=ray_tune.TuneConfig(
-                search_alg=_Searcher(metric="value", mode=search.mode, seed=search.seed),
-                scheduler=scheduler,
-                num_samples=search.trials,
-                max_concurrent_trials=1,
-                reuse_actors=True,
-            ),
-            run_config=ray_tune.RunConfig(
-                storage_path=scratch,
-                name=search.name,
-                verbose=0,
-                callbacks=[journal],
-                # What a trial fails of, it reports; what is raised here is the search's own trouble.
-                failure_config=ray_tune.FailureConfig(fail_fast="raise"),
-                checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
-            ),
-        )
-        try:
-            tuner.fit()
-        except Exception:
-            # Ray Tune makes text of what a callback raises.
-            if journal.wrong is not None:
-                raise ConfigError(journal.wrong) from None
-            raise
+    return ray_tune.Tuner(
+        ray_tune.with_resources(
+            ray_tune.with_parameters(_Watcher, job=job), ray_tune.PlacementGroupFactory([{"CPU": 0, here: 0.001}])
+        ),
+        param_space={path: _domain(values) for path, values in job.space.items()},
+        tune_config=ray_tune.TuneConfig(
+            search_alg=_Searcher(metric="value", mode=search.mode, seed=search.seed),
+            scheduler=scheduler,
+            num_samples=search.trials,
+            max_concurrent_trials=1,
+            reuse_actors=True,
+        ),
+        run_config=ray_tune.RunConfig(
+            storage_path=scratch,
+            name=search.name,
+            verbose=0,
+            callbacks=[journal],
+            # What a trial fails of, it reports; what is raised here is the search's own trouble.
+            failure_config=ray_tune.FailureConfig(fail_fast="raise"),
+            checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
+    )
 
 
 def _domain(values: Span | list[Any]) -> Any:
@@ -148,11 +168,6 @@ def _domain(values: Span | list[Any]) -> Any:
     return (ray_tune.loguniform if values.log else ray_tune.uniform)(values.low, values.high)
 
 
-def _trial(root: Path, config: LifecycleConfig, search: SearchConfig, space: Space, drawn: dict[str, Any]) -> Trial:
-    values = {path: values[drawn[path]] if isinstance(values := space[path], list) else drawn[path] for path in space}
-    return Trial(root, config, search, values)
-
-
 class _Searcher(OptunaSearch):
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Optuna is told how trials end; what they report on the way is for the scheduler."""
@@ -161,13 +176,12 @@ class _Searcher(OptunaSearch):
 class _Watcher(ray_tune.Trainable):
     """Ray Tune's side of a trial: starts it, and reports what pruning watches, then the value."""
 
-    def setup(self, config: dict[str, Any], job: dict[str, Any]) -> None:
+    def setup(self, config: dict[str, Any], job: _Search) -> None:
         self._job = job
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        job = self._job
-        self._trial = _trial(job["root"], job["config"], job["search"], job["space"], new_config)
+        self._trial = self._job.trial(new_config)
         self._sent: list[tuple[int, float]] = []
         self._running: Any = None
         self._told: TrialRecord | None = None
@@ -198,7 +212,7 @@ class _Watcher(ray_tune.Trainable):
     def _wait(self) -> list[tuple[int, float]]:
         """The points so far, when there is a new one or the trial has ended. Raises what its lifecycle failed of."""
         if self._running is None:
-            self._running = self._job["runner"].run.remote(self._trial)
+            self._running = self._job.runner.run.remote(self._trial)
         while True:
             ended = bool(ray.wait([self._running], timeout=POLL_SECONDS)[0])
             points = self._trial.points()
@@ -210,7 +224,7 @@ class _Watcher(ray_tune.Trainable):
                 return points
 
     def _ended(self) -> dict[str, Any]:
-        search: SearchConfig = self._job["search"]
+        search = self._job.search
         wanted = [("metric", search.until, search.metric)]
         if search.watched is not None:
             wanted.append(("prune.metric", *search.watched))
@@ -233,20 +247,17 @@ class _Watcher(ray_tune.Trainable):
 class _Journal(ray_tune.Callback):
     """In the flow's process: stops the trials that are pruned, and writes down how each came out."""
 
-    def __init__(
-        self, root: Path, config: LifecycleConfig, search: SearchConfig, space: Space, runner: Any, board: Any
-    ) -> None:
+    def __init__(self, job: _Search, board: Any) -> None:
         self.trials: list[tuple[Trial, TrialRecord]] = []
         self.wrong: str | None = None
         """What about the search could only be seen once a trial had run."""
-        self._of = (root, config, search, space)
-        self._runner, self._board = runner, board
+        self._job, self._board = job, board
         self._points: list[tuple[int, float]] = []
         self._tell = watch_here.get(_log)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._points = []
-        self._tell((len(self.trials), _trial(*self._of, trial.config), None))
+        self._tell((len(self.trials), self._job.trial(trial.config), None))
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
@@ -259,11 +270,11 @@ class _Journal(ray_tune.Callback):
             self._points.append((result["step"], result["watched"]))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        lifecycle, last = _trial(*self._of, trial.config), trial.last_result
+        lifecycle, last = self._job.trial(trial.config), trial.last_result
         value, failed = last.get("value"), last.get("failed")
         if value is None and failed is None:
             ray.get(self._board.stop.remote())
-            ray.get(self._runner.idle.remote())
+            ray.get(self._job.runner.idle.remote())
             lifecycle.drop_snapshots()
         record = TrialRecord(
             values=lifecycle.values,
