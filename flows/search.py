@@ -137,10 +137,10 @@ def with_values(config: LifecycleConfig, values: Mapping[str, Any]) -> Lifecycle
     return validate(_data(config, values))
 
 
-def trial_digest(config: LifecycleConfig, search: SearchConfig) -> str:
-    """What makes two trials the same: the config, and what of the search decides how one runs and counts."""
+def trial_digest(config: LifecycleConfig, values: Mapping[str, Any], search: SearchConfig) -> str:
+    """What makes two trials the same: the config with its values, and what of the search decides how one runs."""
     how = search.model_dump(mode="json", include={"until", "metric", "mode", "prune"})
-    return digest({"config": config.model_dump(mode="json"), **how})
+    return digest({"config": _data(config, values), **how})
 
 
 def plans_until(config: LifecycleConfig, stage: str) -> list[StagePlan]:

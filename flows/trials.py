@@ -75,12 +75,8 @@ class Trial:
 
     @property
     def place(self) -> Path:
-        """Directory of its config, journal and record.
-
-        Raises:
-            ConfigError: the values may not be together.
-        """
-        digest = trial_digest(with_values(self.config, self.values), self.search)
+        """Directory of its config, journal and record."""
+        digest = trial_digest(self.config, self.values, self.search)
         return search_directory(self.root, self.search.name) / "trials" / digest[:12]
 
     def record(self) -> TrialRecord | None:
@@ -206,6 +202,7 @@ def run_trial(config: LifecycleConfig, search: SearchConfig, values: dict[str, A
 
 
 def write_record(trial: Trial, record: TrialRecord) -> None:
+    trial.place.mkdir(parents=True, exist_ok=True)
     write_whole(trial.place / RECORD, record.model_dump_json(indent=2))
 
 

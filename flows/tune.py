@@ -41,7 +41,7 @@ from flows.trials import Trial, TrialRecord, search_directory, start_runner, wri
 from flows.tune_report import report, results_markdown
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import ConfigError
-from xray_runtime.errors import told
+from xray_runtime.errors import root_cause, told
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
 
@@ -191,7 +191,7 @@ class _Watcher(ray_tune.Trainable):
         try:
             return self._step()
         except Exception as error:
-            return self._last(failed=f"{type(error).__name__}: {told(error)}")
+            return self._last(failed=f"{type(root_cause(error)).__name__}: {told(error)}")
 
     def _step(self) -> dict[str, Any]:
         if not self._sent:
@@ -284,7 +284,9 @@ class _Journal(ray_tune.Callback):
             error=failed,
             run_id=lifecycle.run_id(),
         )
-        write_record(lifecycle, record)
+        # The same values drawn again may be pruned; that they came to an end before is worth more.
+        if record.state == "finished" or lifecycle.record() is None:
+            write_record(lifecycle, record)
         self._tell((len(self.trials), lifecycle, record))
         self.trials.append((lifecycle, record))
 

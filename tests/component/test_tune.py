@@ -28,7 +28,6 @@ def ran(root: Path, of: SearchConfig) -> None:
     """The records that trials of every value leave: each loses its whole loss in two steps, and is then done."""
     for lr, loss in LOSS.items():
         trial = Trial(root, CONFIG, of, {"sft.lr": lr})
-        trial.place.mkdir(parents=True)
         points = [(1, loss + 1.0), (2, loss)]
         write_record(trial, TrialRecord(values=trial.values, state="finished", value=loss, points=points))
 

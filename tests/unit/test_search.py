@@ -118,8 +118,11 @@ def test_stages_before_what_is_searched_are_shared() -> None:
 
 def test_more_trials_are_the_same_search_and_another_metric_is_not() -> None:
     search = searching({"sft.lr": {"low": 1, "high": 2}})
-    assert trial_digest(TINY, search) == trial_digest(TINY, search.model_copy(update={"trials": 99, "seed": 5}))
-    assert trial_digest(TINY, search) != trial_digest(TINY, search.model_copy(update={"metric": "evaluate/kl"}))
+    rate = {"sft.lr": 1.5}
+    of = trial_digest(TINY, rate, search)
+    assert of == trial_digest(TINY, rate, search.model_copy(update={"trials": 99, "seed": 5}))
+    assert of != trial_digest(TINY, rate, search.model_copy(update={"metric": "evaluate/kl"}))
+    assert of != trial_digest(TINY, {"sft.lr": 1.25}, search)
 
 
 def test_the_example_fits_its_config() -> None:
