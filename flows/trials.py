@@ -134,16 +134,18 @@ def search_directory(root: Path, name: str) -> Path:
 def start_runner() -> Any:
     """The process that runs trials, on this node: its output lies there, and whatever ends the search ends it too."""
     here = ray.get_runtime_context().get_node_id()
-    names = ("PREFECT_", "MLFLOW_", "XRAY_")
-    variables = QUIET | {name: value for name, value in os.environ.items() if name.startswith(names)}
-    options = {
+    options: dict[str, Any] = {
         "name": RUNNER,
         "namespace": NAMESPACE,
         "num_cpus": 0,
         "max_restarts": -1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
-        "runtime_env": {"env_vars": variables},
     }
+    if os.environ.get("RAY_ADDRESS"):
+        # A Ray that was there before does not hand on what this process has in its environment.
+        names = ("PREFECT_", "MLFLOW_", "XRAY_")
+        variables = QUIET | {name: value for name, value in os.environ.items() if name.startswith(names)}
+        options["runtime_env"] = {"env_vars": variables}
     return ray.remote(TrialRunner).options(**options).remote()
 
 

@@ -30,18 +30,20 @@ import optuna
 import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, MedianStoppingRule
 from ray.tune.search.optuna import OptunaSearch
 
 from flows.lifecycle import STOP_SECONDS, terminate
+from flows.records import end_lost_flow_run
 from flows.search import SearchConfig, Space, Span, search_space
 from flows.trials import Trial, TrialRecord, search_directory, start_runner, write_record
 from flows.tune_report import report, results_markdown
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.errors import root_cause, told
+from xray_runtime.files import write_whole
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
 
@@ -73,6 +75,9 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         signal.signal(signal.SIGTERM, terminate)
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="xray", log_to_driver=False, logging_level="ERROR")
+    before = directory / "flow_run"
+    end_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
+    write_whole(before, flow_run.id or "")
     trials = run_search(root, config, search)
     results = report(directory, config, search, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
