@@ -77,7 +77,7 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="xray", log_to_driver=False, logging_level="ERROR")
     before = directory / "flow_run"
     end_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
-    write_whole(before, flow_run.id or "")
+    write_whole(before, str(flow_run.id))
     trials = run_search(root, config, search)
     results = report(directory, config, search, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
