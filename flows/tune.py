@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> lis
     job = _Search(root, config, search, space, runner)
     journal = _Journal(job, board)
     try:
+        warnings.filterwarnings("ignore", "fail_fast='raise'")
         with tempfile.TemporaryDirectory(dir=search_directory(root, search.name), prefix="tune-") as scratch:
             _tuner(job, journal, scratch).fit()
     except Exception:

@@ -24,7 +24,7 @@ SEARCH = {
     "until": "sft",
     "metric": "sft/heldout_loss",
     "mode": "min",
-    "seed": SEED,
+    "seed": 10,
     "trials": 3,
     # A rate of 1e-6 learns nothing: what comes after the first good trial with it is ended.
     "prune": {"after_steps": 13, "min_trials": 1},
