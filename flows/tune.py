@@ -262,6 +262,10 @@ class _Journal(ray_tune.Callback):
         self._points: list[tuple[int, float]] = []
         self._tell = watch_here.get(_log)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Ray Tune keeps a pickled copy of its callbacks, which nobody reads, and a terminal cannot be pickled.
+        return {}
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._points = []
         self._tell((len(self.trials), self._job.trial(trial.config), None))
