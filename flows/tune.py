@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -93,10 +93,12 @@ def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> lis
     runner, board = start_runner(), open_board()
     job = _Search(root, config, search, space, runner)
     journal = _Journal(job, board)
+    scratch = search_directory(root, search.name) / "ray"
+    # Of a search that was killed.
+    shutil.rmtree(scratch, ignore_errors=True)
     try:
         warnings.filterwarnings("ignore", "fail_fast='raise'")
-        with tempfile.TemporaryDirectory(dir=search_directory(root, search.name), prefix="tune-") as scratch:
-            _tuner(job, journal, scratch).fit()
+        _tuner(job, journal, scratch).fit()
     except Exception:
         # Ray Tune makes text of what a callback raises.
         if journal.wrong is not None:
@@ -109,6 +111,7 @@ def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> lis
         raise
     finally:
         ray.kill(runner)
+        shutil.rmtree(scratch, ignore_errors=True)
     return journal.trials
 
 
@@ -129,7 +132,7 @@ class _Search:
         return Trial(self.root, self.config, self.search, values)
 
 
-def _tuner(job: _Search, journal: _Journal, scratch: str) -> Any:
+def _tuner(job: _Search, journal: _Journal, scratch: Path) -> Any:
     search, prune = job.search, job.search.prune
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     scheduler = FIFOScheduler()
@@ -155,7 +158,7 @@ def _tuner(job: _Search, journal: _Journal, scratch: str) -> Any:
             reuse_actors=True,
         ),
         run_config=ray_tune.RunConfig(
-            storage_path=scratch,
+            storage_path=str(scratch),
             name=search.name,
             verbose=0,
             callbacks=[journal],

@@ -39,7 +39,7 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
     import mlflow
 
     output, search = tmp_path / "run", tmp_path / "rates.yaml"
-    search.write_text(yaml.safe_dump(SEARCH))
+    search.write_text(yaml.safe_dump(SEARCH, sort_keys=False))
     command = ["tune", "configs/tiny.yaml", "--search", str(search), "--output", str(output)]
     command += ["--set", "sft.steps=60", "--set", "runtime.snapshot_every=5", "--json"]
     process = subprocess.Popen(
