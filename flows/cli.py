@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, fetch_command, keys_command, lineage_commands, up_command
+from flows import custody_commands, fetch_command, keys_command, lineage_commands, tune_command, up_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
@@ -124,6 +124,7 @@ def automations() -> None:
 # In the order in which help shows them.
 app.command()(run)
 app.command()(plan)
+tune_command.register(app)
 up_command.register(app)
 lineage_commands.register(app)
 app.command()(promote)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Table
+
+from flows.search import plans_until
+
+if TYPE_CHECKING:
+    from flows.tune import Event
 
 POLL_SECONDS = 0.5
 PLAIN_SECONDS = 15.0
@@ -97,6 +103,34 @@ class LiveStages:
         elapsed = now - started
         rate = f" {done / elapsed:.2f}/s, {(total - done) * elapsed / done:.0f} s left" if done and elapsed > 1 else ""
         self._console.print(f"{stage}: {done}/{total} {unit}{rate} {note}", highlight=False, soft_wrap=True)
+
+
+class LiveTrials:
+    """A line for each trial of a search that begins or ends, and live progress of its stages in between."""
+
+    def __init__(self, console: Console, heartbeat: Path) -> None:
+        self._console, self._heartbeat = console, heartbeat
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def told(self, event: Event) -> None:
+        number, trial, record = event
+        self._heartbeat.touch()
+        self._stack.close()
+        if record is None:
+            values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in trial.values.items())
+            self._console.print(f"trial {number}: {values}", highlight=False, soft_wrap=True, markup=False)
+            stages = [plan.name for plan in plans_until(trial.config, trial.search.until)]
+            self._stack.enter_context(LiveStages(self._console, self._heartbeat).watching(stages))
+            return
+        outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
+        text = f"trial {number}: {outcome} {record.error or ''}".rstrip()
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:

@@ -18,6 +18,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.automations import install as install_automations
 from flows.daemons import POOL
+from flows.search import SearchConfig
 from xray_runtime.checkpoints.identity import digest
 from xray_runtime.config import LifecycleConfig
 
@@ -55,8 +56,8 @@ def _make_pool(client: SyncPrefectClient) -> None:
 def _stale(client: SyncPrefectClient) -> list[str]:
     """Deployments that are missing or of another version; the version goes into the environment, for the file."""
     text = FILE.read_text(encoding="utf-8")
-    schema = LifecycleConfig.model_json_schema()
-    version = digest({"file": text, "schema": schema} | {name: os.environ.get(name) for name in VARIABLES})[:12]
+    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
+    version = digest({"file": text, "forms": forms} | {name: os.environ.get(name) for name in VARIABLES})[:12]
     os.environ[VERSION] = version
     there = {deployment.name: deployment.version for deployment in client.read_deployments()}
     wanted = [deployment["name"] for deployment in yaml.safe_load(text)["deployments"]]

@@ -18,10 +18,10 @@ from xray_runtime.lineage.recorder import records_directory
 LIFECYCLE = "lifecycle.json"
 
 
-def unfinished(output: Path, config: LifecycleConfig) -> dict[str, Any] | None:
-    """The lifecycle.json of a run of the same config that did not come to its end, if that is what `output` holds."""
+def unfinished(place: Path, config: LifecycleConfig) -> dict[str, Any] | None:
+    """The lifecycle.json of a run of the same config that did not come to its end, if that is what `place` holds."""
     try:
-        content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
+        content = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
         same = content["config_digest"] == digest(config.model_dump(mode="json"))
         return content if same and content["status"] != "completed" and content["run_id"] else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -29,10 +29,17 @@ def unfinished(output: Path, config: LifecycleConfig) -> dict[str, Any] | None:
 
 
 class Journal:
-    """Written after every stage, atomically, so that a reader always finds a whole one."""
+    """Written after every stage, atomically, so that a reader always finds a whole one.
 
-    def __init__(self, output: Path, config: LifecycleConfig, run_id: str, flow_run_id: str | None) -> None:
-        self.path, self.report = output / LIFECYCLE, output / "report.html"
+    Args:
+        output: directory of the checkpoints and records.
+        place: directory of lifecycle.json and the report.
+    """
+
+    def __init__(
+        self, output: Path, place: Path, config: LifecycleConfig, run_id: str, flow_run_id: str | None
+    ) -> None:
+        self.path, self.report = place / LIFECYCLE, place / "report.html"
         self._output, self._config, self._start = output, config, time.perf_counter()
         self.content: dict[str, Any] = {
             "run_id": run_id,
@@ -80,6 +87,13 @@ class Journal:
         ]
         samples = json.loads((evaluation / "samples.json").read_text())
         write_report(self.report, self.content, records, samples, resolved_yaml(self._config))
+
+    def ended(self, evaluation: Path | None) -> None:
+        """It came to the end that was asked for, without registration, and maybe without an evaluation."""
+        if evaluation is not None:
+            self.content["evaluation"] = json.loads((evaluation / "evaluation.json").read_text())
+        self.content["status"] = "completed"
+        self._write()
 
     def failed(self) -> None:
         self.content["status"] = "failed"

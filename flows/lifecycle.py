@@ -7,12 +7,14 @@ what is new; a checkpoint that is missing or damaged is noticed and computed aga
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import getpass
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import check_storage, resolved_yaml
 from xray_runtime.credentials import bare, tracking_address
+from xray_runtime.errors import was_stopped
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
@@ -87,62 +90,36 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
         # A worker that dies takes the pipe along that this process prints into.
         redirect_output(root / "logs" / "lifecycle.log")
         # Starting Ray put a handler in place that aborts; a run that is cancelled on its page makes a snapshot first.
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, terminate)
     # What cannot work is noticed before anything is computed.
     config, _ = settled(config)
     if deployment.id is not None:
         # Of a command, it was checked before anything was started.
         check_storage(config)
     check_servers(machines())
-    write_whole(root / CONFIG, resolved_yaml(config))
-    signing_key(root)
-    exchange_keys(root, open_shared(config.runtime.storage))
-    before = unfinished(root, config)
-    if before is not None:
-        end_lost_flow_run(before["flow_run_id"], flow_run.id)
-    tracker, context = _start(config, root, before)
-    journal = Journal(root, config, context.parent_run_id, flow_run.id)
-    _link(tracker, context)
-    done: dict[str, StageResult] = {}
-    computing = False
     # Through the board the stages hear of an interruption; it lasts as long as somebody holds it.
     stable, board = open_stable(), open_board()
     plans = plan_stages(config)
-    # Settled for good: a cluster that loses its last GPU must not go on on CPUs.
-    config = with_device(config)
     try:
-        for number, plan in enumerate(plans):
-            parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
-            start = time.perf_counter()
-            if computing and number + 1 < len(plans):
-                expect_models(config, plans[number + 1].name)
-            result, cached = run_stage(plan, parents, context, config.seed, config.runtime)
-            if cached:
-                result = _link_cached(tracker, context, result, list(parents.values()))
-            done[plan.name], computing = result, computing or not cached
-            journal.stage_done(result, cached, time.perf_counter() - start)
-        policy = done[plans[-1].parents["policy"]]
-        publish_card(done["evaluate"].checkpoint.path, policy.checkpoint.path)
-        name = f"{config.project}-policy"
-        version = tracker.register(name, policy.checkpoint, policy.mlflow_run_id, ALIAS)
-        decide(
-            root,
-            signing_key(root),
-            action="register",
-            name=name,
-            alias=ALIAS,
-            version=version,
-            checkpoint=policy.checkpoint.sha256,
-            by=context.trigger.get("by"),
-            note=f"flow run {context.flow_run_id}",
-        )
-        journal.completed(done["evaluate"].checkpoint.path, {"name": name, "version": version, "alias": ALIAS})
-        tracker.log_files(context.parent_run_id, journal.path, journal.report)
-        tracker.finish(context.parent_run_id, "FINISHED")
-    except BaseException:
-        journal.failed()
-        tracker.finish(context.parent_run_id, "FAILED")
-        raise
+        with recorded(config, root, root, {}) as (tracker, context, journal):
+            done = run_stages(plans, config, tracker, context, journal)
+            policy, evaluation = done[plans[-1].parents["policy"]], done["evaluate"].checkpoint.path
+            publish_card(evaluation, policy.checkpoint.path)
+            name = f"{config.project}-policy"
+            version = tracker.register(name, policy.checkpoint, policy.mlflow_run_id, ALIAS)
+            decide(
+                root,
+                signing_key(root),
+                action="register",
+                name=name,
+                alias=ALIAS,
+                version=version,
+                checkpoint=policy.checkpoint.sha256,
+                by=context.trigger.get("by"),
+                note=f"flow run {context.flow_run_id}",
+            )
+            journal.completed(evaluation, {"name": name, "version": version, "alias": ALIAS})
+            tracker.log_files(context.parent_run_id, journal.path, journal.report)
     finally:
         ray.kill(stable)
         del board
@@ -152,13 +129,66 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     return journal.content
 
 
-def _terminate(*_: Any) -> None:
+@contextlib.contextmanager
+def recorded(
+    config: LifecycleConfig, root: Path, place: Path, tags: dict[str, str]
+) -> Iterator[tuple[Tracker, RunContext, Journal]]:
+    """What is recorded of one lifecycle in `root`: MLflow's run, and a journal in `place`. Both say how it ended.
+
+    Where a run of the same config in `place` was cut short, its MLflow run goes on.
+
+    Args:
+        tags: of the MLflow run.
+    """
+    write_whole(place / CONFIG, resolved_yaml(config))
+    signing_key(root)
+    exchange_keys(root, open_shared(config.runtime.storage))
+    before = unfinished(place, config)
+    if before is not None:
+        end_lost_flow_run(before["flow_run_id"], flow_run.id)
+    tracker, context = _start(config, root, before, tags)
+    journal = Journal(root, place, config, context.parent_run_id, flow_run.id)
+    _link(tracker, context)
+    try:
+        yield tracker, context, journal
+        tracker.finish(context.parent_run_id, "FINISHED")
+    except BaseException as error:
+        journal.failed()
+        tracker.finish(context.parent_run_id, "KILLED" if was_stopped(error) else "FAILED")
+        raise
+
+
+def run_stages(
+    plans: list[StagePlan], config: LifecycleConfig, tracker: Tracker, context: RunContext, journal: Journal
+) -> dict[str, StageResult]:
+    """The results of `plans`, the first stages of `config`, by name. In a flow on Ray."""
+    # Settled for good: a cluster that loses its last GPU must not go on on CPUs.
+    config = with_device(config)
+    done: dict[str, StageResult] = {}
+    computing = False
+    for number, plan in enumerate(plans):
+        parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
+        start = time.perf_counter()
+        if computing and number + 1 < len(plans):
+            expect_models(config, plans[number + 1].name)
+        result, cached = run_stage(plan, parents, context, config.seed, config.runtime)
+        if cached:
+            result = _link_cached(tracker, context, result, list(parents.values()))
+        done[plan.name], computing = result, computing or not cached
+        journal.stage_done(result, cached, time.perf_counter() - start)
+    return done
+
+
+def terminate(*_: Any) -> None:
+    """Signal handler: end the flow as one that was cancelled."""
     # A second one must not cut the snapshot short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise TerminationSignal(signal.SIGTERM)
 
 
-def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -> tuple[Tracker, RunContext]:
+def _start(
+    config: LifecycleConfig, root: Path, before: dict[str, Any] | None, more_tags: dict[str, str]
+) -> tuple[Tracker, RunContext]:
     uri = tracking_address()
     artifacts = None if uri else root / "mlartifacts"
     uri = uri or f"sqlite:///{root / 'mlflow.db'}"
@@ -171,7 +201,10 @@ def _start(config: LifecycleConfig, root: Path, before: dict[str, Any] | None) -
         f"{config.project} seed {config.seed}",
         config.model_dump(mode="json"),
         resolved_yaml(config),
-        {"xray.output": str(root)} | tags | ({"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}),
+        {"xray.output": str(root)}
+        | more_tags
+        | tags
+        | ({"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}),
     )
     return tracker, RunContext(
         output=str(root),

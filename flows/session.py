@@ -1,4 +1,7 @@
-"""One attempt at a run, as the supervisor's child: `python -m flows.session OUTPUT [--json]`."""
+"""One attempt at a run or a search, as the supervisor's child.
+
+`python -m flows.session OUTPUT [--json] [--search NAME]`
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from xray_runtime.config_io import ConfigError, load_config
 from xray_runtime.errors import root_cause
 from xray_runtime.stages.spec import plan_stages
 
-CONFIG = "config.yaml"
+CONFIG, SEARCH = "config.yaml", "search.yaml"
 LIFECYCLE_LOCK = "lifecycle.lock"
 """Held by the flow itself, however it was started; `lock` by a command that works in the directory."""
 BAD_INPUT = 2
@@ -48,8 +51,8 @@ def hold(directory: Path, name: str = "lock") -> IO[str]:
     return file
 
 
-def main(output: Path, *, as_json: bool) -> int:
-    """Run the lifecycle whose resolved config lies in `output`; returns the exit code."""
+def main(output: Path, *, as_json: bool, search: str | None) -> int:
+    """Run the lifecycle whose resolved config lies in `output`, or the search of that name; returns the exit code."""
     console, errors = Console(stderr=as_json), Console(stderr=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
@@ -57,7 +60,7 @@ def main(output: Path, *, as_json: bool) -> int:
     _log_to_file(output)
     health = Health()
     try:
-        content = _run(load_config(output / CONFIG), output, console, health)
+        content = _search(search, output, console, health) if search else _run(output, console, health)
     except KeyboardInterrupt:
         errors.print("interrupted; running the same command again goes on from here", highlight=False)
         return INTERRUPTED
@@ -77,9 +80,10 @@ def main(output: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _run(config: LifecycleConfig, output: Path, console: Console, health: Health) -> dict[str, Any]:
+def _run(output: Path, console: Console, health: Health) -> dict[str, Any]:
     from flows.display import LiveStages, print_summary
 
+    config = load_config(output / CONFIG)
     display = LiveStages(console, output / HEARTBEAT)
     display.note("starting Prefect and Ray")
     with services(output, health):
@@ -98,6 +102,26 @@ def _run(config: LifecycleConfig, output: Path, console: Console, health: Health
     return content
 
 
+def _search(name: str, output: Path, console: Console, health: Health) -> dict[str, Any]:
+    from flows.display import LiveStages, LiveTrials
+
+    LiveStages(console, output / HEARTBEAT).note("starting Prefect and Ray")
+    with services(output, health):
+        from flows.search import load_search
+        from flows.trials import search_directory
+        from flows.tune import tune, watch_here
+        from flows.tune_report import print_results
+
+        signal.signal(signal.SIGTERM, _interrupt)
+        directory = search_directory(output, name)
+        config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
+        with LiveTrials(console, output / HEARTBEAT) as live:
+            watch_here.set(live.told)
+            content = tune(config, search, str(output))
+    print_results(console, content, search, directory)
+    return content
+
+
 def _interrupt(*_: Any) -> None:
     # A second one must not cut the clean-up short.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -113,7 +137,9 @@ def _log_to_file(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), as_json="--json" in sys.argv[2:])
+    arguments = sys.argv[2:]
+    wanted = arguments[arguments.index("--search") + 1] if "--search" in arguments else None
+    code = main(Path(sys.argv[1]), as_json="--json" in arguments, search=wanted)
     sys.stdout.flush()
     # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
     os._exit(code)

@@ -25,11 +25,25 @@ POLL_SECONDS = 0.2
 HEARTBEAT = "heartbeat"
 
 
-def supervise(output: Path, *, as_json: bool, restarts: int, stall_timeout_s: float, console: Console) -> int:
-    """Run the lifecycle in `output` (its config lies there) to an end; returns the exit code."""
+def supervise(
+    output: Path,
+    *,
+    as_json: bool,
+    restarts: int,
+    stall_timeout_s: float,
+    console: Console,
+    search: str | None = None,
+) -> int:
+    """Run the lifecycle in `output` (its config lies there), or the search of that name, to an end.
+
+    Returns:
+        The exit code.
+    """
+    command = [sys.executable, "-m", "flows.session", str(output)]
+    command += [*(["--json"] if as_json else []), *(["--search", search] if search is not None else [])]
     mark = guard()
     for attempt in range(restarts + 1):
-        code = _run_once(output, as_json, stall_timeout_s, console)
+        code = _run_once(output, command, stall_timeout_s, console)
         end_marked(mark)
         if 0 <= code < LOST or code == INTERRUPTED:
             return code
@@ -39,10 +53,9 @@ def supervise(output: Path, *, as_json: bool, restarts: int, stall_timeout_s: fl
     return FAILED
 
 
-def _run_once(output: Path, as_json: bool, stall_timeout_s: float, console: Console) -> int:
+def _run_once(output: Path, command: list[str], stall_timeout_s: float, console: Console) -> int:
     heartbeat = output / HEARTBEAT
     heartbeat.touch()
-    command = [sys.executable, "-m", "flows.session", str(output), *(["--json"] if as_json else [])]
     # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
     child = subprocess.Popen(command, process_group=0)
     asked = 0

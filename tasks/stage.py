@@ -30,7 +30,7 @@ from tasks.summary import StageResult, stage_markdown
 from xray_runtime.checkpoints.identity import OTHER_SOFTWARE
 from xray_runtime.config_io import ConfigError
 from xray_runtime.credentials import TRAVELLING
-from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told
+from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told, was_stopped
 from xray_runtime.progress import find_board
 from xray_runtime.stages.spec import StageSpec
 
@@ -170,8 +170,8 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         share_result(result, output, store)
         run.finish("FINISHED", recorder.attempt)
         recorder.finished()
-    except BaseException:
-        run.finish("FAILED", recorder.attempt)
+    except BaseException as error:
+        run.finish("KILLED" if was_stopped(error) else "FAILED", recorder.attempt)
         raise
     finally:
         recorder.close()

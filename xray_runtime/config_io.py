@@ -7,13 +7,15 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from xray_runtime.config import LifecycleConfig
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -67,7 +69,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Lifec
     Raises:
         ConfigError: anything is wrong with the file, an override or a value.
     """
-    data = _read(Path(path)) if path is not None else {}
+    data = read_mapping(Path(path)) if path is not None else {}
     for override in overrides:
         _apply(data, override)
     return validate(data)
@@ -75,12 +77,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Lifec
 
 def validate(data: Any) -> LifecycleConfig:
     """`data` as a config. Raises ConfigError."""
+    return validate_as(LifecycleConfig, data)
+
+
+def validate_as(model: type[Model], data: Any) -> Model:
+    """`data` as a `model`. Raises ConfigError."""
     try:
-        return LifecycleConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(_describe(problems[0], data) + more) from None
+        raise ConfigError(_describe(problems[0], data, model) + more) from None
     except RecursionError:
         raise ConfigError("the config is nested too deeply") from None
 
@@ -101,7 +108,8 @@ def resolved_yaml(config: LifecycleConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The YAML mapping in a file. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -131,17 +139,21 @@ def _parse(text: str, where: str) -> Any:
 
 def _apply(data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"--set {override!r} is not allowed: must be KEY.PATH=VALUE")
-    value = _parse(text, f"--set {path}")
+    put(data, path, _parse(text, f"--set {path}"), f"--set {path}")
+
+
+def put(data: dict[str, Any], path: str, value: Any, what: str) -> None:
+    """Set the field at a dotted `path` of a config's data. Raises ConfigError, which begins with `what`."""
+    keys = path.strip().split(".")
     node: Any = data
     for depth, key in enumerate(keys):
         here = ".".join(keys[:depth]) or "the config"
         last = depth == len(keys) - 1
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
-                raise ConfigError(f"--set {path}: {key} is not allowed: {here} has items 0 to {len(node) - 1}")
+                raise ConfigError(f"{what}: {key} is not allowed: {here} has items 0 to {len(node) - 1}")
             if last:
                 node[int(key)] = value
             elif node[int(key)] is None:
@@ -154,7 +166,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
                 node[key] = _default(keys[: depth + 1])
             node = node[key]
         else:
-            raise ConfigError(f"--set {path}: {here} is {_kind(node)} and has no field {key!r}")
+            raise ConfigError(f"{what}: {here} is {_kind(node)} and has no field {key!r}")
 
 
 def _default(keys: list[str]) -> Any:
@@ -165,8 +177,8 @@ def _default(keys: list[str]) -> Any:
     return node if isinstance(node, list) else {}
 
 
-def _describe(error: ErrorDetails, data: Any) -> str:
-    loc, owner = _user_path(error["loc"], data)
+def _describe(error: ErrorDetails, data: Any, model: type[BaseModel]) -> str:
+    loc, owner = _user_path(error["loc"], model)
     names = [str(part) if str(part).isprintable() else repr(part) for part in loc]
     path, value, kind = ".".join(names) or "the config", error["input"], error["type"]
     context = error.get("ctx", {})
@@ -208,10 +220,10 @@ def _requirement(error: ErrorDetails) -> str:
     return plain.get(kind, f"be {message}")
 
 
-def _user_path(loc: tuple[int | str, ...], data: Any) -> tuple[list[int | str], Any]:
+def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[int | str], Any]:
     """`loc` without the tags pydantic inserts where a union was taken, and the model that owns its last part."""
     path: list[int | str] = []
-    owner: Any = LifecycleConfig
+    owner: Any = model
     for part in loc:
         if isinstance(owner, tuple):  # a union: this part names the member taken
             owner = next((m for m in owner if part in _tag_values(m)), owner[0])
@@ -219,13 +231,13 @@ def _user_path(loc: tuple[int | str, ...], data: Any) -> tuple[list[int | str], 
         path.append(part)
         if len(path) < len(loc) and isinstance(part, str) and _is_model(owner):
             owner = _member(owner, part)
-        elif isinstance(part, int) and isinstance(owner, list):
+        elif isinstance(owner, list):
             owner = owner[0]
     return path, owner
 
 
 def _member(owner: Any, name: str) -> Any:
-    """The model(s) behind field `name`: a model, a tuple of models (union), [model] (list), or the owner itself."""
+    """The model(s) behind field `name`: a model, a tuple of models (union), [model] (list or dict), or the owner."""
     field = owner.model_fields.get(name)
     if field is None:
         return owner
@@ -233,7 +245,7 @@ def _member(owner: Any, name: str) -> Any:
     models = [a for a in get_args(annotation) if _is_model(a)]
     if _is_model(annotation):
         return annotation
-    if models and getattr(annotation, "__origin__", None) is list:
+    if models and getattr(annotation, "__origin__", None) in (list, dict):
         return [models[0]]
     return tuple(models) if len(models) > 1 else owner
 

@@ -54,6 +54,11 @@ class StageInterruptedError(RuntimeError):
     """The stage was asked to stop, and did, with a snapshot."""
 
 
+def was_stopped(error: BaseException) -> bool:
+    """Whether somebody asked for the end: by a signal, or through a stage that heeded the wish to stop."""
+    return not isinstance(error, Exception) or isinstance(root_cause(error), StageInterruptedError)
+
+
 def may_retry(error: BaseException) -> bool:
     """Whether trying again could help: not where the input is to blame, nor where somebody asked to stop."""
     return not isinstance(root_cause(error), ValueError | StageInterruptedError)

@@ -29,6 +29,11 @@ class ProgressBoard:
     def read(self) -> dict[str, Progress]:
         return dict(self._latest)
 
+    def begin(self) -> None:
+        """A lifecycle begins: what was reported to the one before, and its wish to stop, are over."""
+        self._latest.clear()
+        self._stopping = False
+
     def stop(self) -> None:
         """Ask every stage that reports from now on to stop."""
         self._stopping = True

@@ -93,6 +93,8 @@ class StageRecorder:
         self._snapshots.check()
         line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
         self._metrics.write(json.dumps(line).encode() + b"\n")
+        # Whoever watches the stage reads this file.
+        self._metrics.flush()
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         text = json.dumps({"columns": columns, "rows": rows}, ensure_ascii=False, indent=1)

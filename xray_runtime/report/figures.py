@@ -83,7 +83,7 @@ def training_figure(kind: str, series: dict[str, list[tuple[int, float]]]) -> Fi
     figure.patch.set_alpha(0.0)
     for number, (title, names) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
-        _style(axes, title)
+        style(axes, title)
         if title.startswith("seconds"):
             _stack(axes, names, series)
         else:
@@ -119,7 +119,8 @@ def _label(name: str) -> str:
     return name.split("/", 1)[1].replace("_", " ")
 
 
-def _style(axes: Any, title: str) -> None:
+def style(axes: Any, title: str) -> None:
+    """The look of every panel."""
     axes.patch.set_alpha(0.0)
     axes.set_title(title, fontsize=9, color=INK, loc="left")
     axes.tick_params(colors=INK, labelsize=7)

@@ -1,0 +1,157 @@
+"""What a search leaves behind: results.json, best.yaml, search.png, and a table for whoever waits."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from rich.console import Console
+from rich.table import Table
+
+from flows.search import SearchConfig, Space, Span, search_space, with_values
+from flows.trials import State, Trial, TrialRecord
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import resolved_yaml
+from xray_runtime.files import write_whole
+from xray_runtime.report.figures import COLORS, style
+
+RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
+MIN_FOR_IMPORTANCE = 5
+"""Finished trials before it is said which field matters."""
+STATES: dict[State, optuna.trial.TrialState] = {
+    "finished": optuna.trial.TrialState.COMPLETE,
+    "pruned": optuna.trial.TrialState.PRUNED,
+    "failed": optuna.trial.TrialState.FAIL,
+}
+
+
+def report(
+    directory: Path, config: LifecycleConfig, search: SearchConfig, trials: Sequence[tuple[Trial, TrialRecord]]
+) -> dict[str, Any]:
+    """Write everything into `directory`; returns what results.json says."""
+    finished = [(number, record) for number, (_, record) in enumerate(trials) if record.state == "finished"]
+    sign = 1 if search.mode == "max" else -1
+    best = max(finished, key=lambda entry: sign * (entry[1].value or 0.0), default=None)
+    results: dict[str, Any] = {
+        "search": search.model_dump(mode="json"),
+        "trials": [
+            {"number": number, "directory": str(trial.place), **record.model_dump(mode="json", exclude={"points"})}
+            for number, (trial, record) in enumerate(trials)
+        ],
+        "best": None,
+        "importance": importance(search_space(config, search), search, [record for _, record in trials]),
+    }
+    if best is not None:
+        number, record = best
+        results["best"] = {"number": number, "value": record.value, "values": record.values}
+        write_whole(directory / BEST, resolved_yaml(with_values(config, record.values)))
+    write_whole(directory / FIGURE, figure(results, search))
+    write_whole(directory / RESULTS, json.dumps(results, indent=2))
+    return results
+
+
+def importance(space: Space, search: SearchConfig, records: Sequence[TrialRecord]) -> dict[str, float]:
+    """Field → its share in what the values differ by (PED-ANOVA, Watanabe et al. 2023); nothing from few trials."""
+    values = {record.value for record in records if record.state == "finished"}
+    if len(values) < MIN_FOR_IMPORTANCE:
+        return {}
+    study = optuna.create_study(direction="maximize" if search.mode == "max" else "minimize")
+    distributions = {path: _distribution(values) for path, values in space.items()}
+    for record in records:
+        params = {path: _drawn(values, record.values[path]) for path, values in space.items()}
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=STATES[record.state], value=record.value, params=params, distributions=distributions
+            )
+        )
+    return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+
+
+def _distribution(values: Span | list[Any]) -> optuna.distributions.BaseDistribution:
+    if isinstance(values, list):
+        return optuna.distributions.CategoricalDistribution(range(len(values)))
+    if values.whole:
+        return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
+    return optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
+
+
+def _drawn(values: Span | list[Any], value: Any) -> Any:
+    return values.index(value) if isinstance(values, list) else value
+
+
+def figure(results: dict[str, Any], search: SearchConfig) -> bytes:
+    """A picture (PNG): trials in their order, then each field against the value, the most important first."""
+    from matplotlib.figure import Figure
+
+    trials = [trial for trial in results["trials"] if trial["state"] == "finished"]
+    shares = results["importance"]
+    paths = sorted(search.fields, key=lambda path: -shares.get(path, 0.0))
+    columns = min(3, len(paths) + 1)
+    rows = -(-(len(paths) + 1) // columns)
+    picture = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
+    axes = picture.add_subplot(rows, columns, 1)
+    style(axes, f"{search.metric} ({search.mode}) by trial")
+    axes.plot([t["number"] for t in trials], [t["value"] for t in trials], "o", color=COLORS[0], markersize=4)
+    choose = max if search.mode == "max" else min
+    best = [choose(t["value"] for t in trials[: i + 1]) for i in range(len(trials))]
+    axes.step([t["number"] for t in trials], best, where="post", color=COLORS[1], linewidth=1.4)
+    for trial in results["trials"]:
+        if trial["state"] != "finished":
+            axes.axvline(trial["number"], color=COLORS[3], linewidth=0.8, linestyle=":")
+    for place, path in enumerate(paths, start=2):
+        axes = picture.add_subplot(rows, columns, place)
+        share = f" ({100 * shares[path]:.0f}%)" if path in shares else ""
+        style(axes, f"{path}{share}")
+        shown = [_shown(trial["values"][path]) for trial in trials]
+        axes.plot(shown, [trial["value"] for trial in trials], "o", color=COLORS[2], markersize=4)
+        if search.fields[path].log:
+            axes.set_xscale("log")
+    buffer = io.BytesIO()
+    picture.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+
+
+def results_markdown(results: dict[str, Any], search: SearchConfig) -> str:
+    """The trials for Prefect's page."""
+    lines = ["| trial | " + " | ".join(search.fields) + f" | {search.metric} | |"]
+    lines.append("|---" * (len(search.fields) + 3) + "|")
+    for trial in results["trials"]:
+        cells = [str(trial["number"]), *(_cell(trial["values"][path]) for path in search.fields), _cell(trial["value"])]
+        lines.append(f"| {' | '.join([*cells, trial['state']])} |")
+    return "\n".join(lines)
+
+
+def print_results(console: Console, results: dict[str, Any], search: SearchConfig, directory: Path) -> None:
+    """Every trial, the best in bold, and where to look next."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("trial", *search.fields, search.metric, ""):
+        table.add_column(column, justify="right" if column != "" else "left")
+    best = results["best"]
+    for trial in results["trials"]:
+        values = [_cell(trial["values"][path]) for path in search.fields]
+        note = trial["error"] or ("" if trial["state"] == "finished" else trial["state"])
+        is_best = best is not None and trial["number"] == best["number"]
+        table.add_row(
+            str(trial["number"]), *values, _cell(trial["value"]), note, style="bold green" if is_best else None
+        )
+    console.print(table)
+    lines = [f"importance  {', '.join(f'{path} {100 * share:.0f}%' for path, share in results['importance'].items())}"]
+    lines = lines if results["importance"] else []
+    if best is not None:
+        lines.append(f"best        trial {best['number']}, {search.metric} {best['value']:.4g}: {directory / BEST}")
+    lines += [f"record      {directory / RESULTS}", f"picture     {directory / FIGURE}"]
+    console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

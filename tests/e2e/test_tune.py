@@ -1,0 +1,103 @@
+"""`xray tune` through the real command: killed in the middle of a trial, gone on with, shared stages computed once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import ROOT, XRAY, environment, xray
+from xray_runtime.checkpoints.identity import stage_key
+from xray_runtime.config_io import load_config
+from xray_runtime.stages.spec import plan_stages
+
+pytestmark = pytest.mark.e2e
+
+SEARCH = {
+    "fields": {"sft.lr": {"choices": [4e-3, 1e-6]}, "sft.batch_size": {"low": 8, "high": 32}},
+    "until": "sft",
+    "metric": "sft/heldout_loss",
+    "mode": "min",
+    "seed": 10,
+    "trials": 3,
+    # A rate of 1e-6 learns nothing: what comes after the first good trial with it is ended.
+    "prune": {"after_steps": 13, "min_trials": 1},
+}
+
+
+def records(output: Path) -> dict[str, dict[str, Any]]:
+    return {path.parent.name: json.loads(path.read_text()) for path in output.glob("searches/*/trials/*/trial.json")}
+
+
+def test_a_killed_search_goes_on(tmp_path: Path) -> None:
+    import mlflow
+
+    output, search = tmp_path / "run", tmp_path / "rates.yaml"
+    search.write_text(yaml.safe_dump(SEARCH, sort_keys=False))
+    command = ["tune", "configs/tiny.yaml", "--search", str(search), "--output", str(output)]
+    command += ["--set", "sft.steps=60", "--set", "runtime.snapshot_every=5", "--json"]
+    process = subprocess.Popen(
+        [XRAY, *command], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 500
+    while not (records(output) and list(output.glob("snapshots/sft-*/step-*/files.json"))):
+        assert process.poll() is None, "the search ended early"
+        assert time.monotonic() < deadline, "no second trial came as far as a snapshot"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (first,) = records(output)
+    journal = output / "searches" / "rates" / "trials" / first / "lifecycle.json"
+    written = journal.stat().st_mtime_ns
+
+    outcome = xray(*command)
+    assert outcome.code == 0, outcome.err
+    results = json.loads(outcome.out)
+    assert results == json.loads((output / "searches" / "rates" / "results.json").read_text())
+    trials = results["trials"]
+    assert [trial["state"] for trial in trials] == ["finished", "finished", "pruned"]
+    assert all(trial["values"]["sft.lr"] == (4e-3 if trial["state"] == "finished" else 1e-6) for trial in trials)
+    assert Path(trials[0]["directory"]).name == first
+    assert journal.stat().st_mtime_ns == written, "a finished trial was run again"
+    journals = [json.loads((Path(trial["directory"]) / "lifecycle.json").read_text()) for trial in trials]
+    stages = [{stage["name"]: stage for stage in journal["stages"]} for journal in journals]
+    assert [name for name, stage in stages[0].items() if not stage["cached"]] == ["prepare", "base", "sft"]
+    assert stages[1]["prepare"]["cached"]
+    assert stages[1]["base"]["cached"]
+    assert stages[1]["sft"]["attempts"] == 2
+    assert set(stages[2]) == {"prepare", "base"}
+    assert not list(output.glob("snapshots/*"))
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{output / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("xray-tiny").experiment_id
+    runs = {run.info.run_id: run for run in client.search_runs([experiment], "tags.`xray.search` = 'rates'")}
+    assert set(runs) == {trial["run_id"] for trial in trials}
+    assert [runs[trial["run_id"]].info.status for trial in trials] == ["FINISHED", "FINISHED", "KILLED"]
+    for trial in trials[:2]:
+        run = runs[trial["run_id"]]
+        assert run.data.metrics["search/value"] == trial["value"]
+        assert run.data.params["sft.batch_size"] == str(trial["values"]["sft.batch_size"])
+
+    best = trials[results["best"]["number"]]
+    assert best["value"] == min(trial["value"] for trial in trials[:2])
+    plan = plan_stages(load_config(output / "searches" / "rates" / "best.yaml"))[2]
+    found = stages[best["number"]]
+    parents = {role: found[name]["checkpoint"]["sha256"] for role, name in plan.parents.items()}
+    key = stage_key(stage="sft", kind="sft", sections=plan.sections, parents=parents)
+    assert found["sft"]["key"] == key
+    assert (output / "searches" / "rates" / "search.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    search = tmp_path / "rates.yaml"
+    search.write_text(yaml.safe_dump(SEARCH | {"fields": {"sft.lr": {"low": -1, "high": 1}}}))
+    outcome = xray("tune", "configs/tiny.yaml", "--search", str(search), "--output", str(tmp_path / "run"), timeout=60)
+    assert outcome.code == 2
+    assert outcome.err.strip() == f"error: {search}: sft.lr: -1 is not allowed: must be greater than 0"
+    assert not (tmp_path / "run").exists()
