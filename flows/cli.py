@@ -15,6 +15,7 @@ from flows import custody_commands, keys_command, lineage_commands, up_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
+from flows.serve_command import serve
 from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
@@ -124,6 +125,7 @@ app.command()(plan)
 up_command.register(app)
 lineage_commands.register(app)
 app.command()(promote)
+app.command()(serve)
 custody_commands.register(app)
 app.add_typer(keys_command.app, name="keys")
 app.command()(automations)

@@ -105,7 +105,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
             stack.callback(server.stop)
         # What the flow will import takes seconds; it loads while the servers start.
         imports = pool.submit(_import_ahead)
-        stack.enter_context(_ray())
+        stack.enter_context(running_ray())
         imports.result()
         if server is not None:
             server.wait_healthy()
@@ -193,7 +193,8 @@ def _flush_to_server() -> None:
 
 
 @contextlib.contextmanager
-def _ray() -> Iterator[None]:
+def running_ray() -> Iterator[None]:
+    """This process connected to the Ray of RAY_ADDRESS; where none is named, to one of its own."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS")

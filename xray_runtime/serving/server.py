@@ -1,0 +1,114 @@
+"""Ray Serve with one application: a model behind one port, and another in its place without a request lost.
+
+Another model is Serve's rolling update with room for all its replicas beside the old ones (`max_surge_percent`): they
+load while the old answer, the router moves all requests at once when the last of them is up, and the old ones end when
+their last answer is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from xray_runtime.serving import NotServedError
+from xray_runtime.serving.replica import Replica, ServedModel
+from xray_runtime.serving.router import OneModelRouter
+
+APP = "xray"
+MAX_ONGOING = 1024
+"""Requests a replica takes at a time; vLLM lets those wait that it has no room for."""
+DRAIN_SECONDS = 600
+"""What the last answers of a model that was replaced may take."""
+
+
+class Server:
+    """Ray must be up.
+
+    Args:
+        num_replicas: of each model.
+        ray_stays: the cluster is not ours, and Ray Serve would outlive a process that is killed.
+    """
+
+    def __init__(self, host: str, port: int, num_replicas: int, *, ray_stays: bool) -> None:
+        self._num_replicas = num_replicas
+        self._quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(
+            proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port), logging_config=self._quiet
+        )
+        if ray_stays:
+            self._lease = _Presence.remote()
+            keeper = _Keeper.options(name=f"xray-serve-keeper-{uuid.uuid4().hex}", lifetime="detached").remote()
+            keeper.keep.remote(self._lease)
+
+    def deploy(self, model: ServedModel) -> None:
+        """Serve `model`, in place of the one before, which goes on answering until this one can.
+
+        Raises:
+            NotServedError: it cannot be loaded; the one before goes on.
+        """
+        options: dict[str, Any] = {"num_cpus": model.runtime.cpus_per_workhorse}
+        if model.device == "cuda":
+            options["num_gpus"] = model.runtime.gpu_memory_fraction
+        deployment = serve.deployment(
+            Replica,
+            name="model",
+            num_replicas=self._num_replicas,
+            max_ongoing_requests=MAX_ONGOING,
+            max_surge_percent=100,
+            rolling_update_percentage=1.0,
+            graceful_shutdown_timeout_s=DRAIN_SECONDS,
+            max_constructor_retry_count=1,
+            ray_actor_options=options,
+            request_router_config=RequestRouterConfig(
+                request_router_class=OneModelRouter, request_router_kwargs={"num_replicas": self._num_replicas}
+            ),
+        )
+        try:
+            serve.run(deployment.bind(model), name=APP, logging_config=self._quiet)
+        except RuntimeError as error:
+            raise NotServedError(f"it cannot be loaded: {_reason(str(error))}") from error
+
+    def stop(self) -> None:
+        """Take no more requests, finish those at hand (30 s at most), and end Ray Serve."""
+        serve.shutdown()
+
+
+def runs_already() -> bool:
+    """Whether Ray Serve runs on this cluster: its port and its applications are then somebody else's."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False) is not None
+
+
+def _reason(text: str) -> str:
+    """The line that says why, of Serve's message with its traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
+    return (errors or lines)[-1]
+
+
+@ray.remote(num_cpus=0)
+class _Presence:
+    """Lives as long as the process that made it."""
+
+    async def end(self) -> None:
+        """Answers never."""
+        await asyncio.Event().wait()
+
+
+@ray.remote(num_cpus=0)
+class _Keeper:
+    """Outlives the command, and ends Ray Serve when it has gone."""
+
+    async def keep(self, lease: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await lease.end.remote()
+        await serve.shutdown_async()
+        ray.actor.exit_actor()
