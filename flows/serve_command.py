@@ -10,7 +10,9 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,11 +58,14 @@ def serve(
     """
     for number in STOPS:
         signal.signal(number, signal.default_int_handler)
+    # What is started inherits the environment, and has no need of the key.
+    key = os.environ.pop(API_KEY, None) or None
+    order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, key)
     try:
-        name, choice = checked(lambda: _chosen(ref, output, tracking_uri, public_key, host, port))
+        name, choice = checked(lambda: _chosen(order))
         mark = guard()
         try:
-            checked(lambda: _run(choice, name, public_key, host, port, replicas))
+            checked(lambda: _run(order, name, choice))
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
@@ -72,25 +77,37 @@ def serve(
         _say("stopped")
 
 
-def _chosen(
-    ref: str, output: Path | None, tracking_uri: str | None, public: Path | None, host: str, port: int
-) -> tuple[str | None, Choice]:
+@dataclass(frozen=True)
+class _Order:
+    """What the command was asked for."""
+
+    ref: str
+    output: Path | None
+    tracking_uri: str | None
+    public: Path | None
+    host: str
+    port: int
+    replicas: int
+    key: str | None
+
+
+def _chosen(order: _Order) -> tuple[str | None, Choice]:
     """(registered model whose champion is followed, what is served first), audited."""
     from xray_runtime.serving.choice import champion, fixed, followed, require_sound
 
-    if not is_loopback(host) and not os.environ.get(API_KEY):
-        raise ConfigError(f"--host: {host!r} is not allowed without a key: set {API_KEY}")
-    if public is not None and not public.is_file():
-        raise ConfigError(f"--public-key: {str(public)!r} is not a file")
-    _check_free(host, port)
-    name = followed(ref, output)
+    if not is_loopback(order.host) and order.key is None:
+        raise ConfigError(f"--host: {order.host!r} is not allowed without a key: set {API_KEY}")
+    if order.public is not None and not order.public.is_file():
+        raise ConfigError(f"--public-key: {str(order.public)!r} is not a file")
+    _check_free(order.host, order.port)
+    name = followed(order.ref, order.output)
     if name is None:
-        choice = fixed(ref, output, tracking_uri)
+        choice = fixed(order.ref, order.output, order.tracking_uri)
     else:
-        assert output is not None
-        choice = champion(name, output, tracking_uri)
+        assert order.output is not None
+        choice = champion(name, order.output, order.tracking_uri)
     saved_config(choice.place.output)
-    require_sound(choice, public)
+    require_sound(choice, order.public)
     return name, choice
 
 
@@ -103,10 +120,14 @@ def _check_free(host: str, port: int) -> None:
             raise ConfigError(f"--port: {port} is not allowed: {error.strerror} on {host}") from None
 
 
-def _run(choice: Choice, name: str | None, public: Path | None, host: str, port: int, replicas: int) -> None:
+def _run(order: _Order, name: str | None, choice: Choice) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         # Ray listens on every interface, whatever it is told.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
+        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+    # The terminal is ours.
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -114,9 +135,9 @@ def _run(choice: Choice, name: str | None, public: Path | None, host: str, port:
 
         if runs_already():
             raise ConfigError("RAY_ADDRESS: Ray Serve runs on this cluster already, and has one port for all")
-        server = Server(host, port, replicas, ray_stays=bool(os.environ.get("RAY_ADDRESS")))
+        server = Server(order.host, order.port, order.replicas, ray_stays=bool(os.environ.get("RAY_ADDRESS")))
         try:
-            _serve(server, choice, name, public, f"http://{clients_address(host)}:{port}/v1")
+            _serve(server, order, name, choice)
         except KeyboardInterrupt:
             _say("finishing the requests at hand; Ctrl-C again to stop at once")
             raise
@@ -124,13 +145,13 @@ def _run(choice: Choice, name: str | None, public: Path | None, host: str, port:
             server.stop()
 
 
-def _serve(server: Server, choice: Choice, name: str | None, public: Path | None, address: str) -> None:
+def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> None:
     from xray_runtime.actors.placement import device
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest
     from xray_runtime.serving.replica import ServedModel
 
-    place, key = choice.place, os.environ.get(API_KEY)
+    place = choice.place
     runtime = saved_config(place.output).runtime
 
     def model(choice: Choice, generation: int) -> ServedModel:
@@ -141,18 +162,19 @@ def _serve(server: Server, choice: Choice, name: str | None, public: Path | None
             generation=generation,
             runtime=runtime,
             device=device(runtime),
-            key=key_digest(key) if key else None,
+            key=key_digest(order.key) if order.key else None,
             logs=place.output.absolute() / "logs" / "serve",
         )
 
     served, generation = model(choice, 0), 0
     server.deploy(served)
-    _say(f"serving {served.names[0]} ({served.sha256[:12]}) at {address}")
-    follower = Follower(name, place.output, place.tracking_uri, public, served.sha256) if name is not None else None
+    _say(f"serving {served.names[0]} ({served.sha256[:12]}) at http://{clients_address(order.host)}:{order.port}/v1")
+    if name is None:
+        threading.Event().wait()
+        return
+    follower = Follower(name, place.output, place.tracking_uri, order.public, served.sha256)
     while True:
         time.sleep(POLL_SECONDS)
-        if follower is None:
-            continue
         try:
             news = follower.news()
             if news is None:

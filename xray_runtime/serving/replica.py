@@ -53,9 +53,7 @@ class Replica:
         self._server = VLLMServer(told, model.runtime, model.device)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        app = await self._server.start()
-        app.add_middleware(Tagged, sha256=self._model.sha256, key=self._model.key)
-        return app
+        return Tagged(await self._server.start(), self._model.sha256, self._model.key)
 
     def record_replica_metadata(self) -> dict[str, int]:
         """For the router."""

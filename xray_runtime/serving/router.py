@@ -23,7 +23,7 @@ def generation_to_ask(generations: list[int], num_replicas: int) -> int:
     return max((g for g, n in counted.items() if n >= num_replicas), default=min(counted))
 
 
-class OneModelRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
+class OneModelRouter(FIFOMixin, RequestRouter):
     """Ray Serve's power of two choices (the shorter queue of two replicas), among the replicas of one model.
 
     By itself Serve asks old and new replicas alike as long as both are up, and clients would see answers of either.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from typing import Any
 
@@ -21,11 +22,13 @@ from xray_runtime.serving import NotServedError
 from xray_runtime.serving.replica import Replica, ServedModel
 from xray_runtime.serving.router import OneModelRouter
 
-APP = "xray"
+APP, DEPLOYMENT = "xray", "model"
 MAX_ONGOING = 1024
 """Requests a replica takes at a time; vLLM lets those wait that it has no room for."""
 DRAIN_SECONDS = 600
 """What the last answers of a model that was replaced may take."""
+HEALTH_SECONDS = 60
+"""A replica that says nothing for so long, three times in a row, is replaced."""
 
 
 class Server:
@@ -43,8 +46,9 @@ class Server:
             proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port), logging_config=self._quiet
         )
         if ray_stays:
-            self._lease = _Presence.remote()
-            keeper = _Keeper.options(name=f"xray-serve-keeper-{uuid.uuid4().hex}", lifetime="detached").remote()
+            self._lease = ray.remote(_Presence).options(num_cpus=0).remote()
+            name = f"xray-serve-keeper-{uuid.uuid4().hex}"
+            keeper = ray.remote(_Keeper).options(name=name, lifetime="detached", num_cpus=0).remote()
             keeper.keep.remote(self._lease)
 
     def deploy(self, model: ServedModel) -> None:
@@ -58,12 +62,13 @@ class Server:
             options["num_gpus"] = model.runtime.gpu_memory_fraction
         deployment = serve.deployment(
             Replica,
-            name="model",
+            name=DEPLOYMENT,
             num_replicas=self._num_replicas,
             max_ongoing_requests=MAX_ONGOING,
             max_surge_percent=100,
             rolling_update_percentage=1.0,
             graceful_shutdown_timeout_s=DRAIN_SECONDS,
+            health_check_timeout_s=HEALTH_SECONDS,
             max_constructor_retry_count=1,
             ray_actor_options=options,
             request_router_config=RequestRouterConfig(
@@ -73,7 +78,8 @@ class Server:
         try:
             serve.run(deployment.bind(model), name=APP, logging_config=self._quiet)
         except RuntimeError as error:
-            raise NotServedError(f"it cannot be loaded: {_reason(str(error))}") from error
+            message = serve.status().applications[APP].deployments[DEPLOYMENT].message
+            raise NotServedError(f"it cannot be loaded: {_reason(message)}") from error
 
     def stop(self) -> None:
         """Take no more requests, finish those at hand (30 s at most), and end Ray Serve."""
@@ -88,13 +94,12 @@ def runs_already() -> bool:
 
 
 def _reason(text: str) -> str:
-    """The line that says why, of Serve's message with its traceback."""
+    """The line that says why, of Serve's message, which ends with a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return (errors or lines)[-1]
 
 
-@ray.remote(num_cpus=0)
 class _Presence:
     """Lives as long as the process that made it."""
 
@@ -103,7 +108,6 @@ class _Presence:
         await asyncio.Event().wait()
 
 
-@ray.remote(num_cpus=0)
 class _Keeper:
     """Outlives the command, and ends Ray Serve when it has gone."""
 
