@@ -126,8 +126,6 @@ def _run(order: _Order, name: str | None, choice: Choice) -> None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
         os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
-    # The terminal is ours.
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -168,7 +166,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
 
     served, generation = model(choice, 0), 0
     server.deploy(served)
-    _say(f"serving {served.names[0]} ({served.sha256[:12]}) at http://{clients_address(order.host)}:{order.port}/v1")
+    _say(f"serving {choice.title} at http://{clients_address(order.host)}:{order.port}/v1")
     if name is None:
         threading.Event().wait()
         return
@@ -180,16 +178,16 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
             if news is None:
                 continue
             generation += 1
-            _say(f"{_now()} {news.names[0]} ({news.node.sha256[:12]}) is champion, and sound: loading it")
+            _say(f"{_now()} {news.title} is champion, and sound: loading it")
             server.deploy(model(news, generation))
         except NotServedError as error:
-            _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {served.names[0]}", to_errors=True)
+            _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {choice.title}", to_errors=True)
             # Where it was not loaded, this is what Ray Serve goes back to; its replicas are up.
             server.deploy(served)
             continue
-        served = model(news, generation)
+        choice, served = news, model(news, generation)
         follower.serving = served.sha256
-        _say(f"{_now()} serving {served.names[0]} ({served.sha256[:12]})")
+        _say(f"{_now()} serving {choice.title}")
 
 
 def _now() -> str:

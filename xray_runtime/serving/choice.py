@@ -33,6 +33,11 @@ class Choice:
     names: tuple[str, ...]
     """Answers carry the first, which means this checkpoint and no other."""
 
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.node.name if self.names[0] in self.node.name else f"{self.names[0]} ({self.node.name})"
+
 
 def followed(reference: str, output: Path | None) -> str | None:
     """The registered model whose champion `reference` follows, or None: it names one checkpoint.

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -41,6 +44,8 @@ class Server:
 
     def __init__(self, host: str, port: int, num_replicas: int, *, ray_stays: bool) -> None:
         self._num_replicas = num_replicas
+        # What Serve's client says would stand between the lines of the command.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(
             proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port), logging_config=self._quiet
@@ -83,7 +88,9 @@ class Server:
 
     def stop(self) -> None:
         """Take no more requests, finish those at hand (30 s at most), and end Ray Serve."""
-        serve.shutdown()
+        # Ray would say on the terminal that Serve's controller ended before it answered.
+        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stderr(nothing):
+            serve.shutdown()
 
 
 def runs_already() -> bool:

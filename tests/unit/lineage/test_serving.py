@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.lineage.test_custody import promoted, second_candidate
 from xray_runtime.config_io import ConfigError
@@ -79,3 +83,37 @@ def test_a_champion_that_moves_is_followed_once_it_is_sound(fresh: Callable[[], 
     follower.serving = news.node.sha256
     now += LONGEST_WAIT_S
     assert follower.news() is None
+
+
+def command(output: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and what was said, of a command that ends before anything is started."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    done = CliRunner().invoke(app, ["serve", "--output", str(output), "--port", str(port), *arguments])
+    return done.exit_code, done.output.strip()
+
+
+def test_bad_input_is_one_line_and_exit_code_2(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    output = fresh()
+    monkeypatch.delenv("XRAY_API_KEY", raising=False)
+    refused = "error: REF: 'champion' is not allowed: {} has no such champion (`xray promote`)"
+    assert command(output) == (2, refused.format(output))
+    refused = "error: --host: '0.0.0.0' is not allowed without a key: set XRAY_API_KEY"
+    assert command(output, "ppo-2", "--host", "0.0.0.0") == (2, refused)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = f"error: --port: {port} is not allowed: Address already in use on 127.0.0.1"
+        assert command(output, "ppo-2", "--port", str(port)) == (2, refused)
+    assert command(output, "nothing")[0] == 2
+
+
+def test_a_changed_file_is_refused_with_exit_code_1(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    weights = resolve("sft", output, None)[1].directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    code, said = command(output, "ppo-2")
+    assert code == 1
+    assert re.fullmatch(r"refused: ppo-2 \w+: the audit found file-changed \(sft \w+\)", said)
