@@ -16,6 +16,7 @@ from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
 from flows.reach import check_ray_address
+from flows.serve_command import serve
 from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
@@ -128,6 +129,7 @@ tune_command.register(app)
 up_command.register(app)
 lineage_commands.register(app)
 app.command()(promote)
+app.command()(serve)
 custody_commands.register(app)
 fetch_command.register(app)
 app.add_typer(keys_command.app, name="keys")

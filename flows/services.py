@@ -114,8 +114,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
             stack.callback(server.stop)
         # What the flow will import takes seconds; it loads while the servers start.
         imports = pool.submit(_import_ahead)
-        stack.enter_context(private_ray())
-        stack.enter_context(_ray())
+        stack.enter_context(running_ray())
         imports.result()
         if server is not None:
             server.wait_healthy()
@@ -227,7 +226,14 @@ def private_ray() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ray() -> Iterator[None]:
+def running_ray() -> Iterator[None]:
+    """This process connected to the Ray of RAY_ADDRESS; where none is named, to a private one of its own."""
+    with private_ray(), _connected():
+        yield
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
     import ray
 
     address = os.environ.get("RAY_ADDRESS")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Outcome, run_tiny, xray
+from tests.e2e.serving import Load, changed, serving, wait_for
 from xray_runtime.checkpoints.store import verify
 from xray_runtime.config import PromotionConfig
 from xray_runtime.lineage.promotion import promote, review, roll_back
@@ -145,6 +146,32 @@ def test_the_second_policy_is_compared_with_the_champion_and_promoted(first: Out
     assert node.sha256 == resolve(f"{name}/2", output, None)[1].sha256
     assert resolve(f"{name}@previous", output, None)[1].sha256 == shas(first.lifecycle)["ppo-2"]
     assert roll_back(place, name=name, by="Ada", note="worse in use").version == "1"
+
+
+def test_the_champion_is_served_and_followed_without_a_lost_request(first: Outcome, output: Path) -> None:
+    """…after a changed checkpoint was refused; and nothing is left when it is told to stop."""
+    name = "xray-tiny-policy"
+    place, old = resolve(f"{name}@champion", output, None)
+    new = resolve(f"{name}@previous", output, None)[1]
+    with changed(old.directory / "model.safetensors"):
+        refused = xray("serve", old.sha256, "--output", str(output), timeout=120)
+    assert refused.code == 1
+    assert f"refused: {old.name}: the audit found file-changed" in refused.err
+    with serving(output, "champion") as server, Load(server.address, clients=4) as load:
+        wait_for(lambda: len(load.answers) > 8, server)
+        assert {answer.sha256 for answer in load.answers} == {old.sha256}
+        roll_back(place, name=name, by="Ada", note="better after all")
+        wait_for(lambda: all(shas[-1:] == [new.sha256] for shas in load.by_client()), server)
+        after = len(load.answers)
+        wait_for(lambda: len(load.answers) > after + 8, server)
+    assert load.failures == []
+    for answers in load.by_client():
+        assert list(dict.fromkeys(answers)) == [old.sha256, new.sha256]
+        assert answers == sorted(answers, key=[old.sha256, new.sha256].index)
+    moved = min(answer.received for answer in load.answers if answer.sha256 == new.sha256)
+    assert {answer.sha256 for answer in load.answers if answer.sent > moved} == {new.sha256}
+    assert server.code == 0
+    assert server.left == []
 
 
 def test_the_audit_is_sound_after_all_that(first: Outcome, output: Path) -> None:

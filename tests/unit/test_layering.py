@@ -44,6 +44,7 @@ OWNERS = {
     "vllm": {
         "xray_runtime/engines/vllm_generator.py",
         "xray_runtime/engines/slumber.py",
+        "xray_runtime/engines/vllm_server.py",
         "xray_runtime/weights/vllm_transfer.py",
         "xray_runtime/weights/device_transfer.py",
     },

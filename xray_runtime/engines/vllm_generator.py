@@ -14,9 +14,9 @@ PREFILL_TOKENS = 8192
 """Prompt tokens vLLM takes in at a time."""
 
 
-def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
-    """The library, imported with the settings that it reads at import."""
-    os.environ |= {
+def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
+    """Settings that vLLM reads at import."""
+    settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(runtime.generator_memory_gib))),
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -24,8 +24,14 @@ def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
     }
     if device == "cpu":
         # Some of vLLM's samplers compile themselves even in eager mode: 15 s at the first call, for nothing here.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        settings["TORCH_COMPILE_DISABLE"] = "1"
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return settings
+
+
+def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
+    """The library, imported with the settings that it reads at import."""
+    os.environ |= environment(runtime, device)
     import vllm
     import vllm.entrypoints.llm
 

@@ -46,7 +46,12 @@ class Audit:
 
     @property
     def is_sound(self) -> bool:
-        return not any(finding.is_broken for finding in self.findings)
+        return not self.broken
+
+    @property
+    def broken(self) -> list[str]:
+        """What is not as recorded, in words: code and subject, each once."""
+        return sorted({f"{finding.code} ({finding.subject})" for finding in self.findings if finding.is_broken})
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -230,8 +230,7 @@ def roll_back(place: Place, *, name: str, by: str, note: str, public: Path | Non
 
 
 def _require_sound(place: Place, nodes: list[Node], public: Path | None) -> None:
-    result = audit(place, nodes, public=public)
-    broken = sorted({f"{f.code} ({f.subject})" for f in result.findings if f.is_broken})
+    broken = audit(place, nodes, public=public).broken
     if broken:
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
 

@@ -1,0 +1,145 @@
+"""`xray serve` beside plain `vllm serve`: the same model, the same arguments of vLLM's, in one run.
+
+    python -m benchmarks.serving --output DIR [--ref REF] [--clients 8] [--requests 8] [--new-tokens 32] [--pairs 5]
+
+DIR is the output directory of a lifecycle, REF a checkpoint in it (default: ppo-1). Both servers are up all the time;
+they are asked in turns, each pair in the other order than the one before. A client asks again as soon as it is
+answered, and every answer has the same number of tokens. Streamed, each token is a chunk through Ray Serve's proxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.machine import line, machine, spread, table
+from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.engines.vllm_generator import environment
+from xray_runtime.engines.vllm_server import arguments
+from xray_runtime.lineage.reference import resolve
+from xray_runtime.processes import end_marked, guard
+
+START_SECONDS = 600
+PLAIN, OURS = "vllm serve", "xray serve"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one server did in one turn."""
+
+    tokens_per_s: float
+    latency_s: float
+    """Median of a request's seconds."""
+    first_s: float
+    """Median of the seconds to the first bytes of the answer."""
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> tuple[float, float]:
+    """(seconds to the first bytes, seconds to the last) of one request."""
+    start, first = time.perf_counter(), 0.0
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for _ in answer.aiter_raw():
+            first = first or time.perf_counter() - start
+    return first, time.perf_counter() - start
+
+
+async def turn(address: str, clients: int, requests: int, new_tokens: int, stream: bool) -> Round:
+    """`clients` at a time, `requests` one after the other each."""
+    seconds: list[tuple[float, float]] = []
+    async with httpx.AsyncClient(base_url=address, timeout=600, limits=httpx.Limits(max_connections=clients)) as client:
+
+        async def one(number: int) -> None:
+            for i in range(requests):
+                body = {"prompt": f"{number} and {i}: how are you", "max_tokens": new_tokens, "ignore_eos": True}
+                seconds.append(await ask(client, body | {"stream": stream, "seed": i}))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(one(number) for number in range(clients)))
+        whole = time.perf_counter() - start
+    first, latency = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return Round(clients * requests * new_tokens / whole, latency, first)
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> Iterator[str]:
+    """A server's address, once it is healthy."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=os.environ | extra, stdout=file, stderr=file)
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[1]} does not answer:\n{log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--ref", default="ppo-1")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=5)
+    args = parser.parse_args()
+    _, node = resolve(args.ref, args.output, None)
+    runtime, device = RuntimeConfig(), "cpu"
+    ports = {PLAIN: free_port(), OURS: free_port()}
+    programs = Path(sys.executable).parent
+    told = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device)
+    plain = [str(programs / "vllm"), "serve", *told, "--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
+    ours = [str(programs / "xray"), "serve", node.sha256, "--output", str(args.output), "--port", str(ports[OURS])]
+    settings = environment(runtime, device) | {"OMP_NUM_THREADS": str(runtime.threads)}
+    mark = guard()
+    print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
+    table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes"], [])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        addresses = {
+            PLAIN: stack.enter_context(running(plain, ports[PLAIN], Path(folder) / "vllm.log", settings)),
+            OURS: stack.enter_context(running(ours, ports[OURS], Path(folder) / "xray.log", {})),
+        }
+        for stream in (False, True):
+            found: dict[str, list[Round]] = {PLAIN: [], OURS: []}
+            for pair in range(-1, args.pairs):
+                for name in (PLAIN, OURS) if pair % 2 else (OURS, PLAIN):
+                    seen = asyncio.run(turn(addresses[name], args.clients, args.requests, args.new_tokens, stream))
+                    if pair >= 0:  # the first pair warms up
+                        found[name].append(seen)
+            for name, rounds in found.items():
+                speeds = [seen.tokens_per_s for seen in rounds]
+                ratios = [a / b.tokens_per_s for a, b in zip(speeds, found[PLAIN], strict=True)]
+                row = ["streamed" if stream else "whole", name, spread(speeds), spread(ratios, "×")]
+                line([*row, spread(s.latency_s for s in rounds), spread(s.first_s for s in rounds)])
+    end_marked(mark)
+
+
+if __name__ == "__main__":
+    main()

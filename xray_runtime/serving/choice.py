@@ -1,0 +1,145 @@
+"""Which checkpoint REF asks for, whether it follows the champion, and whether what it names may be served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from xray_runtime.config_io import ConfigError
+from xray_runtime.lineage.audit import audit
+from xray_runtime.lineage.decisions import current
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.promotion import CHAMPION, champion_of
+from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.serving import NotServedError
+
+GENERATING = ("base", "sft", "ppo")
+"""Kinds of checkpoint that hold a language model."""
+
+SETTLE_SECONDS = 20.0
+"""A promotion writes decision, signature and alias one after the other, and is no offence in between."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
+"""Between two audits of the same champion: it may be mended, and reading all its bytes has a price."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint, and what requests may call it."""
+
+    place: Place
+    node: Node
+    names: tuple[str, ...]
+    """Answers carry the first, which means this checkpoint and no other."""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.node.name if self.names[0] in self.node.name else f"{self.names[0]} ({self.node.name})"
+
+
+def followed(reference: str, output: Path | None) -> str | None:
+    """The registered model whose champion `reference` follows, or None: it names one checkpoint.
+
+    Raises:
+        ConfigError: there is no champion, or `champion` could be that of several models.
+    """
+    name, _, alias = reference.rpartition("@")
+    if alias != CHAMPION:
+        return None
+    if output is None:
+        raise ConfigError(f"REF: {reference!r} needs --output DIR, where it was promoted")
+    names = sorted(known for known, decided in current(output) if decided == CHAMPION and name in ("", known))
+    if not names:
+        raise ConfigError(f"REF: {reference!r} is not allowed: {output} has no such champion (`xray promote`)")
+    if len(names) > 1:
+        choices = ", ".join(f"{known}@{CHAMPION}" for known in names)
+        raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(names)} models: {choices}")
+    return names[0]
+
+
+def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
+    """The one checkpoint `reference` names. Raises ConfigError where it names none, or no language model."""
+    place, node = resolve(reference, output, tracking_uri)
+    if node.manifest.kind not in GENERATING:
+        allowed = " or ".join(GENERATING)
+        raise ConfigError(f"REF: {reference!r} is not allowed: its kind is {node.manifest.kind}, not {allowed}")
+    own = () if Path(reference).exists() else (reference,)
+    return Choice(place, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
+
+
+def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
+    """What the last signed decision made champion of `name`; MLflow's alias can be moved by anybody.
+
+    Raises:
+        NotServedError: that is not in the store, or there is none.
+    """
+    place = open_place(output, tracking_uri)
+    decision = champion_of(place, name)
+    node = place.graph.nodes.get(decision.checkpoint) if decision is not None else None
+    if decision is None or node is None:
+        raise NotServedError(f"the champion of {name} is not in {output}")
+    names = (f"{name}/{decision.version}", decision.checkpoint, name, f"{name}@{CHAMPION}", CHAMPION)
+    return Choice(place, node, names)
+
+
+def require_sound(choice: Choice, public: Path | None) -> None:
+    """Audit the checkpoint and all it came from.
+
+    Raises:
+        NotServedError: something was found.
+    """
+    broken = audit(choice.place, [choice.node], public=public).broken
+    if broken:
+        raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
+
+
+class Follower:
+    """Notices when another checkpoint becomes champion of `name`, and audits it.
+
+    Args:
+        serving: sha256 of the one that is served; to be changed by who serves another.
+        public: the public key to trust; by default the output directory's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        output: Path,
+        tracking_uri: str | None,
+        public: Path | None,
+        serving: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.serving = serving
+        self._name, self._output, self._tracking_uri, self._public = name, output, tracking_uri, public
+        self._clock = clock
+        self._seen: str | None = None
+
+    def news(self) -> Choice | None:
+        """Another champion, if there is one and its audit is sound: the same again after a while, until it is served.
+
+        Raises:
+            NotServedError: another is champion and stays refused; once for each.
+        """
+        decision = current(self._output).get((self._name, CHAMPION))
+        if decision is None or decision.checkpoint == self.serving:
+            self._seen = None
+            return None
+        now = self._clock()
+        if decision.checkpoint != self._seen:
+            self._seen, self._since, self._told = decision.checkpoint, now, False
+            self._next, self._wait_s = now, FIRST_WAIT_S
+        if now < self._next:
+            return None
+        self._next, self._wait_s = now + self._wait_s, min(2 * self._wait_s, LONGEST_WAIT_S)
+        try:
+            choice = champion(self._name, self._output, self._tracking_uri)
+            require_sound(choice, self._public)
+        except (NotServedError, ConfigError, OSError) as error:
+            if self._told or now - self._since < SETTLE_SECONDS:
+                return None
+            self._told = True
+            raise NotServedError(str(error)) from error
+        return choice
