@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, keys_command, lineage_commands, up_command
+from flows import chat_command, compare_command, custody_commands, keys_command, lineage_commands, up_command
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
@@ -19,6 +19,7 @@ from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, load_config, resolved_yaml
+from xray_runtime.feedback.publication import judged_dataset
 from xray_runtime.files import write_whole
 from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.workload import local_node, this_machine
@@ -66,6 +67,7 @@ def run(
             # What is asked of a cluster of its own is asked once the run is connected to it.
             here = this_machine(resolved.runtime.device)
             check_config(resolved, here.device, [local_node(here)])
+        judged_dataset(resolved, directory)
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,6 +125,8 @@ app.command()(run)
 app.command()(plan)
 up_command.register(app)
 lineage_commands.register(app)
+app.command()(chat_command.chat)
+compare_command.register(app)
 app.command()(promote)
 custody_commands.register(app)
 app.add_typer(keys_command.app, name="keys")

@@ -41,15 +41,17 @@ from xray_runtime.checkpoints.store import load_manifest, verify
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.feedback.publication import judged_dataset
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
-from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
+from xray_runtime.stages.spec import JUDGEMENTS, StagePlan, StageSpec, plan_stages
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
         signal.signal(signal.SIGTERM, _terminate)
     # What cannot work is noticed before anything is computed.
     config, _ = settled(config)
+    judged = judged_dataset(config, root)
     write_whole(root / CONFIG, resolved_yaml(config))
     signing_key(root)
     before = unfinished(root, config)
@@ -99,6 +102,8 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     try:
         for number, plan in enumerate(plans):
             parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
+            if plan.kind == "preferences" and judged is not None:
+                parents[JUDGEMENTS] = judged.reference(Snapshot(context.tracking_uri).model_of(judged.sha256))
             start = time.perf_counter()
             if computing and number + 1 < len(plans):
                 expect_models(config, plans[number + 1].name)
