@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.panel import Panel
@@ -20,18 +19,15 @@ from rich.text import Text
 from flows.chat_command import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown
 from flows.lineage_commands import BROKEN, AsJson, Output, Ref, Tracking, checked
 from flows.session import hold, saved_config
-from xray_runtime.config_io import ConfigError
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
+    from xray_runtime.feedback.comparison import Comparison, Sampler
     from xray_runtime.feedback.judgements import Question
     from xray_runtime.feedback.session import Session
-    from xray_runtime.feedback.speaker import Limits
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import Place
 
-BATCH = 32
-"""Prompts answered at a time: what one batch of the sampler holds."""
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
 
@@ -61,17 +57,27 @@ def compare(
     Each verdict is kept at once; the same command goes on where it was left. `xray preferences` publishes the verdicts.
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
+    from xray_runtime.feedback.comparison import plan_comparison, require_two
+    from xray_runtime.feedback.prompts import checked_source
+    from xray_runtime.feedback.session import open_session, session_directory
     from xray_runtime.lineage.reference import resolve
 
     console = Console(stderr=as_json, highlight=False)
-    place, a = checked(lambda: resolve(first, output, tracking_uri))
-    other, b = checked(lambda: resolve(second, output, tracking_uri))
-    asked = checked(lambda: _Comparison(place, a, other, b, prompts, temperature, max_new_tokens, seed))
-    for node in (a, b):
-        _require_sound(place, node, console)
-    session = checked(lambda: asked.open(count))
-    checked(lambda: asked.ask(session, count, judge or getpass.getuser(), console))
-    result = asked.result(session)
+    a = checked(lambda: resolve(first, output, tracking_uri))
+    b = checked(lambda: resolve(second, output, tracking_uri))
+    place = checked(lambda: require_two(a, b))
+    config = checked(lambda: saved_config(place.output))
+    warmth, longest = checked(lambda: sampling_of(config, temperature, max_new_tokens))
+    sampling = {"temperature": warmth, "max_new_tokens": longest, "seed": seed}
+    models = (a[1], b[1])
+    source = checked(lambda: checked_source(prompts))
+    _require_sound(place, models, console)
+    comparison = checked(lambda: plan_comparison(place, models, config, source, **sampling))
+    directory = session_directory(place.output, comparison.setup)
+    with checked(lambda: hold(directory)):
+        session = checked(lambda: open_session(directory))
+        checked(lambda: _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console))
+    result = comparison.result(session)
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -97,145 +103,36 @@ def preferences(
         print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
         return
     counts = done.stats
-    people = ", ".join(f"{name} {number}" for name, number in counts["judges"].items())
-    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {people}")
+    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_people(counts)}")
     if done.heldout:
         print(f"{done.heldout} of them have held-out prompts, which no lifecycle on the same data trains on")
     print(f"{'published' if done.is_new else 'there already'}: {done.checkpoint.uri}")
     print(f"train on it: xray run CONFIG --set preferences.source=dataset --set preferences.path={done.checkpoint.uri}")
 
 
-class _Comparison:
-    """Two models and what they are asked; everything a user can get wrong is noticed here.
+def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
+    """Ask `judge` what has no verdict of theirs yet, until they quit."""
+    from xray_runtime.feedback.comparison import Sampler
 
-    Raises:
-        ConfigError: the models cannot be compared, or the prompts cannot be asked.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        a: Node,
-        other: Place,
-        b: Node,
-        prompts: str,
-        temperature: float | None,
-        max_new_tokens: int | None,
-        seed: int,
-    ) -> None:
-        from xray_runtime.feedback.prompts import SPLITS, checked_source, dataset_of
-        from xray_runtime.feedback.session import Setup
-        from xray_runtime.feedback.speaker import Limits, require_speaker
-
-        for node in (a, b):
-            require_speaker(node)
-            if node.sha256 not in place.graph.nodes or other.output.resolve() != place.output.resolve():
-                raise ConfigError(
-                    f"REF: {a.name} and {b.name} must lie in one output directory, where their judgements go too "
-                    "(`xray export` and `xray import` bring one to the other)"
-                )
-        if a.sha256 == b.sha256:
-            raise ConfigError(f"REF: both are {a.name}: must be two models")
-        self._place, self._nodes, self._file = place, (a, b), Path(prompts)
-        self._config = saved_config(place.output)
-        temperature, max_new_tokens = sampling_of(self._config, temperature, max_new_tokens)
-        self._limits = [Limits(node.directory, max_new_tokens, temperature) for node in (a, b)]
-        kind, source = checked_source(prompts)
-        self._setup = Setup.model_validate(
-            {
-                "a": a.sha256,
-                "b": b.sha256,
-                "prompts": kind,
-                "source": dataset_of(place, [a, b]).sha256 if kind in SPLITS else source,
-                "max_prompt_tokens": self._config.data.max_prompt_tokens if kind in SPLITS else None,
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "seed": seed,
-            }
-        )
-        self._prompts = self._listed()
-
-    def _listed(self) -> list[Messages]:
-        from xray_runtime.feedback.prompts import of_dataset, of_file
-        from xray_runtime.feedback.speaker import fitting
-
-        setup = self._setup
-        if setup.prompts == "typed":
-            return []
-        is_file = setup.prompts == "file"
-        found = of_file(self._file) if is_file else of_dataset(self._place, list(self._nodes), setup)
-        fit = fitting(found, self._limits, setup.max_prompt_tokens)
-        if not fit:
-            raise ConfigError(f"--prompts: none of the {len(found)} prompts can be asked: they are too long")
-        return fit
-
-    def open(self, count: int) -> Session:
-        """The session, held by this process until it ends."""
-        from xray_runtime.feedback.session import open_session
-
-        session = open_session(self._place.output, self._setup)
-        self._held = hold(session.directory)
-        return session
-
-    def ask(self, session: Session, count: int, judge: str, console: Console) -> None:
-        """Ask `judge` what has no verdict of theirs yet, until they quit."""
-        done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
-        with ThreadPoolExecutor(1) as pool:
-            sampler = _Sampler(session, self._nodes, self._limits, self._config.runtime.device, pool)
-            try:
-                if self._setup.prompts == "typed":
-                    _ask_typed(session, sampler, judge, done, console)
-                else:
-                    _ask_listed(session, sampler, self._prompts[:count], judge, done, console)
-            except (KeyboardInterrupt, EOFError):
-                console.print("stopped; the same command goes on from here")
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-    def result(self, session: Session) -> dict[str, Any]:
-        """What everybody who judged these two said in this session."""
-        from xray_runtime.feedback.judgements import tally
-
-        same = sum(question.a == question.b for question in session.questions)
-        names = {"a": self._nodes[0].name, "b": self._nodes[1].name}
-        return {"session": session.name, "models": names, "same_reply": same} | tally(session.judgements)
-
-
-class _Sampler:
-    """Has both models answer ahead of the person, in a thread; they are loaded when the first answer is needed."""
-
-    def __init__(
-        self, session: Session, nodes: tuple[Node, Node], limits: list[Limits], device: str, pool: ThreadPoolExecutor
-    ) -> None:
-        self.limits = limits
-        self._session, self._nodes = session, nodes
-        self._device, self._pool = device, pool
-        self._models: list[Any] = []
-
-    def submit(self, prompts: list[Messages]) -> Future[None]:
-        return self._pool.submit(self._answer, prompts)
-
-    def _answer(self, prompts: list[Messages]) -> None:
-        from xray_runtime.feedback.judgements import Question
-        from xray_runtime.feedback.speaker import Answerer
-        from xray_runtime.planning.workload import this_machine
-        from xray_runtime.seeding import derive_seed
-
-        if not self._models:
-            device = this_machine(self._device).device
-            pairs = zip(self._nodes, self.limits, strict=True)
-            self._models = [Answerer(node.directory, limits, device) for node, limits in pairs]
-        first = len(self._session.questions)
-        seeds = [derive_seed(self._session.setup.seed, "compare", "sample", first + i) for i in range(len(prompts))]
-        a, b = (model.answers(prompts, seeds) for model in self._models)
-        self._session.add_questions(
-            [Question(number=first + i, prompt=p, a=a[i], b=b[i]) for i, p in enumerate(prompts)]
-        )
+    done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
+    with ThreadPoolExecutor(1) as pool:
+        sampler = Sampler(comparison, session, pool)
+        try:
+            if comparison.setup.prompts == "typed":
+                _ask_typed(comparison, session, sampler, judge, done, console)
+            else:
+                _ask_listed(session, sampler, prompts, judge, done, console)
+        except (KeyboardInterrupt, EOFError):
+            console.print("stopped; the same command goes on from here")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _ask_listed(
-    session: Session, sampler: _Sampler, prompts: list[Messages], judge: str, done: set[int], console: Console
+    session: Session, sampler: Sampler, prompts: list[Messages], judge: str, done: set[int], console: Console
 ) -> None:
+    from xray_runtime.feedback.comparison import BATCH
+
     there = len(session.questions)
     coming = [sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
     asked: list[int] = []
@@ -256,7 +153,9 @@ def _ask_listed(
             done.discard(number)
 
 
-def _ask_typed(session: Session, sampler: _Sampler, judge: str, done: set[int], console: Console) -> None:
+def _ask_typed(
+    comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
+) -> None:
     from xray_runtime.data.sources import clean
 
     for question in list(session.questions):
@@ -266,7 +165,7 @@ def _ask_typed(session: Session, sampler: _Sampler, judge: str, done: set[int], 
         if not clean(line):
             return
         prompt = [{"role": "user", "content": clean(line)}]
-        if any(limits.excess(prompt) > 0 for limits in sampler.limits):
+        if any(limits.excess(prompt) > 0 for limits in comparison.limits):
             console.print("too long for these models: say less", style="red")
             continue
         _wait(sampler.submit([prompt]), console)
@@ -284,10 +183,8 @@ def _judge_typed(session: Session, question: Question, judge: str, done: set[int
 
 
 def _wait(coming: Future[None], console: Console) -> None:
-    if not coming.done():
-        with console.status("the models are answering"):
-            coming.result()
-    coming.result()
+    with console.status("the models are answering"):
+        coming.result()
 
 
 def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
@@ -325,19 +222,20 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
 def _key() -> str:
     """The key a person pressed; through a pipe, the next line."""
     if sys.stdin.isatty():
-        return click.getchar().lower()
+        key: str = typer.getchar()
+        return key.lower()
     line = sys.stdin.readline()
     if not line:
         raise EOFError
     return line.strip().lower()
 
 
-def _require_sound(place: Place, node: Node, console: Console) -> None:
+def _require_sound(place: Place, models: tuple[Node, Node], console: Console) -> None:
     """What is judged here is trained on later: a model that is not what it was must not get that far."""
     from xray_runtime.lineage.audit import audit
 
-    with console.status(f"auditing {node.name}"):
-        result = checked(lambda: audit(place, [node]))
+    with console.status("auditing both"):
+        result = audit(place, models)
     if not result.is_sound:
         Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
         raise typer.Exit(BROKEN)
@@ -362,6 +260,9 @@ def _print_result(result: dict[str, Any], place: Place, console: Console) -> Non
         f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
         f"{verdicts['skip']} skipped, {result['same_reply']} not asked (the same reply twice)"
     )
-    people = ", ".join(f"{name} {number}" for name, number in result["judges"].items())
-    console.print(Text(f"judged by: {people}"))
+    console.print(Text(f"judged by: {_people(result)}"))
     console.print(Text(f"publish them as a dataset: xray preferences --output {place.output}"), soft_wrap=True)
+
+
+def _people(counts: dict[str, Any]) -> str:
+    return ", ".join(f"{shown(name)} {number}" for name, number in counts["judges"].items())

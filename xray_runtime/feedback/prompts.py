@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from xray_runtime.checkpoints.identity import file_sha256
 from xray_runtime.config_io import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.sources import asked, read_records
@@ -17,6 +18,16 @@ from xray_runtime.lineage.reference import Place
 from xray_runtime.seeding import derive_seed
 
 SPLITS = ("heldout", "train")
+"""Sides of a dataset."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from."""
+
+    kind: Literal["heldout", "train", "typed", "file"]
+    path: Path | None = None
+    """The file."""
 
 
 def dataset_of(place: Place, models: list[Node]) -> Node:
@@ -68,15 +79,15 @@ def of_file(path: Path) -> list[Messages]:
     return list({prompt_text(prompt): prompt for prompt in found}.values())
 
 
-def checked_source(value: str) -> tuple[str, str | None]:
-    """(where prompts come from as a `Setup` says it, digest of the file where it is one).
+def checked_source(value: str) -> Source:
+    """What `--prompts` says.
 
     Raises:
         ConfigError: `value` is none of the words allowed, nor a .jsonl file.
     """
-    if value in (*SPLITS, "typed"):
-        return value, None
     path = Path(value)
+    if value == "heldout" or value == "train" or value == "typed":
+        return Source(value)
     if path.suffix != ".jsonl" or not path.is_file():
         raise ConfigError(f"--prompts: {value!r} is not allowed: must be heldout, train, typed, or a .jsonl file")
-    return "file", file_sha256(path)
+    return Source("file", path)

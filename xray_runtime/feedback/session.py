@@ -46,7 +46,7 @@ class Setup(BaseModel):
 
 
 class Session:
-    """A comparison in `directory`; see `open_session` and `read_sessions`."""
+    """A comparison in `directory`; see `open_session` (to write) and `read_sessions`."""
 
     def __init__(self, directory: Path, setup: Setup) -> None:
         self.directory, self.setup = directory, setup
@@ -76,17 +76,19 @@ class Session:
             raise ConfigError(f"{directory / SESSION}: cannot be read ({str(error).splitlines()[0]})") from None
 
 
-def open_session(output: Path, setup: Setup) -> Session:
-    """The session of `setup` in the output directory, new or continued, ready to be written to.
-
-    Nobody else may write to it at the same time.
-    """
+def session_directory(output: Path, setup: Setup) -> Path:
+    """Where the session of `setup` lies in the output directory, now if not before."""
     directory = output / FOLDER / digest(setup.model_dump(mode="json"))[:12]
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SESSION).exists():
         write_whole(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
         sync(directory)
         sync(directory.parent)
+    return directory
+
+
+def open_session(directory: Path) -> Session:
+    """The session in `directory`, ready to be written to by whoever holds it: nobody else may at the same time."""
     for name in (REPLIES, JUDGEMENTS):
         _cut_torn_line(directory / name)
     return Session.read(directory)

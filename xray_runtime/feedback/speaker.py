@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def last_messages(history: Messages, context: int | None) -> Messages:
     return recent[recent[0]["role"] == "assistant" :]
 
 
+@contextlib.contextmanager
+def _loading(directory: Path) -> Iterator[None]:
+    """Raises ConfigError where something cannot be loaded: readers of damaged files fail each in a way of its own."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"REF: {str(directory)!r} cannot be loaded ({reason})") from error
+
+
 class Limits:
     """The tokenizer of a checkpoint, and how long a prompt it takes."""
 
@@ -48,8 +59,10 @@ class Limits:
 
         from xray_runtime.models.causal_lm import load_tokenizer
 
-        self.tokenizer = load_tokenizer(directory)
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        transformers.utils.logging.disable_progress_bar()
+        with _loading(directory):
+            self.tokenizer = load_tokenizer(directory)
+            config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         if self.max_positions is not None and max_new_tokens >= self.max_positions:
@@ -92,7 +105,8 @@ class Speaker:
     def __init__(self, directory: Path, limits: Limits, device: str) -> None:
         from xray_runtime.models.causal_lm import load_model
 
-        self._lm: Any = load_model(directory).to(device).eval()
+        with _loading(directory):
+            self._lm: Any = load_model(directory).to(device).eval()
         self._limits = limits
 
     def reply(self, prompt: Messages, seed: int) -> Iterator[str]:
@@ -117,7 +131,8 @@ class Answerer:
     def __init__(self, directory: Path, limits: Limits, device: str) -> None:
         from xray_runtime.engines.transformers_generator import TransformersSampler
 
-        self._sampler = TransformersSampler(directory, Place(device))
+        with _loading(directory):
+            self._sampler = TransformersSampler(directory, Place(device))
         self._limits = limits
 
     def answers(self, prompts: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
