@@ -89,12 +89,12 @@ def _chat(place: Place, node: Node, temperature: float | None, max_new_tokens: i
     require_speaker(node)
     config = saved_config(place.output)
     temperature, max_new_tokens = sampling_of(config, temperature, max_new_tokens)
+    limits = Limits(node.directory, max_new_tokens, temperature)
     words = Console(stderr=True, highlight=False, soft_wrap=True)
     words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
     with words.status("auditing it"):
         result = audit(place, [node])
     words.print(audit_words(result))
-    limits = Limits(node.directory, max_new_tokens, temperature)
     context = trained_context(place.graph, node)
     seen = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
     words.print(f"it sees {seen}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")

@@ -159,7 +159,9 @@ def _ask_typed(
     from xray_runtime.data.sources import clean
 
     for question in list(session.questions):
-        _judge_typed(session, question, judge, done, console)
+        # Asked before, and not answered.
+        if question.number not in done and question.a != question.b:
+            _judge_typed(session, question, judge, console)
     while True:
         line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
         if not clean(line):
@@ -169,15 +171,14 @@ def _ask_typed(
             console.print("too long for these models: say less", style="red")
             continue
         _wait(sampler.submit([prompt]), console)
-        _judge_typed(session, session.questions[-1], judge, done, console)
+        question = session.questions[-1]
+        if question.a == question.b:
+            console.print(Text(f"both say: {shown(question.a)}"))
+        else:
+            _judge_typed(session, question, judge, console)
 
 
-def _judge_typed(session: Session, question: Question, judge: str, done: set[int], console: Console) -> None:
-    if question.number in done:
-        return
-    if question.a == question.b:
-        console.print(Text(f"both say: {shown(question.a)}"))
-        return
+def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
     while not _judge(session, question, judge, str(question.number + 1), console):
         console.print("there is no question before this one to go back to", style="red")
 

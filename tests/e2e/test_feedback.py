@@ -18,7 +18,7 @@ from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
 pytestmark = pytest.mark.e2e
 
 LONG = 400.0
-ASKED = ["compare", "sft", "ppo-2", "--prompts", "train", "--count", "24", "--judge", "ada", "--json"]
+ASKED = ["compare", "sft", "ppo-2", "--prompts", "train", "--count", "40", "--judge", "ada", "--json"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def judged(place: Path) -> dict[str, Any]:
         [XRAY, *ASKED, "--output", str(place)],
         cwd=ROOT,
         env=environment(),
-        input="1\n2\n" * 12,
+        input="1\n2\n" * 20,
         capture_output=True,
         text=True,
         timeout=LONG,
@@ -106,10 +106,10 @@ def test_nothing_judged_is_asked_again_or_lost(judged: dict[str, Any], place: Pa
     rows = verdicts(place)
     numbers = [row["number"] for row in rows]
     assert len(set(numbers)) == len(numbers) == judged["prompts"]
-    assert judged["prompts"] + judged["same_reply"] == 24
+    assert judged["prompts"] + judged["same_reply"] == 40
     assert judged["judges"] == {"ada": judged["prompts"]}
     # Pressed were 1, 2, t, and then 1 and 2 in turn; which model that was, the side drawn for it says.
-    keys = ["1", "2", "t", *"12" * 12]
+    keys = ["1", "2", "t", *"12" * 20]
     meant = {"1": lambda left: left, "2": lambda left: "ab".replace(left, ""), "t": lambda _: "tie"}
     assert [row["verdict"] for row in rows] == [meant[k](row["left"]) for k, row in zip(keys, rows, strict=False)]
     assert {row["left"] for row in rows} == {"a", "b"}

@@ -153,7 +153,7 @@ def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
 
 def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
     limits = Limits(saved, 24, 1.0)
-    long = "how are you today " * 8
+    long = "how are you today " * 16
     sizes = [
         len(limits.tokenizer.apply_chat_template(prompt(t), add_generation_prompt=True)["input_ids"])
         for t in ("hello", long)
