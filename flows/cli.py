@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flows import custody_commands, fetch_command, keys_command, lineage_commands, tune_command, up_command
+from flows import (
+    chat_command,
+    compare_command,
+    custody_commands,
+    fetch_command,
+    keys_command,
+    lineage_commands,
+    tune_command,
+    up_command,
+)
 from flows.determinism import verify_determinism
 from flows.plan_command import plan
 from flows.promote_command import promote
@@ -21,6 +30,7 @@ from flows.services import quiet_environment
 from flows.session import BAD_INPUT, CONFIG, hold
 from flows.supervisor import supervise
 from xray_runtime.config_io import ConfigError, check_storage, load_config, resolved_yaml
+from xray_runtime.feedback.publication import judged_dataset
 from xray_runtime.files import write_whole
 from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.workload import local_node, this_machine
@@ -70,6 +80,7 @@ def run(
             here = this_machine(resolved.runtime.device)
             check_config(resolved, here.device, [local_node(here)])
         check_storage(resolved)
+        judged_dataset(resolved, directory)
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)
@@ -128,6 +139,8 @@ app.command()(plan)
 tune_command.register(app)
 up_command.register(app)
 lineage_commands.register(app)
+app.command()(chat_command.chat)
+compare_command.register(app)
 app.command()(promote)
 app.command()(serve)
 custody_commands.register(app)

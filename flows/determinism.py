@@ -11,8 +11,10 @@ from rich.table import Table
 
 from flows.session import CONFIG
 from flows.supervisor import supervise
-from xray_runtime.config import GoldPreferences, LifecycleConfig
+from xray_runtime.checkpoints.manifest import MANIFEST
+from xray_runtime.config import DatasetPreferences, GoldPreferences, LifecycleConfig
 from xray_runtime.config_io import resolved_yaml
+from xray_runtime.stages.spec import JUDGED_PAIRS
 
 STEPS = 2
 MAX_PAIRS = 64
@@ -25,6 +27,9 @@ def shortened(config: LifecycleConfig) -> LifecycleConfig:
     data["reward"]["epochs"] = 1
     if isinstance(config.preferences, GoldPreferences):
         data["preferences"]["num_pairs"] = min(config.preferences.num_pairs, MAX_PAIRS)
+    elif isinstance(config.preferences, DatasetPreferences) and (Path(config.preferences.path) / MANIFEST).is_file():
+        # What people judged lies in the store of `directory`; here its bytes are wanted, not its lineage.
+        data["preferences"]["path"] = str(Path(config.preferences.path) / JUDGED_PAIRS)
     for stage in data["ppo"]["stages"]:
         stage["iterations"] = STEPS
     # What is fetched is not computed.

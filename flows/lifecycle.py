@@ -50,6 +50,7 @@ from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.config_io import check_storage, resolved_yaml
 from xray_runtime.credentials import bare, tracking_address
 from xray_runtime.errors import was_stopped
+from xray_runtime.feedback.publication import judged_dataset
 from xray_runtime.files import write_whole
 from xray_runtime.lineage.attestation import publish_card
 from xray_runtime.lineage.decisions import decide
@@ -57,9 +58,10 @@ from xray_runtime.lineage.keys import exchange_keys
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import open_board
-from xray_runtime.stages.spec import StagePlan, StageSpec, plan_stages
+from xray_runtime.stages.spec import JUDGEMENTS, StagePlan, StageSpec, plan_stages
 
 log = logging.getLogger(__name__)
 
@@ -164,10 +166,13 @@ def run_stages(
     """The results of `plans`, the first stages of `config`, by name. In a flow on Ray."""
     # Settled for good: a cluster that loses its last GPU must not go on on CPUs.
     config = with_device(config)
+    judged = judged_dataset(config, Path(context.output))
     done: dict[str, StageResult] = {}
     computing = False
     for number, plan in enumerate(plans):
         parents = {role: done[name].checkpoint for role, name in plan.parents.items()}
+        if plan.kind == "preferences" and judged is not None:
+            parents[JUDGEMENTS] = judged.reference(Snapshot(context.tracking_uri).model_of(judged.sha256))
         start = time.perf_counter()
         if computing and number + 1 < len(plans):
             expect_models(config, plans[number + 1].name)

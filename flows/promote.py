@@ -28,7 +28,6 @@ from flows.session import saved_config
 from tasks.stage import RunContext, travelling_variables
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.checkpoints.identity import stage_key
-from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.config import PromotionConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage import promotion
@@ -161,8 +160,8 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         tags=tags,
         variables=travelling_variables(),
     )
-    known = Snapshot(place.tracking_uri).by_sha
-    parents = {role: _reference(place.graph.nodes[sha], known.get(sha, [])) for role, sha in roles.items()}
+    snapshot = Snapshot(place.tracking_uri)
+    parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
     # Both sides then generate in one process.
     stable = open_stable()
     try:
@@ -217,17 +216,6 @@ def _compared(place: Place, candidate: Node, champion: str) -> Node | None:
     key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
     node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
     return node if node is not None and Snapshot(place.tracking_uri).by_sha.get(node.sha256) else None
-
-
-def _reference(node: Node, models: list[Any]) -> CheckpointRef:
-    return CheckpointRef(
-        uri=str(node.directory.absolute()),
-        sha256=node.sha256,
-        stage=node.manifest.stage,
-        kind=node.manifest.kind,
-        step=node.manifest.step,
-        mlflow_model_id=models[0].model_id if models else None,
-    )
 
 
 def _publish(text: str, root: Path) -> None:

@@ -221,7 +221,8 @@ class DatasetPreferences(Section):
 
     source: Literal["dataset"] = "dataset"
     path: Source
-    """A .jsonl or .parquet file, or a `datasets` name or directory."""
+    """A .jsonl or .parquet file, a `datasets` name or directory, or what people judged: a checkpoint that
+    `xray preferences` published, which becomes part of the lineage."""
     split: Annotated[str, Field(min_length=1)] = "train"
     max_pairs: Annotated[int, Field(ge=8)] | None = None
     heldout_fraction: Fraction = 0.1

@@ -211,6 +211,17 @@ def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] 
     return better[:-1], better[-1]["content"], worse[-1]["content"]
 
 
+def asked(where: str, record: dict[str, Any]) -> Messages:
+    """The prompt of one record, whatever else it has.
+
+    Raises:
+        ValueError: there is no column `prompt`, or it is of the wrong form.
+    """
+    if "prompt" not in record:
+        raise ValueError(f"{where}: column 'prompt' is missing (columns: {sorted(record)})")
+    return _prompt(where, record["prompt"])
+
+
 def _messages(where: str, column: str, value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__

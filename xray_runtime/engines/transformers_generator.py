@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,21 @@ class SeededSampling(transformers.LogitsProcessor):
         chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
+    """The tokens of one reply as they are sampled, end token included: for a person who reads along."""
+    drawing = SeededSampling([seed], sampling.temperature, lm.device)
+    ids, cache = torch.tensor([prompt], device=lm.device), None
+    for _ in range(sampling.max_new_tokens):
+        # Not around the loop: whoever reads along does other things between two tokens.
+        with torch.inference_mode():
+            out = lm(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = drawing(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
+        token = int(ids)
+        yield token
+        if token == sampling.eos_token_id:
+            return
 
 
 def sample(

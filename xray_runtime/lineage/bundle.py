@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import CHECKPOINTS
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage.audit import Audit, audit
@@ -114,25 +115,17 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
 
 def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) -> None:
     """Log what MLflow does not know yet, parents first, with the same inputs and params as where it was made."""
-    from xray_runtime.checkpoints.ref import CheckpointRef
     from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.lineage.tracking_audit import Snapshot
 
     tracker = Tracker(tracking_uri, experiment, place.artifacts)
-    known = Snapshot(tracking_uri).by_sha
+    snapshot = Snapshot(tracking_uri)
     parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
     for sha in order:
         node = place.graph.nodes[sha]
         manifest = node.manifest
-        ref = CheckpointRef(
-            uri=str(node.directory.absolute()),
-            sha256=sha,
-            stage=manifest.stage,
-            kind=manifest.kind,
-            step=manifest.step,
-            mlflow_model_id=known[sha][0].model_id if known.get(sha) else None,
-        )
+        ref = node.reference(snapshot.model_of(sha))
         if ref.mlflow_model_id is None:
             run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.sections)
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])

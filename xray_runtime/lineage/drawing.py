@@ -59,7 +59,9 @@ def _tree(graph: Graph, start: str, *, up: bool) -> Iterator[str]:
 def _summary(node: Node | None) -> str:
     results = node.results if node else {}
     shown = [f"{k} {results[k]:.3g}" for k in ("win_rate", "kl", "accuracy") if isinstance(results.get(k), int | float)]
-    shown += [f"{results[k]:,} {k}" for k in ("train_pairs", "heldout_pairs") if isinstance(results.get(k), int)]
+    shown += [
+        f"{results[k]:,} {k}" for k in ("pairs", "train_pairs", "heldout_pairs") if isinstance(results.get(k), int)
+    ]
     return f"  ({', '.join(shown)})" if shown else ""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.checkpoints.manifest import Manifest
+from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.checkpoints.store import read_bounded, read_manifest
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
@@ -35,6 +36,17 @@ class Node:
     def name(self) -> str:
         """What people call it: stage and the start of its digest."""
         return f"{self.manifest.stage} {self.sha256[:12]}"
+
+    def reference(self, mlflow_model_id: str | None) -> CheckpointRef:
+        """As a stage is handed it."""
+        return CheckpointRef(
+            uri=str(self.directory.absolute()),
+            sha256=self.sha256,
+            stage=self.manifest.stage,
+            kind=self.manifest.kind,
+            step=self.manifest.step,
+            mlflow_model_id=mlflow_model_id,
+        )
 
     @property
     def is_at_home(self) -> bool:

@@ -1,8 +1,8 @@
 """Retention: what may go without breaking a chain.
 
-Kept is what a registered alias points to, what is asked for, all their ancestors, all evaluations of what is kept and
-all comparisons among it; the rest may go. What goes is renamed first, then deleted, children before parents, so that a
-crash never leaves a checkpoint without its parents.
+Kept is what a registered alias points to, what is asked for, what people judged, all their ancestors, all evaluations
+of what is kept and all comparisons among it; the rest may go. What goes is renamed first, then deleted, children before
+parents, so that a crash never leaves a checkpoint without its parents.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import Place
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.stages.spec import JUDGEMENTS
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Prune:
 
 
 def plan_prune(place: Place, keep: Iterable[Node]) -> Prune:
-    """What to remove so that `keep`, every decided alias and all behind them stay whole."""
+    """What to remove so that `keep`, every decided alias, every judgement of people and all behind them stay whole."""
     graph = place.graph
     wanted = {node.sha256 for node in keep}
+    wanted |= {sha for sha, node in graph.nodes.items() if node.manifest.kind == JUDGEMENTS}
     wanted |= {decision.checkpoint for decision in current(place.output).values()}
     kept = set(with_history(graph, sorted(wanted)))
     order = graph.ancestors(list(graph.nodes))

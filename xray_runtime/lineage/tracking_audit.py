@@ -68,6 +68,11 @@ class Snapshot:
         # A metric logged with a run's own output also makes that an input of the run.
         return {i.model_id for i in (run.inputs.model_inputs if run.inputs else [])} - outputs
 
+    def model_of(self, sha256: str) -> str | None:
+        """The LoggedModel that is a checkpoint; None where the store does not know it."""
+        models = self.by_sha.get(sha256)
+        return models[0].model_id if models else None
+
     def model_sha(self, model_id: str) -> str | None:
         """Which checkpoint a LoggedModel says it is."""
         model = self.models.get(model_id)

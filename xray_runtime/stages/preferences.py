@@ -27,7 +27,7 @@ from xray_runtime.engines.generation import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import generator_spec, max_prompt_tokens, unique_prompts
-from xray_runtime.stages.spec import Recorder, StageSpec
+from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS, Recorder, StageSpec
 
 GENERATION_BATCH = 512
 
@@ -52,9 +52,10 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         pairs, stats = _from_dataset(spec, config)
         train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
     if not train or not heldout:
+        dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
         raise ValueError(
-            f"preferences: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: raise "
-            "preferences.num_pairs or preferences.heldout_fraction"
+            f"preferences: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: give more "
+            f"pairs, or change preferences.heldout_fraction (dropped: {dropped})"
         )
     stats["length_baseline_accuracy"] = length_baseline_accuracy(train, heldout)
     write_jsonl(out / "train.jsonl", train)
@@ -71,7 +72,9 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
 
 
 def _from_dataset(spec: StageSpec, config: DatasetPreferences) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """Your own pairs, without those whose prompt the evaluation will ask."""
+    """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
+    if JUDGEMENTS in spec.parents:
+        config = config.model_copy(update={"path": str(spec.parent(JUDGEMENTS) / JUDGED_PAIRS)})
     pairs, stats = from_dataset(config)
     asked = {prompt_text(e.prompt) for e in read_examples(spec.parent("dataset") / "heldout.jsonl")}
     kept = [pair for pair in pairs if prompt_text(pair.prompt) not in asked]

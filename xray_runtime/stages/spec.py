@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 SEEN_BY_CHAMPION = "seen-by-champion-"
 """How the roles of datasets behind the champion begin that are not behind the candidate (stage `compare`)."""
 
+JUDGEMENTS = "judgements"
+"""Kind of checkpoint that holds what people judged (see `feedback`), and its role to the stage `preferences`."""
+JUDGED_PAIRS = "pairs.jsonl"
+"""Its preference pairs."""
+
 
 @dataclass(frozen=True)
 class StagePlan:

@@ -1,0 +1,160 @@
+"""People in the loop: a conversation, a blind comparison killed half-way, and a reward model's data from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
+
+pytestmark = pytest.mark.e2e
+
+LONG = 400.0
+ASKED = ["compare", "sft", "ppo-2", "--prompts", "train", "--count", "40", "--judge", "ada", "--json"]
+
+
+@pytest.fixture(scope="module")
+def place(first: Outcome, output: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished lifecycle of our own: other tests look at the first one's records."""
+    assert first.code == 0
+    return Path(shutil.copytree(output, tmp_path_factory.mktemp("feedback") / "run", symlinks=True))
+
+
+@pytest.fixture(scope="module")
+def judged(place: Path) -> dict[str, Any]:
+    """What a judge said whose terminal was killed after three verdicts, and who then went on to the end."""
+    process = subprocess.Popen(
+        [XRAY, *ASKED, "--output", str(place)],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"1\n2\nt\n")
+    process.stdin.flush()
+    wait_until(lambda: len(verdicts(place)) == 3, process)
+    process.kill()
+    process.wait()
+    done = subprocess.run(
+        [XRAY, *ASKED, "--output", str(place)],
+        cwd=ROOT,
+        env=environment(),
+        input="1\n2\n" * 20,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert done.returncode == 0, done.stderr
+    # Whoever judges is told nothing about which model is which.
+    assert "sft" not in done.stderr
+    assert "ppo" not in done.stderr
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
+
+
+@pytest.fixture(scope="module")
+def dataset(judged: dict[str, Any], place: Path) -> Path:
+    published = xray("preferences", "--output", str(place), "--json")
+    assert published.code == 0, published.err
+    content = json.loads(published.out)
+    assert content["judgements"] == judged["prompts"]
+    assert content["pairs"] == judged["verdicts"]["a"] + judged["verdicts"]["b"]
+    return Path(content["uri"])
+
+
+def verdicts(place: Path) -> list[dict[str, Any]]:
+    """Verdicts on disk, a torn last line apart."""
+    found = list(place.glob("feedback/*/judgements.jsonl"))
+    return [json.loads(line) for path in found for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def wait_until(condition: Any, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert process.poll() is None, "it ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_conversation_through_a_pipe(place: Path) -> None:
+    outcome = subprocess.run(
+        [XRAY, "chat", "xray-tiny-policy@candidate", "--output", str(place), "--seed", "3"],
+        cwd=ROOT,
+        env=environment(),
+        input="hello there\n\nhow are you?\n",
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert len(outcome.stdout.splitlines()) == 2
+    assert "ppo-2" in outcome.stderr
+    assert "audit: sound, 8 checkpoints" in outcome.stderr
+
+
+def test_nothing_judged_is_asked_again_or_lost(judged: dict[str, Any], place: Path) -> None:
+    rows = verdicts(place)
+    numbers = [row["number"] for row in rows]
+    assert len(set(numbers)) == len(numbers) == judged["prompts"]
+    assert judged["prompts"] + judged["same_reply"] == 40
+    assert judged["judges"] == {"ada": judged["prompts"]}
+    # Pressed were 1, 2, t, and then 1 and 2 in turn; which model that was, the side drawn for it says.
+    keys = ["1", "2", "t", *"12" * 20]
+    meant = {"1": lambda left: left, "2": lambda left: "ab".replace(left, ""), "t": lambda _: "tie"}
+    assert [row["verdict"] for row in rows] == [meant[k](row["left"]) for k, row in zip(keys, rows, strict=False)]
+    assert {row["left"] for row in rows} == {"a", "b"}
+    low, high = judged["win_rate_ci95"]
+    assert low <= judged["win_rate"] <= high
+
+
+def test_a_run_trains_on_what_was_judged(dataset: Path, place: Path) -> None:
+    chosen = ["preferences.source=dataset", f"preferences.path={dataset}", "preferences.heldout_fraction=0.4"]
+    sets = [part for override in chosen for part in ("--set", override)]
+    process = subprocess.Popen(
+        [XRAY, "run", "configs/tiny.yaml", "--output", str(place), *sets],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def stages() -> dict[str, Any]:
+        content = json.loads((place / "lifecycle.json").read_text())
+        return {s["name"]: s for s in content["stages"] if content["status"] == "running"}
+
+    # What follows is the same as for any other preferences.
+    wait_until(lambda: "preferences" in stages(), process)
+    made = stages()
+    os.kill(process.pid, signal.SIGINT)
+    process.wait(timeout=LONG)
+    assert [made[name]["cached"] for name in ("prepare", "base", "sft", "preferences")] == [True, True, True, False]
+    pairs = made["preferences"]["checkpoint"]
+    content = json.loads(xray("lineage", pairs["sha256"], "--output", str(place), "--json").out)
+    by_sha = {entry["sha256"]: entry for entry in content["checkpoints"]}
+    judgements = by_sha[by_sha[pairs["sha256"]]["parents"]["judgements"]]
+    assert Path(judgements["directory"]) == dataset
+    policies = {by_sha[judgements["parents"][role]]["stage"] for role in ("policy-1", "policy-2")}
+    assert policies == {"sft", "ppo-2"}
+    audited = xray("audit", pairs["sha256"], "--output", str(place))
+    assert audited.code == 0, audited.out
+
+
+def test_a_changed_verdict_is_found(dataset: Path, place: Path) -> None:
+    path = dataset / "judgements.jsonl"
+    content = path.read_text()
+    path.write_text(content.replace('"verdict": "a"', '"verdict": "b"', 1))
+    audited = xray("audit", "--all", "--output", str(place), "--json")
+    path.write_text(content)
+    assert audited.code == 1
+    broken = [(f["code"], f["detail"]) for f in json.loads(audited.out)["findings"] if f["broken"]]
+    assert ("file-changed", "judgements.jsonl was changed") in broken

@@ -1,0 +1,232 @@
+"""What people judged as a dataset: signed, audited, and shown behind the reward model that learned from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
+from tests.unit.lineage.test_commands import place, xray
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config_io import ConfigError
+from xray_runtime.data.pairs import read_preferences
+from xray_runtime.feedback.judgements import Judgement, Question, Verdict
+from xray_runtime.feedback.prompts import of_dataset
+from xray_runtime.feedback.publication import judged_dataset, publish
+from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
+from xray_runtime.lineage.audit import audit
+from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.tracking_audit import Snapshot
+from xray_runtime.stages import preferences
+from xray_runtime.stages.spec import StageSpec
+
+VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
+
+
+def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Session:
+    """Somebody compared sft and ppo-2 on questions of that side."""
+    nodes = {node.manifest.stage: node for node in open_place(output, None).graph.nodes.values()}
+    setup = Setup(
+        a=nodes["sft"].sha256,
+        b=nodes["ppo-2"].sha256,
+        prompts=prompts,  # type: ignore[arg-type]
+        source=nodes["prepare"].sha256,
+        max_prompt_tokens=32,
+        max_new_tokens=8,
+        temperature=1.0,
+        seed=0,
+    )
+    session = open_session(session_directory(output, setup))
+    for number, (asked, verdict) in enumerate(zip(numbers, VERDICTS, strict=True)):
+        session.add_questions([Question(number=number, prompt=prompt(asked), a=f"a{number}", b=f"b{number}")])
+        session.add_judgement(
+            Judgement(number=number, left="b", verdict=verdict, judge="ada", at="2026-01-01T00:00:00+00:00")
+        )
+    return session
+
+
+def published(output: Path) -> Path:
+    return publish(open_place(output, None), "synthetic", "ada").checkpoint.path
+
+
+def of(path: Path | str) -> LifecycleConfig:
+    return LifecycleConfig.model_validate({"preferences": {"source": "dataset", "path": str(path)}})
+
+
+def continued(output: Path) -> Lifecycle:
+    """The lifecycle in `output`, for more stages; they name those there by stage."""
+    life, there = Lifecycle(output), open_place(output, None)
+    snapshot = Snapshot(there.tracking_uri or "")
+    life.done = {n.manifest.stage: n.reference(snapshot.model_of(sha)) for sha, n in there.graph.nodes.items()}
+    return life
+
+
+def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    judge(output)
+    first = publish(open_place(output, None), "synthetic", "ada")
+    assert first.is_new
+    assert first.heldout == 0
+    assert first.stats == {
+        "pairs": 3, "judgements": 6, "ties": 1, "both_bad": 1, "skipped": 1, "judges": {"ada": 6}
+    }  # fmt: skip
+    found = [(p.chosen, p.rejected) for p in read_preferences(first.checkpoint.path / "pairs.jsonl")]
+    assert found == [("a0", "b0"), ("b1", "a1"), ("a5", "b5")]
+    again = publish(open_place(output, None), "synthetic", "bob")
+    assert (again.is_new, again.checkpoint.sha256) == (False, first.checkpoint.sha256)
+    result = audit(open_place(output, None))
+    assert [f for f in result.findings if f.is_broken] == []
+    assert result.checkpoints == 9
+    # More judgements make another dataset, beside the first.
+    judge(output, "heldout", range(50, 56))
+    more = publish(open_place(output, None), "synthetic", "ada")
+    assert (more.stats["pairs"], more.heldout) == (6, 3)
+    assert audit(open_place(output, None)).is_sound
+
+
+def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    output = fresh()
+    judge(output)
+
+    def lost(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("xray_runtime.lineage.tracking.StageRun.log_checkpoint", lost)
+        with pytest.raises(KeyboardInterrupt):
+            published(output)
+    assert "mlflow-model-missing" in {f.code for f in audit(open_place(output, None)).findings}
+    published(output)
+    assert audit(open_place(output, None)).is_sound
+
+
+@pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.jsonl", "stats.json"])
+def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    judge(output)
+    directory = published(output)
+    content = (directory / name).read_text()
+    (directory / name).write_text(content.replace("a", "b", 1))
+    result = audit(open_place(output, None))
+    assert [(f.code, f.detail) for f in result.findings if f.is_broken] == [("file-changed", f"{name} was changed")]
+    with pytest.raises(ConfigError, match=f"is not what was published: {name} was changed"):
+        judged_dataset(of(directory), output)
+
+
+def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    output = fresh()
+    judge(output)
+    node = judged_dataset(of(published(output)), output)
+    assert node is not None
+    life = continued(output)
+    rows = {"train.jsonl": b"", "heldout.jsonl": b"", "stats.json": b'{"pairs": 3}'}
+    life.add("preferences", "preferences", rows, {"dataset": "prepare", "judgements": "judgements"}, {"seed": 1})
+    files = {"config.json": b"{}", "model.safetensors": weights("other")}
+    reward = life.add("reward", "reward", files, {"sft": "sft", "dataset": "preferences"}, {"seed": 1})
+    tree = xray("lineage", reward.path).output
+    assert f"judgements: judgements {node.sha256[:12]}  (3 pairs)" in tree
+    assert all(f": {stage} {life.done[stage].sha256[:12]}" in tree for stage in ("sft", "ppo-2", "prepare"))
+    result = audit(open_place(output, None))
+    assert [f for f in result.findings if f.is_broken] == []
+    # It travels, and what people said is never pruned.
+    assert "11 checkpoints" in xray("export", reward.path, tmp_path / "reward.tar").output
+    assert xray("import", tmp_path / "reward.tar", "--output", tmp_path / "other").exit_code == 0
+    assert judged_dataset(of(tmp_path / "other" / "checkpoints" / node.directory.name), tmp_path / "other") is not None
+    kept = json.loads(xray("prune", "--output", output, "--json").output)
+    assert node.sha256 in kept["keep"]
+    assert reward.sha256 in kept["remove"]
+
+
+def test_what_cannot_be_trained_on_is_refused(fresh: Callable[[str], Path]) -> None:
+    output, other = fresh("run"), fresh("other")
+    judge(other)
+    directory = published(other)
+    assert judged_dataset(of(directory / "pairs.jsonl"), output) is None
+    assert judged_dataset(LifecycleConfig(), output) is None
+    with pytest.raises(ConfigError, match=r"preferences\.path: .*must lie in .*run/checkpoints"):
+        judged_dataset(of(directory), output)
+    with pytest.raises(ConfigError, match=r"preferences\.path: .*is a checkpoint of kind 'sft'; must be one of kind"):
+        judged_dataset(of(place(output, "sft")), output)
+    with pytest.raises(ConfigError, match="nothing was judged in"):
+        published(output)
+
+
+class Silent:
+    """A recorder that nobody listens to."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+
+    def progress(self, *_: Any) -> None: ...
+
+    def metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def table(self, *_: Any) -> None: ...
+
+
+def test_the_stage_reads_its_pairs_and_leaves_out_what_is_held_out(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    output = fresh()
+    judge(output, "train")
+    judge(output, "heldout", range(50, 56))
+    directory = published(output)
+    node = judged_dataset(of(directory), output)
+    assert node is not None
+    prepare = next(n for n in open_place(output, None).graph.nodes.values() if n.manifest.stage == "prepare")
+    config = of(directory).preferences.model_copy(update={"heldout_fraction": 0.5})
+    spec = StageSpec(
+        name="preferences",
+        kind="preferences",
+        key="0" * 64,
+        seed=1,
+        sections={"preferences": config.model_dump(mode="json"), "seed": 1},
+        parents={"dataset": prepare.reference(None), "judgements": node.reference(None)},
+        runtime=RuntimeConfig(),
+    )
+    recorder: Any = Silent(tmp_path)
+    preferences.run(spec, tmp_path, recorder)
+    both = read_preferences(tmp_path / "train.jsonl") + read_preferences(tmp_path / "heldout.jsonl")
+    assert sorted(p.chosen for p in both) == ["a0", "a5", "b1"]
+    assert json.loads((tmp_path / "stats.json").read_text())["dropped_prompt_held_out"] == 3
+
+
+def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    life = continued(output)
+    # A dataset that holds out what the first one trained on, and the other way round.
+    data = {"train.jsonl": (place(output, "prepare") / "heldout.jsonl").read_bytes().splitlines(keepends=True)[0]}
+    data |= {"heldout.jsonl": b"", "stats.json": b"{}"}
+    life.add("prepare-2", "prepare", data, {}, {"seed": 2})
+    files = {"config.json": b"{}", "model.safetensors": weights("second")}
+    life.add("sft-2", "sft", files, {"dataset": "prepare-2"}, {"seed": 2})
+    there = open_place(output, None)
+    nodes = {node.manifest.stage: node for node in there.graph.nodes.values()}
+    setup = judge(output, "heldout", range(50, 56)).setup
+    alone = of_dataset(there, [nodes["sft"]], setup)
+    assert sorted(m[-1]["content"] for m in alone) == [f"question {i}" for i in range(50, 60)]
+    assert alone == of_dataset(there, [nodes["sft"]], setup)
+    both = of_dataset(there, [nodes["sft"], nodes["sft-2"]], setup)
+    assert sorted(m[-1]["content"] for m in both) == [f"question {i}" for i in range(51, 60)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "reward"], "it is a checkpoint of kind 'reward'; must be one of base, sft, ppo"),
+        (["chat", "sft", "--temperature", "0"], "--temperature: 0 is not allowed: must be greater than 0"),
+        (["compare", "sft", "prepare"], "it is a checkpoint of kind 'prepare'"),
+        (["compare", "sft", "sft"], "must be two models"),
+        (["compare", "sft", "ppo-2", "--prompts", "some"], "--prompts: 'some' is not allowed: must be heldout, train"),
+        (["compare", "sft", "ppo-2", "--temperature", "-1"], "--temperature: -1 is not allowed"),
+        (["preferences"], "nothing was judged in"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, untouched: Path) -> None:
+    result = xray(*arguments, "--output", untouched)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,186 @@
+"""What people judge: blind sides, verdicts counted, and a session that loses nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from xray_runtime.algorithms.statistics import wilson_interval
+from xray_runtime.config import FreshBase
+from xray_runtime.config_io import ConfigError
+from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.tokenizing import encode_prompts
+from xray_runtime.engines.generation import Place
+from xray_runtime.engines.transformers_generator import TransformersSampler, stream
+from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
+from xray_runtime.feedback.session import (
+    JUDGEMENTS,
+    REPLIES,
+    Session,
+    Setup,
+    open_session,
+    read_sessions,
+    session_directory,
+)
+from xray_runtime.feedback.speaker import Limits, Speaker, fitting, last_messages
+from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
+
+SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
+SETUP = Setup(
+    a="a" * 64,
+    b="b" * 64,
+    prompts="typed",
+    source=None,
+    max_prompt_tokens=None,
+    max_new_tokens=8,
+    temperature=1.0,
+    seed=0,
+)
+
+
+def prompt(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def question(number: int) -> Question:
+    return Question(number=number, prompt=prompt(f"q{number}"), a=f"a{number}", b=f"b{number}")
+
+
+def said(number: int, verdict: Verdict, judge: str = "ada") -> Judgement:
+    return Judgement(number=number, left="a", verdict=verdict, judge=judge, at="2026-01-01T00:00:00+00:00")
+
+
+def test_sides_are_a_fair_coin_that_the_seed_decides() -> None:
+    n = 4000
+    sides = [left_model(0, "ada", i) for i in range(n)]
+    # Four standard errors of a share over n draws.
+    assert sides.count("a") / n == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / n))
+    assert sides == [left_model(0, "ada", i) for i in range(n)]
+    for other in ([left_model(1, "ada", i) for i in range(n)], [left_model(0, "bob", i) for i in range(n)]):
+        agreeing = sum(x == y for x, y in zip(sides, other, strict=True)) / n
+        assert agreeing == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / n))
+
+
+def test_a_key_means_the_model_that_stands_there() -> None:
+    assert [verdict_of(key, "a") for key in "12tbs"] == ["a", "b", "tie", "bad", "skip"]
+    assert [verdict_of(key, "b") for key in "12tbs"] == ["b", "a", "tie", "bad", "skip"]
+
+
+def test_the_win_rate_is_over_prompts() -> None:
+    rows = [said(0, "a"), said(0, "b", "bob"), said(1, "b"), said(1, "a"), said(2, "tie"), said(3, "skip")]
+    found = tally(rows)
+    # Prompt 0: ½ (one of two judges); 1: 1 (ada changed her mind); 2: ½. Prompt 3 was skipped.
+    assert found["win_rate"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert found["prompts"] == 3
+    assert found["verdicts"] == {"a": 2, "b": 1, "tie": 1, "bad": 0, "skip": 1}
+    assert found["judges"] == {"ada": 4, "bob": 1}
+    nothing = tally([said(0, "skip")])
+    assert (nothing["prompts"], nothing["win_rate"], nothing["win_rate_ci95"]) == (0, None, None)
+
+
+def test_wilson_interval() -> None:
+    # Of n successes in n trials the lower end is n / (n + z²): 10 / 13.8415 with z = 1.96.
+    assert wilson_interval(1.0, 10) == (pytest.approx(0.72247, abs=1e-5), pytest.approx(1.0))
+    assert wilson_interval(0.0, 10) == (pytest.approx(0.0), pytest.approx(1 - 0.72247, abs=1e-5))
+    # 5 of 10: ½ ± z √(0.025 + z²/400) / (1 + z²/10) = ½ ± 1.96 · 0.18602 / 1.38415.
+    assert wilson_interval(0.5, 10) == (pytest.approx(0.23659, abs=1e-4), pytest.approx(0.76341, abs=1e-4))
+
+
+def test_pairs_are_what_was_preferred() -> None:
+    rows = [said(1, "b"), said(0, "a"), said(1, "b", "bob"), said(2, "tie"), said(3, "bad"), said(4, "skip")]
+    found = pairs([question(i) for i in range(5)], rows, "s")
+    assert [(p.id, prompt_text(p.prompt), p.chosen, p.rejected) for p in found] == [
+        ("s-0-ada", "q0", "a0", "b0"),
+        ("s-1-ada", "q1", "b1", "a1"),
+        ("s-1-bob", "q1", "b1", "a1"),
+    ]
+
+
+def test_a_session_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
+    session = open_session(session_directory(tmp_path, SETUP))
+    session.add_questions([question(0), question(1)])
+    session.add_judgement(said(0, "a"))
+    for name in (REPLIES, JUDGEMENTS):
+        with (session.directory / name).open("ab") as file:
+            file.write(b'{"number": 1, "left": "a", "verd')
+    # Whoever only reads passes over it, and leaves the file alone.
+    size = (session.directory / JUDGEMENTS).stat().st_size
+    [seen] = read_sessions(tmp_path)
+    assert (seen.questions, seen.judgements) == ([question(0), question(1)], [said(0, "a")])
+    assert (session.directory / JUDGEMENTS).stat().st_size == size
+    again = open_session(session_directory(tmp_path, SETUP))
+    assert again.directory == session.directory
+    again.add_judgement(said(1, "b"))
+    again.add_questions([question(2)])
+    [whole] = read_sessions(tmp_path)
+    assert whole.judgements == [said(0, "a"), said(1, "b")]
+    assert [q.number for q in whole.questions] == [0, 1, 2]
+    assert session_directory(tmp_path, SETUP.model_copy(update={"seed": 1})) != session.directory
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    session = open_session(session_directory(tmp_path, SETUP))
+    session.add_judgement(said(0, "a"))
+    path = session.directory / JUDGEMENTS
+    path.write_bytes(path.read_bytes().replace(b'"verdict":"a"', b'"verdict":"x"') * 2)
+    with pytest.raises(ConfigError, match=r"judgements\.jsonl line 1: damaged"):
+        Session.read(session.directory)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    save_model(fresh_llama(SMALL, tiny_tokenizer, seed=5), tiny_tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
+    limits = Limits(saved, 24, 1.0)
+    ids = limits.tokenizer("hello there")["input_ids"]
+    [batched] = TransformersSampler(saved, Place("cpu")).sample([ids], [11], limits.sampling)
+    assert list(stream(load_model(saved).eval(), ids, 11, limits.sampling)) == batched.token_ids
+    speaker = Speaker(saved, limits, "cpu")
+    asked = encode_prompts(limits.tokenizer, [prompt("hello")])
+    [reply] = TransformersSampler(saved, Place("cpu")).sample(asked, [3], limits.sampling)
+    # Of random weights come random bytes: most characters take several tokens, many are none.
+    pieces = list(speaker.reply(prompt("hello"), 3))
+    assert "".join(pieces) == limits.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
+    assert len(pieces) > 2
+
+
+def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
+    limits = Limits(saved, 24, 1.0)
+    long = "how are you today " * 16
+    sizes = [
+        len(limits.tokenizer.apply_chat_template(prompt(t), add_generation_prompt=True)["input_ids"])
+        for t in ("hello", long)
+    ]
+    assert sizes[0] <= 40 < sizes[1]  # 64 positions, 24 of them for the reply
+    assert limits.excess(prompt(long)) == sizes[1] - 40
+    assert fitting([prompt(long), prompt("hello")], [limits, limits], None) == [prompt("hello")]
+    assert fitting([prompt("hello")], [limits], sizes[0] - 1) == []
+    talk = [*prompt(long), {"role": "assistant", "content": "yes"}, *prompt("hello")]
+    assert limits.cut(talk) == prompt("hello")
+    with pytest.raises(ConfigError, match="--max-new-tokens: 64 is not allowed: must be less than the model's 64"):
+        Limits(saved, 64, 1.0)
+
+
+def test_a_prompt_begins_with_the_user() -> None:
+    talk = [
+        {"role": role, "content": str(i)} for i, role in enumerate(["user", "assistant", "user", "assistant", "user"])
+    ]
+    assert last_messages(talk, 1) == talk[-1:]
+    assert last_messages(talk, 2) == talk[-1:]
+    assert last_messages(talk, 3) == talk[-3:]
+    assert last_messages(talk, None) == talk
+
+
+def test_sampling_is_seeded(saved: Path) -> None:
+    limits, lm = Limits(saved, 24, 1.0), load_model(saved).eval()
+    ids = limits.tokenizer("how are you")["input_ids"]
+    replies = [tuple(stream(lm, ids, seed, limits.sampling)) for seed in (1, 1, 2)]
+    assert replies[0] == replies[1] != replies[2]
+    assert torch.is_grad_enabled()

@@ -1,0 +1,123 @@
+"""Two models asked the same things: what is asked, under which settings, and their replies ahead of the person."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from xray_runtime.checkpoints.identity import file_sha256
+from xray_runtime.config import LifecycleConfig
+from xray_runtime.config_io import ConfigError
+from xray_runtime.data.pairs import Messages
+from xray_runtime.feedback.judgements import Question, tally
+from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
+from xray_runtime.feedback.session import Session, Setup
+from xray_runtime.feedback.speaker import Answerer, Limits, fitting, require_speaker
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.reference import Place
+from xray_runtime.planning.workload import this_machine
+from xray_runtime.seeding import derive_seed
+
+BATCH = 32
+"""Prompts answered at a time: what one batch of the sampler holds."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is settled before anybody is asked."""
+
+    models: tuple[Node, Node]
+    """`a` and `b`."""
+    limits: tuple[Limits, Limits]
+    setup: Setup
+    prompts: list[Messages]
+    """All there are, in the order in which they are asked; none where they are typed."""
+    device: str
+
+    def result(self, session: Session) -> dict[str, Any]:
+        """What everybody who judged in this session said; see `judgements.tally`."""
+        same = sum(question.a == question.b for question in session.questions)
+        names = {"a": self.models[0].name, "b": self.models[1].name}
+        return {"session": session.name, "models": names, "same_reply": same} | tally(session.judgements)
+
+
+def require_two(a: tuple[Place, Node], b: tuple[Place, Node]) -> Place:
+    """The output directory of two different models that reply.
+
+    Raises:
+        ConfigError: they are none, the same, or lie apart: what is judged must know both.
+    """
+    (place, first), (other, second) = a, b
+    for node in (first, second):
+        require_speaker(node)
+        if node.sha256 not in place.graph.nodes or other.output.resolve() != place.output.resolve():
+            raise ConfigError(
+                f"REF: {first.name} and {second.name} must lie in one output directory, where their judgements go too "
+                "(`xray export` and `xray import` bring one to the other)"
+            )
+    if first.sha256 == second.sha256:
+        raise ConfigError(f"REF: both are {first.name}: must be two models")
+    return place
+
+
+def plan_comparison(
+    place: Place,
+    models: tuple[Node, Node],
+    config: LifecycleConfig,
+    source: Source,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+) -> Comparison:
+    """The comparison of two models of `place`.
+
+    Args:
+        config: of the lifecycle; says how long prompts may be, and on which device models run.
+
+    Raises:
+        ConfigError: there are no such prompts, or none that fit.
+    """
+    a, b = (Limits(model.directory, max_new_tokens, temperature) for model in models)
+    dataset = dataset_of(place, list(models)).sha256 if source.kind in SPLITS else None
+    setup = Setup(
+        a=models[0].sha256,
+        b=models[1].sha256,
+        prompts=source.kind,
+        source=file_sha256(source.path) if source.path is not None else dataset,
+        max_prompt_tokens=config.data.max_prompt_tokens if dataset is not None else None,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    fit: list[Messages] = []
+    if source.kind != "typed":
+        found = of_dataset(place, list(models), setup) if source.path is None else of_file(source.path)
+        fit = fitting(found, [a, b], setup.max_prompt_tokens)
+        if not fit:
+            raise ConfigError(f"--prompts: none of the {len(found)} prompts can be asked: they are too long")
+    return Comparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
+
+
+class Sampler:
+    """Has both models answer, in a thread of `pool`; they are loaded when the first answer is needed."""
+
+    def __init__(self, comparison: Comparison, session: Session, pool: ThreadPoolExecutor) -> None:
+        self._comparison, self._session, self._pool = comparison, session, pool
+        self._models: list[Answerer] = []
+
+    def submit(self, prompts: list[Messages]) -> Future[None]:
+        """The session gets these questions, in turn, by when the answer is there."""
+        return self._pool.submit(self._answer, prompts)
+
+    def _answer(self, prompts: list[Messages]) -> None:
+        comparison, first = self._comparison, len(self._session.questions)
+        if not self._models:
+            pairs = zip(comparison.models, comparison.limits, strict=True)
+            self._models = [Answerer(node.directory, limits, comparison.device) for node, limits in pairs]
+        numbers = range(first, first + len(prompts))
+        seeds = [derive_seed(comparison.setup.seed, "compare", "sample", number) for number in numbers]
+        a, b = (model.answers(prompts, seeds) for model in self._models)
+        rows = zip(numbers, prompts, a, b, strict=True)
+        self._session.add_questions([Question(number=n, prompt=p, a=x, b=y) for n, p, x, y in rows])

@@ -1,0 +1,107 @@
+"""What people judged: one verdict on two replies to one prompt, who stands where, and what many verdicts say.
+
+Two models are compared: `a` and `b`. A person sees their replies as left and right and does not know which is which:
+sides are drawn anew for each prompt and judge, from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from xray_runtime.data.pairs import Messages, PreferenceExample
+from xray_runtime.seeding import derive_seed
+
+Model = Literal["a", "b"]
+Verdict = Literal["a", "b", "tie", "bad", "skip"]
+"""`bad`: neither will do; `skip`: no opinion."""
+
+KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
+"""What a person presses, and what it says."""
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Question(_Row):
+    """A prompt and what the two models replied."""
+
+    number: Annotated[int, Field(ge=0)]
+    """Place in the order in which prompts are asked."""
+    prompt: Messages
+    a: str
+    b: str
+
+
+class Judgement(_Row):
+    """One person's verdict on one question."""
+
+    number: Annotated[int, Field(ge=0)]
+    left: Model
+    """Which model stood on the left."""
+    verdict: Verdict
+    judge: str
+    at: str
+    """When (ISO 8601)."""
+
+
+def left_model(seed: int, judge: str, number: int) -> Model:
+    """Which model's reply `judge` sees on the left of question `number`: a fair coin, the same for the same seed."""
+    return "b" if derive_seed(seed, "compare", "left", judge, number) % 2 else "a"
+
+
+def verdict_of(key: str, left: Model) -> Verdict:
+    """What pressing `key` (of KEYS) means where `left` stands on the left."""
+    right: Model = "b" if left == "a" else "a"
+    verdicts: dict[str, Verdict] = {"1": left, "2": right, "t": "tie", "b": "bad", "s": "skip"}
+    return verdicts[key]
+
+
+def standing(judgements: Iterable[Judgement]) -> dict[tuple[int, str], Judgement]:
+    """(question, judge) → the verdict that stands, which is the last one: people may change their mind."""
+    return {(j.number, j.judge): j for j in judgements}
+
+
+def pairs(questions: Iterable[Question], judgements: Iterable[Judgement], session: str) -> list[PreferenceExample]:
+    """A preference pair for each verdict that prefers one reply, by question, then judge."""
+    by_number = {question.number: question for question in questions}
+    found = []
+    for (number, judge), judgement in sorted(standing(judgements).items()):
+        if judgement.verdict in ("a", "b"):
+            q = by_number[number]
+            chosen, rejected = (q.a, q.b) if judgement.verdict == "a" else (q.b, q.a)
+            found.append(PreferenceExample(f"{session}-{number}-{judge}", q.prompt, chosen, rejected))
+    return found
+
+
+def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
+    """What the verdicts say together.
+
+    `prompts` were judged (skips apart); `verdicts` counts each kind, `judges` each person's, skips included. `win_rate`
+    is of `a` over `b`: ties, and where both are bad, count half; of several judges of one prompt the mean counts, so
+    that the 95% interval (`win_rate_ci95`) is over prompts. Both are None where nothing was judged.
+    """
+    # torch, which commands that only read judgements need not wait for.
+    from xray_runtime.algorithms.statistics import wilson_interval
+
+    stand = standing(judgements)
+    verdicts = dict.fromkeys(("a", "b", "tie", "bad", "skip"), 0)
+    judges: dict[str, int] = {}
+    shares: dict[int, list[float]] = {}
+    for (number, judge), judgement in sorted(stand.items()):
+        verdicts[judgement.verdict] += 1
+        judges[judge] = judges.get(judge, 0) + 1
+        if judgement.verdict != "skip":
+            shares.setdefault(number, []).append({"a": 1.0, "b": 0.0}.get(judgement.verdict, 0.5))
+    means = [sum(values) / len(values) for values in shares.values()]
+    rate = sum(means) / len(means) if means else None
+    return {
+        "prompts": len(means),
+        "verdicts": verdicts,
+        "judges": judges,
+        "win_rate": rate,
+        "win_rate_ci95": list(wilson_interval(rate, len(means))) if rate is not None else None,
+    }

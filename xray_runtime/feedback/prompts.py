@@ -1,0 +1,95 @@
+"""Which prompts two models are asked: of the dataset behind them, or of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from xray_runtime.config_io import ConfigError
+from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.sources import asked, read_records
+from xray_runtime.feedback.session import Setup
+from xray_runtime.lineage.evaluation_audit import DATASET_KINDS, Prompts
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.reference import Place
+from xray_runtime.seeding import derive_seed
+
+SPLITS = ("heldout", "train")
+"""Sides of a dataset."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from."""
+
+    kind: Literal["heldout", "train", "typed", "file"]
+    path: Path | None = None
+    """The file."""
+
+
+def dataset_of(place: Place, models: list[Node]) -> Node:
+    """The dataset that the first of the models which has one was trained on.
+
+    Raises:
+        ConfigError: none of them has one in the store.
+    """
+    for model in models:
+        found = place.graph.nodes.get(model.manifest.dataset or "")
+        if found is not None:
+            return found
+    raise ConfigError(
+        "--prompts: no dataset stands behind these models: must be a .jsonl file with a column `prompt`, or 'typed'"
+    )
+
+
+def of_dataset(place: Place, models: list[Node], setup: Setup) -> list[Messages]:
+    """The different prompts of one side of the dataset `setup.source`, in random order.
+
+    Of held-out prompts only those that none of the models, nor any model they came from, was trained on.
+    """
+    assert setup.source is not None
+    examples = read_examples(place.graph.nodes[setup.source].directory / f"{setup.prompts}.jsonl")
+    found = {prompt_text(e.prompt): e.prompt for e in examples}
+    if setup.prompts == "heldout":
+        prompts = Prompts(place.graph)
+        for sha in place.graph.ancestors([model.sha256 for model in models]):
+            node = place.graph.nodes.get(sha)
+            if node is not None and node.manifest.kind in DATASET_KINDS:
+                for text in prompts.of(sha, "train") or ():
+                    found.pop(text, None)
+    order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))
+    listed = list(found.values())
+    return [listed[i] for i in order]
+
+
+def of_file(path: Path) -> list[Messages]:
+    """The different prompts of a .jsonl file, in its order.
+
+    Raises:
+        ConfigError: it cannot be read, or a row has no prompt.
+    """
+    try:
+        _, records = read_records("--prompts", str(path), "train")
+        found = [asked(where, record) for where, record in records]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return list({prompt_text(prompt): prompt for prompt in found}.values())
+
+
+def checked_source(value: str) -> Source:
+    """What `--prompts` says.
+
+    Raises:
+        ConfigError: `value` is none of the words allowed, nor a .jsonl file.
+    """
+    path = Path(value)
+    kinds: tuple[Literal["heldout", "train", "typed"], ...] = ("heldout", "train", "typed")
+    for kind in kinds:
+        if value == kind:
+            return Source(kind)
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise ConfigError(f"--prompts: {value!r} is not allowed: must be heldout, train, typed, or a .jsonl file")
+    return Source("file", path)

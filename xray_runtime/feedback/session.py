@@ -1,0 +1,131 @@
+"""A comparison under way, on disk: what was asked, what was replied, and each verdict the moment it was given.
+
+    feedback/DIGEST/session.json        the two models, where prompts come from, sampling: DIGEST is of this
+    feedback/DIGEST/replies.jsonl       one question a line
+    feedback/DIGEST/judgements.jsonl    one verdict a line; of several by one judge on one question the last stands
+
+The same comparison started again goes on in the same directory. A line that a crash cut off is no line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xray_runtime.checkpoints.identity import digest
+from xray_runtime.checkpoints.manifest import Sha256
+from xray_runtime.config_io import ConfigError
+from xray_runtime.feedback.judgements import Judgement, Question
+from xray_runtime.files import sync, write_whole
+
+FOLDER = "feedback"
+SESSION, REPLIES, JUDGEMENTS = "session.json", "replies.jsonl", "judgements.jsonl"
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+class Setup(BaseModel):
+    """What makes two comparisons the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    a: Sha256
+    b: Sha256
+    prompts: Literal["heldout", "train", "file", "typed"]
+    source: Sha256 | None
+    """The dataset's checkpoint, or the bytes of the file; None for prompts that are typed."""
+    max_prompt_tokens: int | None
+    max_new_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(gt=0)]
+    seed: Annotated[int, Field(ge=0)]
+
+
+class Session:
+    """A comparison in `directory`; see `open_session` (to write) and `read_sessions`."""
+
+    def __init__(self, directory: Path, setup: Setup) -> None:
+        self.directory, self.setup = directory, setup
+        self.questions = read_rows(directory / REPLIES, Question)
+        self.judgements = read_rows(directory / JUDGEMENTS, Judgement)
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    def add_questions(self, questions: list[Question]) -> None:
+        """Keep more questions; they are on disk when this returns."""
+        _append(self.directory / REPLIES, questions)
+        self.questions += questions
+
+    def add_judgement(self, judgement: Judgement) -> None:
+        """Keep a verdict; it is on disk when this returns."""
+        _append(self.directory / JUDGEMENTS, [judgement])
+        self.judgements.append(judgement)
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """The session in `directory`. Raises ConfigError where its files are damaged."""
+        try:
+            return cls(directory, Setup.model_validate_json((directory / SESSION).read_bytes()))
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"{directory / SESSION}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def session_directory(output: Path, setup: Setup) -> Path:
+    """Where the session of `setup` lies in the output directory, now if not before."""
+    directory = output / FOLDER / digest(setup.model_dump(mode="json"))[:12]
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / SESSION).exists():
+        write_whole(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
+        sync(directory)
+        sync(directory.parent)
+    return directory
+
+
+def open_session(directory: Path) -> Session:
+    """The session in `directory`, ready to be written to by whoever holds it: nobody else may at the same time."""
+    for name in (REPLIES, JUDGEMENTS):
+        _cut_torn_line(directory / name)
+    return Session.read(directory)
+
+
+def read_sessions(output: Path) -> list[Session]:
+    """Every session in the output directory, by name. Raises ConfigError where the files of one are damaged."""
+    return [Session.read(path.parent) for path in sorted((output / FOLDER).glob(f"*/{SESSION}"))]
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """The whole lines of a file; what a crash left of a last one is passed over.
+
+    Raises:
+        ConfigError: another line is not what it should be.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    rows = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            rows.append(kind.model_validate_json(line))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{path} line {number}: damaged ({reason}); restore the file from a copy") from None
+    return rows
+
+
+def _append(path: Path, rows: Iterable[BaseModel]) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(row.model_dump_json().encode() + b"\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cut_torn_line(path: Path) -> None:
+    """What is appended next must begin a line of its own."""
+    with path.open("ab") as file:
+        whole = path.read_bytes().rfind(b"\n") + 1
+        file.truncate(whole)
+        os.fsync(file.fileno())
