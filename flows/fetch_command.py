@@ -12,6 +12,7 @@ from flows.journal import LIFECYCLE
 from flows.lineage_commands import checked
 from flows.session import saved_config
 from xray_runtime.config_io import ConfigError
+from xray_runtime.credentials import bare, has_login
 
 FAILED = 1
 PATIENCE_S = 20.0
@@ -46,6 +47,10 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
     from xray_runtime.lineage.keys import exchange_keys
     from xray_runtime.lineage.signing import signing_key
 
+    if storage is not None and has_login(storage):
+        raise ConfigError(
+            f"--storage: a login before {bare(storage)!r} is not allowed: credentials come from the environment"
+        )
     url = storage or saved_config(output).runtime.storage
     if url is None:
         raise ConfigError("--storage: nothing is not allowed: must be a URL, the directory's config.yaml names none")

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from flows.home import is_loopback
 from xray_runtime.config_io import ConfigError
+from xray_runtime.credentials import bare
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
@@ -38,6 +39,6 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
         host = urlsplit(address).hostname
         if host is None or is_loopback(host):
             raise ConfigError(
-                f"{name}: {address or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, whose "
+                f"{name}: {bare(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, whose "
                 f"stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
             )

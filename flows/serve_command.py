@@ -7,7 +7,6 @@ with it, also by SIGKILL.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -122,8 +121,6 @@ def _check_free(host: str, port: int) -> None:
 
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
     if not os.environ.get("RAY_ADDRESS"):
-        # Ray listens on every interface, whatever it is told.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
         os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
     with running_ray(), Health().watching(None):
