@@ -39,6 +39,6 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
         host = urlsplit(address).hostname
         if host is None or is_loopback(host):
             raise ConfigError(
-                f"{name}: {bare(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, whose "
-                f"stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
+                f"{name}: {bare(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, "
+                f"whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
             )
