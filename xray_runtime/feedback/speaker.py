@@ -12,6 +12,7 @@ from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.engines.generation import Place, Sampling
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.models.location import NO_CODE
 
 KINDS = ("base", "sft", "ppo")
 """Kinds of checkpoint that reply to a prompt."""
@@ -62,7 +63,7 @@ class Limits:
         transformers.utils.logging.disable_progress_bar()
         with _loading(directory):
             self.tokenizer = load_tokenizer(directory)
-            config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         if self.max_positions is not None and max_new_tokens >= self.max_positions:
