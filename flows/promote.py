@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -187,10 +188,10 @@ def review_markdown(seen: Review, place: Place) -> str:
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
     sides = ("champion", "candidate") if shown.manifest.kind == STAGE else ("before", "after")
-    lines += ["", f"| prompt | {' | '.join(sides)} |", "|---|---|---|"]
+    # Of a table, the narrow dialog that asks would show the prompts alone.
     for sample in samples:
-        cells = [_escape(str(sample.get(column, ""))) for column in ("prompt", *sides)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
+        lines += [f"- {side}: {_escape(str(sample.get(side, '')))}" for side in sides]
     return "\n".join(lines)
 
 
@@ -223,4 +224,4 @@ def _publish(text: str, root: Path) -> None:
 
 
 def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return re.sub(r"([\\*`])", r"\\\1", text).replace("\n", " ").replace("<", "&lt;")
