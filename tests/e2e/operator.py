@@ -22,7 +22,7 @@ from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from xray_runtime.processes import MARK
 
 PORTS = ("prefect", "mlflow", "ray", "dashboard")
-LONG = 400.0
+LONG = 900.0
 """Seconds anything may take on a machine that does other things too."""
 
 
@@ -138,6 +138,11 @@ class Operator:
         final = ("COMPLETED", "FAILED", "CRASHED")
         self.until(lambda: self.ask(f"flow_runs/{run}")["state_type"] in final, f"{run} does not end")
         return dict(self.ask(f"flow_runs/{run}"))
+
+    def asked(self, run: str) -> str | None:
+        """What a person is asked before the run goes on, by its key; None where nobody is."""
+        key: str | None = self.ask(f"flow_runs/{run}")["state"]["state_details"]["pause_key"]
+        return key
 
     def tasks(self, run: str) -> dict[str, str]:
         found = self.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})

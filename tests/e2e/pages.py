@@ -105,6 +105,18 @@ class Pages:
         self.window.get_by_role("button", name="Retry").click()
         self.press(self.window.get_by_role("dialog").get_by_role("button", name="Retry"), "/set_state")
 
+    def approve(self, question: str) -> None:
+        """Answer what the run on the page waits for."""
+        self.shows("Suspended")
+        self.window.get_by_role("button", name="Resume").click()
+        dialog = self.window.get_by_role("dialog")
+        dialog.get_by_text(question).wait_for()
+        dialog.get_by_role("switch").click()
+        self.fill("Name", "Ada")
+        self.fill("Note", "Its replies read well.")
+        self.picture("approval")
+        self.press(dialog.get_by_role("button", name="Submit"), "/resume")
+
     def artifact(self, key: str) -> Locator:
         """Open an artifact of the run on the page; returns what it shows."""
         self.window.get_by_role("tablist").get_by_text("Artifacts", exact=True).click()
