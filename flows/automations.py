@@ -1,7 +1,7 @@
 """What a Prefect server should do by itself about X-ray's runs, installed by `xray automations` and `xray up`.
 
 A flow run whose driver and workers were killed together would stay Running for ever. Lifecycles send a heartbeat; where
-it stops without a final state, the run is marked Crashed; retrying it on its page goes on from its snapshot. Three more
+it stops in the midst of a run, the run is marked Crashed; retrying it on its page goes on from its snapshot. Three more
 tell people: of a run that failed, of an audit that found something, of a candidate that waits for approval. They post
 to the address in XRAY_NOTIFY_URL, which takes {"text": …} as chat services do; without one they only show as events.
 """
@@ -23,7 +23,8 @@ from prefect.types import SecretDict
 PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)
 HEARTBEAT = "prefect.flow-run.heartbeat"
-FINAL = ("Completed", "Failed", "Cancelled", "Crashed")
+WITHOUT_PROCESS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
+"""States of a flow run that nobody sends heartbeats for."""
 NOTIFY_URL = "XRAY_NOTIFY_URL"
 BLOCK = "xray"
 ANY_RUN: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
@@ -35,10 +36,11 @@ def crashed_without_heartbeat() -> Automation:
     """The first of them, not yet installed."""
     return Automation(
         name=f"{PREFIX}a flow run whose process is gone has crashed",
-        description=f"No heartbeat for {WITHIN.total_seconds():.0f} s and no final state: the run is marked Crashed.",
+        description=f"No heartbeat for {WITHIN.total_seconds():.0f} s, neither over nor suspended: marked Crashed.",
         trigger=EventTrigger(
             after={HEARTBEAT},
-            expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in FINAL)},
+            # A candidate may wait for days for somebody's word.
+            expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in WITHOUT_PROCESS)},
             match=ANY_RUN,
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,

@@ -88,6 +88,8 @@ def servers(home: Home, state: State) -> list[Service]:
             | {
                 "PREFECT_UI_STATIC_DIRECTORY": str(home.path / "prefect" / "ui"),
                 "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+                # It would answer a slow moment with an advertisement.
+                "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             },
             host=state.host,
             ports=("prefect",),

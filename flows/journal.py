@@ -112,15 +112,15 @@ class Journal:
             ("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"),
             ("report", f"`{self.report}`"),
         ]
-        lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-        lines += ["", "| stage | seconds | | checkpoint | MLflow |", "|---|---|---|---|---|"]
+        lines = ["| result | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+        lines += ["", "| stage | seconds | computed | checkpoint | MLflow |", "|---|---|---|---|---|"]
         for s in self.content["stages"]:
             address = page(s["mlflow_run_id"])
             link = f"[run]({address})" if address else f"`{s['mlflow_run_id']}`"
             cells = [
                 s["name"],
                 f"{s['seconds']:.1f}",
-                "cached" * s["cached"],
+                "before" if s["cached"] else "now",
                 f"`{s['checkpoint']['sha256'][:12]}`",
                 link,
             ]

@@ -2,13 +2,14 @@
 
 Started by `xray promote`, it asks at the terminal. Run as a deployment, it suspends itself with a form on its page in
 Prefect, for days if need be; resumed, it does everything again but the comparison, so that what is promoted is what was
-audited just before. `rollback` undoes the last promotion.
+audited just before, and asks again where that is not what the person was shown. `rollback` undoes the last promotion.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,7 +28,7 @@ from flows.lifecycle import prefect_tags, run_stage, trigger_of_run
 from flows.session import saved_config
 from tasks.stage import RunContext, travelling_variables
 from xray_runtime.actors.stable import open_stable
-from xray_runtime.checkpoints.identity import stage_key
+from xray_runtime.checkpoints.identity import digest, stage_key
 from xray_runtime.config import PromotionConfig
 from xray_runtime.config_io import ConfigError
 from xray_runtime.lineage import promotion
@@ -187,10 +188,10 @@ def review_markdown(seen: Review, place: Place) -> str:
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
     sides = ("champion", "candidate") if shown.manifest.kind == STAGE else ("before", "after")
-    lines += ["", f"| prompt | {' | '.join(sides)} |", "|---|---|---|"]
+    # Of a table, the narrow dialog that asks would show the prompts alone.
     for sample in samples:
-        cells = [_escape(str(sample.get(column, ""))) for column in ("prompt", *sides)]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
+        lines += [f"- {side}: {_escape(str(sample.get(side, '')))}" for side in sides]
     return "\n".join(lines)
 
 
@@ -200,7 +201,10 @@ def _ask(text: str) -> Approval:
         return here(text)
     if deployment.id is None:
         raise ConfigError("promote: nobody can be asked: run it as a deployment, or with `xray promote`")
-    answer: Approval = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=text))
+    # The answer to this question alone: with another candidate or champion since, the person is asked again.
+    answer: Approval = suspend_flow_run(
+        wait_for_input=Approval.with_initial_data(description=text), key=digest({"asked": text})[:16]
+    )
     return answer
 
 
@@ -223,4 +227,4 @@ def _publish(text: str, root: Path) -> None:
 
 
 def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return re.sub(r"([\\*`])", r"\\\1", text).replace("\n", " ").replace("<", "&lt;")

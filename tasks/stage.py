@@ -83,7 +83,7 @@ def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=True,
     result_serializer=PLAIN,
     retry_condition_fn=_may_retry,
-    task_run_name="{spec.name} {spec.key}",
+    task_run_name="{spec.name} {spec.key:.12}",
 )
 def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     """Run one stage and publish its checkpoint, or fetch it from the shared store; returns a `StageResult` as JSON."""

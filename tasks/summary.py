@@ -51,7 +51,7 @@ def stage_markdown(result: StageResult, series: Series, page: str | None, image:
     lines += [f"- files: `{result.checkpoint.path}`", ""]
     names = [name for _, panel in PANELS.get(result.kind, []) for name in panel if series.get(name)]
     if names:
-        lines += ["| metric | first | last | |", "|---|---|---|---|"]
+        lines += ["| metric | first | last | curve |", "|---|---|---|---|"]
     for name in names:
         values = [value for _, value in series[name]]
         lines.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {sparkline(values)} |")
@@ -59,7 +59,7 @@ def stage_markdown(result: StageResult, series: Series, page: str | None, image:
         lines += ["", f"![training curves]({image})"]
     evaluation = result.checkpoint.path / "evaluation.json"
     if evaluation.is_file():
-        lines += ["| | |", "|---|---|"]
+        lines += ["| result | value |", "|---|---|"]
         found = json.loads(evaluation.read_text(encoding="utf-8"))
         lines += [f"| {name} | {value:.4g} |" for name, value in found.items() if isinstance(value, int | float)]
     return "\n".join(lines)

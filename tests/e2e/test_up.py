@@ -1,148 +1,61 @@
-"""`xray up` as a team uses it: up, repaired, a lifecycle from the page, a copy of it with one field changed, down."""
+"""`xray up` as a team uses it: at a terminal, through Prefect's API, and in a browser on its pages and MLflow's.
+
+All of it happens on one installation, in this order; the first lifecycle, started by a schedule, serves every test.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
-import subprocess
-import threading
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
-import psutil
 import pytest
+from playwright.sync_api import expect, sync_playwright
 
-from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
-from xray_runtime.processes import MARK
+from tests.e2e.operator import LONG, Operator
+from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2000)]
 
-PORTS = ("prefect", "mlflow", "ray", "dashboard")
 STAGES = ["base", "evaluate", "ppo-1", "ppo-2", "preferences", "prepare", "reward", "sft"]
-LONG = 400.0
 
 
-class Chat(BaseHTTPRequestHandler):
-    """Where people are told of things."""
-
-    def __init__(self, told: list[str], *arguments: Any) -> None:
-        self._told = told
-        super().__init__(*arguments)
-
-    def do_POST(self) -> None:
-        self._told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
-        self.send_response(200)
-        self.end_headers()
-
-
-class Operator:
-    """Somebody with a terminal, and with Prefect's page open: the page asks what `ask` asks."""
-
-    def __init__(self, home: Path) -> None:
-        self.home, self.told = home, list[str]()
-        self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.told))
-        threading.Thread(target=self._chat.serve_forever, daemon=True).start()
-        sockets = [socket.socket() for _ in PORTS]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        self._ports = {name: s.getsockname()[1] for name, s in zip(PORTS, sockets, strict=True)}
-        for s in sockets:
-            s.close()
-
-    def xray(self, command: str, *arguments: str) -> Outcome:
-        done = subprocess.run(
-            [XRAY, command, "--home", str(self.home), *arguments],
-            cwd=ROOT,
-            env=environment() | {"PREFECT_WORKER_QUERY_SECONDS": "1", "XRAY_NOTIFY_URL": self._address},
-            capture_output=True,
-            text=True,
-            timeout=LONG,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
-
-    @property
-    def _address(self) -> str:
-        return f"http://127.0.0.1:{self._chat.server_port}/"
-
-    def up(self) -> None:
-        done = self.xray("up", *(f"--{name}-port={port}" for name, port in self._ports.items()))
-        assert done.code == 0, done.out + done.err
-
-    def status(self) -> dict[str, Any]:
-        return dict(json.loads(self.xray("status", "--json").out))
-
-    def pids(self) -> dict[str, int]:
-        return {name: service["pid"] for name, service in self.status()["services"].items()}
-
-    def ask(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        address = f"http://127.0.0.1:{self._ports['prefect']}/api/{path}"
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        deadline = time.monotonic() + LONG
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                # Its database is busy: the page asks again too.
-                if error.code != 503 or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-
-    def start(self, name: str, parameters: dict[str, Any]) -> str:
-        deployment = self.ask(f"deployments/name/{name}")["id"]
-        return str(self.ask(f"deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"])
-
-    def until(self, condition: Callable[[], bool], why: str) -> None:
-        deadline = time.monotonic() + LONG
-        while not condition():
-            assert time.monotonic() < deadline, why
-            time.sleep(0.5)
-
-    def ended(self, run: str) -> dict[str, Any]:
-        final = ("COMPLETED", "FAILED", "CRASHED")
-        self.until(lambda: self.ask(f"flow_runs/{run}")["state_type"] in final, f"{run} does not end")
-        return dict(self.ask(f"flow_runs/{run}"))
-
-    def tasks(self, run: str) -> dict[str, str]:
-        found = self.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-        return {task["name"].split()[0]: task["state_name"] for task in found}
-
-    def artifacts(self, run: str) -> dict[str, str]:
-        found = self.ask("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
-        return {artifact["key"]: str(artifact["data"]) for artifact in found if artifact["key"]}
-
-    def left(self) -> list[str]:
-        """Processes that carry the mark of this home."""
-        mark = json.loads((self.home / "state.json").read_text())["mark"]
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK, "").startswith(mark):
-                    found.append(" ".join(process.cmdline())[:80])
-            except (psutil.Error, OSError):
-                continue
-        return found
+@pytest.fixture(scope="module")
+def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    found = Operator(tmp_path_factory.mktemp("up") / "home")
+    try:
+        found.up()
+        yield found
+    finally:
+        down = found.xray("down")
+    assert down.code == 0, down.err
+    assert found.left() == []
+    assert not found.status()["up"]
 
 
-@pytest.fixture
-def operator(tmp_path: Path) -> Iterator[Operator]:
-    found = Operator(tmp_path / "home")
-    yield found
-    found.xray("down")
+@pytest.fixture(scope="module")
+def scheduled(operator: Operator) -> str:
+    """A lifecycle that a schedule started, by its id."""
+    schedule = {"interval": 15, "anchor_date": datetime.now(UTC).isoformat()}
+    return operator.scheduled("lifecycle/lifecycle-tiny", schedule)
 
 
-@pytest.mark.timeout(1200)
-def test_every_night(operator: Operator) -> None:
-    operator.up()
+@pytest.fixture(scope="module")
+def pages(operator: Operator) -> Iterator[Pages]:
+    if find_chromium() is None:
+        pytest.skip(f"no browser: none of {', '.join(CHROMIUM)} is installed")
+    expect.set_options(timeout=LONG * 1000)
+    with sync_playwright() as playwright, open_browser(playwright) as browser:
+        found = Pages(browser, operator.prefect)
+        yield found
+        # Nor did any page look elsewhere.
+        assert found.asked - {None} == {"127.0.0.1"}
+
+
+def test_what_died_is_repaired_while_a_lifecycle_goes_on(operator: Operator, scheduled: str) -> None:
     first = operator.pids()
     nightly = operator.ask("deployments/name/lifecycle/lifecycle")
     assert [schedule["schedule"]["cron"] for schedule in nightly["schedules"]] == ["0 2 * * *"]
@@ -150,8 +63,6 @@ def test_every_night(operator: Operator) -> None:
     assert "X-ray: a flow run whose process is gone has crashed" in installed
     assert len(installed) == 4
 
-    config = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]["config"]
-    run = operator.start("lifecycle/lifecycle-tiny", {})
     lost = operator.start("audit/audit", {"output": "/nowhere"})
     operator.up()
     assert operator.pids() == first
@@ -164,28 +75,8 @@ def test_every_night(operator: Operator) -> None:
     repaired = operator.pids()
     assert repaired.pop("worker") != first.pop("worker")
     assert repaired == first
-
-    done = operator.ended(run)
-    assert (done["state_name"], done["name"]) == ("Completed", "xray-tiny seed 0"), done["state"]
-    assert operator.tasks(run) == dict.fromkeys(STAGES, "Completed")
-    shown = operator.artifacts(run)
-    assert {f"xray-{stage}-summary" for stage in STAGES} | {"lifecycle", "mlflow", "lineage"} <= set(shown)
-    assert float(shown["xray-ppo-2"]) == 100.0
-    assert "| reward/mean |" in shown["xray-ppo-2-summary"]
-    record = json.loads((operator.home / "output" / "lifecycle.json").read_text())
-    assert f"/runs/{record['run_id']}" in shown["mlflow"]
-    mlflow = operator.status()["services"]["mlflow"]["address"]
-    with urllib.request.urlopen(f"{mlflow}/api/2.0/mlflow/runs/get?run_id={record['run_id']}") as answer:
-        tags = {tag["key"]: tag["value"] for tag in json.load(answer)["run"]["data"]["tags"]}
-    assert tags["prefect.flow_run"].endswith(f"/runs/flow-run/{run}")
-
-    # "Copy to new run", with one field changed.
-    config["evaluate"]["bootstrap_samples"] = 300
-    copied = operator.start("lifecycle/lifecycle-tiny", {"config": config})
-    assert operator.ended(copied)["state_name"] == "Completed"
-    assert operator.tasks(copied) == dict.fromkeys(STAGES, "Cached") | {"evaluate": "Completed"}
-
-    # Told more than once now and then: better than never.
+    operator.until(lambda: bool(operator.told), "nobody is told of the run that failed")
+    # More than once now and then: better than never.
     assert {text.splitlines()[0] for text in operator.told} == {"X-ray: a run failed"}
     assert "audit /nowhere Failed" in operator.told[0]
 
@@ -193,8 +84,125 @@ def test_every_night(operator: Operator) -> None:
     assert status["up"]
     assert {name for name, service in status["services"].items() if service["up"]} == {*first, "worker"}
     assert status["champions"] == []
-    assert {run["deployment"] for run in status["next"]} >= {"audit"}
+    assert "audit" in {run["deployment"] for run in status["next"]}
 
-    assert operator.xray("down").code == 0
-    assert operator.left() == []
-    assert not operator.status()["up"]
+
+def test_a_scheduled_run_ends_and_leads_to_mlflow_and_back(operator: Operator, scheduled: str) -> None:
+    done = operator.ended(scheduled)
+    assert (done["state_name"], done["name"]) == ("Completed", "xray-tiny seed 0"), done["state"]
+    assert done["auto_scheduled"]
+    assert operator.tasks(scheduled) == dict.fromkeys(STAGES, "Completed")
+    shown = operator.artifacts(scheduled)
+    assert {f"xray-{stage}-summary" for stage in STAGES} | {"lifecycle", "mlflow", "lineage"} <= set(shown)
+    assert float(shown["xray-ppo-2"]) == 100.0
+    assert "| reward/mean |" in shown["xray-ppo-2-summary"]
+    record = json.loads((operator.home / "output" / "lifecycle.json").read_text())
+    assert f"/runs/{record['run_id']}" in shown["mlflow"]
+    with urllib.request.urlopen(f"{operator.mlflow}/api/2.0/mlflow/runs/get?run_id={record['run_id']}") as answer:
+        tags = {tag["key"]: tag["value"] for tag in json.load(answer)["run"]["data"]["tags"]}
+    assert tags["prefect.flow_run"].endswith(f"/runs/flow-run/{scheduled}")
+
+
+def test_a_schedule_is_seen(pages: Pages) -> None:
+    pages.deployment("lifecycle")
+    window = pages.window
+    expect(window.get_by_text("nightly", exact=True)).to_be_visible()
+    expect(window.get_by_role("switch")).to_be_checked()
+    expect(window.get_by_text("02:00:00 AM")).to_be_visible()
+    pages.picture("schedule")
+
+
+@pytest.fixture(scope="module")
+def waiting(operator: Operator, scheduled: str, pages: Pages) -> str:
+    """A promotion that waits for somebody's word on what the scheduled run made."""
+    operator.ended(scheduled)
+    pages.form("promote")
+    pages.fill("name", "xray-tiny-policy")
+    # The smallest lifecycle learns next to nothing.
+    pages.field("gates (Optional)").get_by_role("button", name="PromotionConfig").click()
+    pages.fill("Min Win Rate (Optional)", "0")
+    pages.field("Max Gold Drop (Optional)").get_by_role("button", name="None").click()
+    run = pages.submit()
+    pages.run(run)
+    pages.shows("Suspended")
+    return run
+
+
+@pytest.fixture(scope="module")
+def retried(operator: Operator, scheduled: str, waiting: str, pages: Pages) -> str:
+    """A copy of the scheduled run with a longer second PPO stage, lost in it and retried on its page."""
+    pages.copy(scheduled)
+    pages.fill("Iterations (Optional)", "12", nth=1)
+    pages.fill("Snapshot Every (Optional)", "1")
+    run = pages.submit()
+    pages.run(run)
+    pages.shows("Running")
+    operator.until(lambda: "xray-ppo-2" in operator.artifacts(run), "ppo-2 says nothing")
+    snapshots = operator.home / "output" / "snapshots"
+    operator.until(lambda: any(snapshots.glob("ppo-2-*/step-??????????")), "ppo-2 makes no snapshot")
+    pages.picture("run")
+    operator.kill(run)
+    pages.shows("Crashed")
+    pages.retry()
+    pages.shows("Completed")
+    return run
+
+
+def test_a_retried_run_goes_on_from_its_snapshot(operator: Operator, retried: str) -> None:
+    # What the length of the second PPO stage does not change is not computed, what was done before the loss not again.
+    assert operator.computed(retried) == {"ppo-2", "evaluate"}
+    states = operator.ask(f"flow_run_states/?flow_run_id={retried}")
+    (lost,) = (datetime.fromisoformat(s["timestamp"]).timestamp() for s in states if s["name"] == "Crashed")
+    stages = json.loads((operator.home / "output" / "lifecycle.json").read_text())["stages"]
+    (key,) = (stage["key"] for stage in stages if stage["name"] == "ppo-2")
+    lines = (operator.home / "output" / "records" / f"ppo-2-{key[:12]}" / "metrics.jsonl").read_text().splitlines()
+    points = [json.loads(line) for line in lines]
+    assert points[0]["time_ms"] < lost * 1000 < points[-1]["time_ms"]
+
+
+def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retried: str, pages: Pages) -> None:
+    pages.run(retried)
+    summary = pages.artifact("xray-ppo-2-summary")
+    expect(summary.get_by_role("cell", name="reward/mean", exact=True)).to_be_visible()
+    assert summary.get_by_role("img").evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
+    pages.picture("summary")
+
+    mlflow = pages.follow(summary.get_by_role("link", name="Its run in MLflow"))
+    expect(mlflow.get_by_role("heading", name="ppo-2")).to_be_visible()
+    for parent in ("prepare", "sft", "reward", "ppo-1"):
+        expect(mlflow.get_by_role("link", name=f"xray-tiny-{parent}").first).to_be_visible()
+    pages.picture("mlflow", mlflow)
+    mlflow.get_by_role("link", name="xray-tiny-policy").first.click()
+    expect(mlflow.get_by_text("xray.sha256")).to_be_visible()
+    expect(mlflow.get_by_text("candidate").first).to_be_visible()
+    mlflow.get_by_role("link", name="ppo-2", exact=True).click()
+    mlflow.get_by_role("link", name="xray-tiny seed 0").click()
+    back = mlflow.get_by_role("link", name="Prefect flow run")
+    assert back.get_attribute("href") == f"{operator.prefect}/runs/flow-run/{retried}"
+    mlflow.close()
+
+
+def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, retried: str, pages: Pages) -> None:
+    """The candidate has become another while the promotion waited: nobody's word holds for what they did not see."""
+    operator.until(lambda: any("waits for approval" in text for text in operator.told), "nobody is told")
+    pages.run(waiting)
+    first = operator.asked(waiting)
+    pages.approve("Shall version 1 of")
+    operator.until(lambda: operator.asked(waiting) not in (None, first), "nobody is asked about the new candidate")
+    assert operator.status()["champions"] == []
+    pages.run(waiting)
+    pages.approve("Shall version 2 of")
+    pages.shows("Completed")
+    (champion,) = operator.status()["champions"]
+    assert (champion["name"], champion["version"], champion["by"]) == ("xray-tiny-policy", "2", "Ada")
+    expect(pages.artifact("promotion").get_by_text("Ada promoted it")).to_be_visible()
+
+
+def test_what_could_be_pruned_is_said(operator: Operator, scheduled: str, pages: Pages) -> None:
+    operator.ended(scheduled)
+    before = sorted((operator.home / "output" / "checkpoints").iterdir())
+    pages.form("prune")
+    pages.run(pages.submit())
+    pages.shows("Completed")
+    expect(pages.artifact("prune").get_by_text("would go")).to_be_visible()
+    assert sorted((operator.home / "output" / "checkpoints").iterdir()) == before

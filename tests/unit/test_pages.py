@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.events.schemas.automations import EventTrigger
 from rich.console import Console
 
+from flows.automations import crashed_without_heartbeat
 from flows.home import Home, State
 from flows.standing import show, standing
 from tasks.summary import BARS, StageResult, sparkline, stage_markdown
@@ -99,3 +101,9 @@ def shown(content: dict[str, Any]) -> str:
     file = io.StringIO()
     show(Console(file=file, width=200), content)
     return file.getvalue()
+
+
+def test_a_run_that_waits_for_somebody_is_not_taken_for_crashed() -> None:
+    trigger = crashed_without_heartbeat().trigger
+    assert isinstance(trigger, EventTrigger)
+    assert {"prefect.flow-run.Suspended", "prefect.flow-run.Completed"} <= trigger.expect

@@ -122,7 +122,9 @@ class Tracker:
 
     def page(self, run_id: str) -> str | None:
         """Where people see the run; None where no server shows it."""
-        return f"{self._shown}/#/experiments/{self.experiment_id}/runs/{run_id}" if self._shown else None
+        # Its pages for training, which lead to models and the registry; those for agents, its default, do not.
+        page = f"#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
+        return f"{self._shown}/{page}" if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
         """Address of a figure of the run; None where no server shows it."""

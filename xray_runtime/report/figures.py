@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GRID = "#5b6472", "#8b94a366"
+INK, GRID = "#7d8694", "#8b94a366"
+"""Read on light pages and on Prefect's dark ones alike."""
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 PHASES = ("sync", "generate", "score", "update")
 
