@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.workhorse import Learner, ModelSpec
+from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.config import FreshBase, PPOStageConfig, PretrainedBase
 from xray_runtime.config_engines import EngineConfig
 from xray_runtime.data.tokenizing import train_tokenizer

@@ -12,8 +12,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows, split
-from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
+from xray_runtime.actors.workhorse import ModelSpec, Rank
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 

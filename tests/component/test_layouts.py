@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
+from xray_runtime.actors.workhorse import ModelSpec, Rank
 from xray_runtime.config import RewardConfig
 from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut

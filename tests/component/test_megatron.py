@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.test_layouts import same
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec, Learner, ModelSpec
+from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
 from xray_runtime.config import RewardConfig, SFTConfig
 from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.engines.generation import Sampling

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from benchmarks.held import held_bytes
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.stable import start
-from xray_runtime.actors.workhorse import Learner, ModelSpec, Rank
+from xray_runtime.actors.workhorse import ModelSpec, Rank
 from xray_runtime.config import FreshBase, PretrainedBase, SFTConfig
 from xray_runtime.config_engines import EngineConfig, LoRAConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from benchmarks.layouts import Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
 from tests.component.test_layouts import part
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows
 from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import Learner, ModelSpec
+from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.config_engines import LoRAConfig, RuntimeConfig
 from xray_runtime.models.causal_lm import load_model
 

@@ -17,10 +17,12 @@ import psutil
 import pytest
 import ray
 
+from xray_runtime.actors.generator import Generator
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.rows import Rows, pad
 from xray_runtime.actors.stable import PING_SECONDS, find_stable, open_stable
 from xray_runtime.actors.whole_model import WholeModel, open_models
-from xray_runtime.actors.workhorse import Generator, Learner, ModelSpec, Workhorse
+from xray_runtime.actors.workhorse import ModelSpec, Workhorse
 from xray_runtime.config import SFTConfig
 from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective

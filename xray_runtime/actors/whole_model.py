@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from xray_runtime.actors.generator import Generator
+from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.nodes import Residence, beside, check_software, note_placement
 from xray_runtime.actors.placement import (
     START_SECONDS,
@@ -28,7 +30,7 @@ from xray_runtime.actors.placement import (
 from xray_runtime.actors.rows import Rows, balance, merge, num_rows, split, take
 from xray_runtime.actors.stable import find_stable, start
 from xray_runtime.actors.watch import Watch, WorkhorseError
-from xray_runtime.actors.workhorse import Generator, GeneratorSpec, Learner, ModelSpec, Rank, Workhorse
+from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec, Rank, Workhorse
 from xray_runtime.checkpoints.identity import software
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
