@@ -1,7 +1,7 @@
 """Workhorses: Ray actors that hold one device and one shard of one model.
 
-`learner.Learner` holds a `HeadedLM` (trained or frozen), `generator.Generator` an engine that samples. A Workhorse knows
-its rank in its model and nothing of other models; everything between models goes through `WholeModel`.
+`learner.Learner` holds a `HeadedLM` (trained or frozen), `generator.Generator` an engine that samples. A Workhorse
+knows its rank in its model and nothing of other models; everything between models goes through `WholeModel`.
 """
 
 from __future__ import annotations
