@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from flows.journal import LIFECYCLE
 from flows.lineage_commands import checked
 from flows.session import saved_config
 from xray_runtime.config_io import ConfigError
@@ -75,6 +74,8 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
 def _recorded(output: Path) -> list[str]:
     """Directories of the checkpoints that lifecycle.json names."""
+    from flows.journal import LIFECYCLE
+
     path = output / LIFECYCLE
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]

@@ -301,9 +301,10 @@ def _verified(state: State, store: Store) -> tuple[StageResult, list[str]]:
 
 def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int) -> State:
     """Submit to Ray and wait. A lost worker is a new submission: Prefect's own retries are lost with the worker."""
+    # A copy: `with_options` takes only storage that the server knows of, and the caller may make options of its own.
+    configured = configured.with_options()
+    configured.result_storage = PlainResults(basepath=str(Path(context.output) / "results"))
     for attempt in range(1 + retries):
-        # `with_options` takes only storage that the server knows of.
-        configured.result_storage = PlainResults(basepath=str(Path(context.output) / "results"))
         # Spread: a controller has no device, and would else always be beside the driver.
         with remote_options(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD"):
             future = configured.submit(spec, context)

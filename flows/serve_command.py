@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from flows.home import LOOPBACK, clients_address, is_loopback
 from flows.lineage_commands import BROKEN, Output, Tracking, checked
+from flows.reach import check_ray_address
 from flows.services import Health, running_ray
 from flows.session import saved_config
 from xray_runtime.config_io import ConfigError
@@ -73,7 +74,7 @@ def serve(
         _say(f"[red]refused:[/red] {escape(str(error))}", to_errors=True)
         raise typer.Exit(BROKEN) from None
     except KeyboardInterrupt:
-        _say("stopped")
+        _say("stopped at once")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def _chosen(order: _Order) -> tuple[str | None, Choice]:
     if order.public is not None and not order.public.is_file():
         raise ConfigError(f"--public-key: {str(order.public)!r} is not a file")
     _check_free(order.host, order.port)
+    check_ray_address()
     name = followed(order.ref, order.output)
     if name is None:
         choice = fixed(order.ref, order.output, order.tracking_uri)
@@ -120,9 +122,8 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
-    if not os.environ.get("RAY_ADDRESS"):
-        # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
-        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+    # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -135,9 +136,9 @@ def _run(order: _Order, name: str | None, choice: Choice) -> None:
             _serve(server, order, name, choice)
         except KeyboardInterrupt:
             _say("finishing the requests at hand; Ctrl-C again to stop at once")
-            raise
         finally:
             server.stop()
+    _say("stopped")
 
 
 def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> None:

@@ -20,6 +20,9 @@ _SERIALIZER = PLAIN.model_dump(mode="json")
 class PlainResults(LocalFileSystem):
     """A directory of result files. What is none reads as if it could not be read, and its stage is asked anew."""
 
+    # Without a name of its own Prefect takes it for its own LocalFileSystem, and says so at every start.
+    _block_type_name = "X-ray results"
+
     def read_path(self, path: str, **options: Any) -> bytes:  # type: ignore[override]
         """Raises ValueError where there is no file, or none that `PLAIN` wrote."""
         # Prefect asks for it without waiting: `_sync` is among the options.

@@ -157,6 +157,10 @@ class Operator:
         found = self.ask("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
         return {artifact["key"]: str(artifact["data"]) for artifact in found if artifact["key"]}
 
+    def artifact_id(self, run: str, key: str) -> str:
+        asked = {"artifacts": {"flow_run_id": {"any_": [run]}, "key": {"any_": [key]}}}
+        return str(self.ask("artifacts/filter", asked)[-1]["id"])
+
     def left(self) -> list[str]:
         """Processes that carry the mark of this home."""
         mark = json.loads((self.home / "state.json").read_text())["mark"]

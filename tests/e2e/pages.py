@@ -21,6 +21,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+STEP = 150.0
+"""Seconds for what a page does by itself, on a busy machine."""
 PICTURES = "XRAY_SCREENSHOTS"
 """Where pictures of the pages go, such as docs/images; without it none are made."""
 # MLflow's assistant opens itself over the first page somebody sees.
@@ -42,7 +44,7 @@ class Pages:
     def __init__(self, browser: Browser, prefect: str) -> None:
         self._prefect = prefect
         self._context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="dark")
-        self._context.set_default_timeout(LONG * 1000)
+        self._context.set_default_timeout(STEP * 1000)
         self._context.add_init_script(SEEN)
         self.asked: set[str | None] = set()
         """Machines that a page asked for anything."""
@@ -99,7 +101,7 @@ class Pages:
 
     def shows(self, state: str) -> None:
         """Wait until the page of the run says so by itself."""
-        self.window.get_by_role("banner").get_by_text(state, exact=True).wait_for()
+        self.window.get_by_role("banner").get_by_text(state, exact=True).wait_for(timeout=LONG * 1000)
 
     def retry(self) -> None:
         self.window.get_by_role("button", name="Retry").click()
@@ -121,6 +123,14 @@ class Pages:
         """Open an artifact of the run on the page; returns what it shows."""
         self.window.get_by_role("tablist").get_by_text("Artifacts", exact=True).click()
         self.window.get_by_role("tabpanel").get_by_role("link").filter(has_text=key).first.click()
+        return self._shown()
+
+    def summary(self, artifact_id: str) -> Locator:
+        """Open an artifact of a stage: the run's page has it in its graph, drawn on a canvas."""
+        self.window.goto(f"{self._prefect}/artifacts/artifact/{artifact_id}")
+        return self._shown()
+
+    def _shown(self) -> Locator:
         self.window.get_by_role("button", name="Show raw data").wait_for()
         return self.window.get_by_role("article").last
 

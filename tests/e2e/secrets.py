@@ -38,7 +38,9 @@ def places_of(secrets: set[str], folder: Path) -> list[tuple[str, str]]:
     """(file, secret) wherever one stands in a file below `folder`."""
     found = []
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            content = path.read_bytes()
-            found += [(str(path), secret) for secret in secrets if secret.encode() in content]
+        # Of a run at work, files may be gone again.
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and not path.is_symlink():
+                content = path.read_bytes()
+                found += [(str(path), secret) for secret in secrets if secret.encode() in content]
     return found

@@ -168,7 +168,8 @@ def test_a_node_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path) -> N
     stormy = stages()
     assert stormy["sft"]["cached"]
     assert not stormy["ppo-1"]["cached"]
-    assert stormy["ppo-1"]["attempts"] > calm["ppo-1"]["attempts"] + 1
+    # One attempt is lost with the node, and the next does not go back to it.
+    assert stormy["ppo-1"]["attempts"] == calm["ppo-1"]["attempts"] + 2
     assert [stage["checkpoint"]["sha256"] for stage in stormy.values()] == [
         stage["checkpoint"]["sha256"] for stage in calm.values()
     ]

@@ -118,10 +118,9 @@ def test_nothing_judged_is_asked_again_or_lost(judged: dict[str, Any], place: Pa
 
 
 def test_a_run_trains_on_what_was_judged(dataset: Path, place: Path) -> None:
-    chosen = ["preferences.source=dataset", f"preferences.path={dataset}", "preferences.heldout_fraction=0.4"]
-    sets = [part for override in chosen for part in ("--set", override)]
+    chosen = f"preferences={{source: dataset, path: {dataset}, heldout_fraction: 0.4}}"
     process = subprocess.Popen(
-        [XRAY, "run", "configs/tiny.yaml", "--output", str(place), *sets],
+        [XRAY, "run", "configs/tiny.yaml", "--output", str(place), "--set", chosen],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,

@@ -161,8 +161,7 @@ def test_a_retried_run_goes_on_from_its_snapshot(operator: Operator, retried: st
 
 
 def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retried: str, pages: Pages) -> None:
-    pages.run(retried)
-    summary = pages.artifact("xray-ppo-2-summary")
+    summary = pages.summary(operator.artifact_id(retried, "xray-ppo-2-summary"))
     expect(summary.get_by_role("cell", name="reward/mean", exact=True)).to_be_visible()
     assert summary.get_by_role("img").evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
     pages.picture("summary")

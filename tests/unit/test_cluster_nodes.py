@@ -55,6 +55,7 @@ def test_waiting_for_a_node_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_cluster_never_had_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(placement, "num_lost", lambda: 0)
+    monkeypatch.setattr(placement, "await_answers", lambda: None)
     monkeypatch.setattr(placement, "nodes", lambda: SMALL)
     with (
         pytest.raises(ConfigError, match="ask for 2 CPUs"),

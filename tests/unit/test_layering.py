@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +80,10 @@ def test_heavy_libraries_have_one_owner(library: str, owners: set[str]) -> None:
     }
     assert importers
     assert all(any(place.startswith(owner) for owner in owners) for place in importers), importers
+
+
+def test_the_command_imports_no_heavy_library() -> None:
+    """It answers at once; and what Ray is told in the environment is read when Ray is imported."""
+    code = "import sys, flows.cli; print(*({'mlflow', 'prefect', 'ray', 'torch', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

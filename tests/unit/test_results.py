@@ -85,6 +85,16 @@ def test_prefects_own_json_would_import_what_a_text_names(tmp_path: Path) -> Non
         JSONSerializer().loads(json.dumps(text).encode())
 
 
+def test_options_are_made_before_storage_is_set(tmp_path: Path) -> None:
+    """Why the flow sets it on a copy."""
+    configured = stage.with_options(retries=1)
+    copy = configured.with_options()
+    copy.result_storage = PlainResults(basepath=str(tmp_path))
+    assert configured.with_options(refresh_cache=True).refresh_cache
+    with pytest.raises(TypeError, match="persisted server-side"):
+        copy.with_options(refresh_cache=True)
+
+
 def test_it_travels_with_the_task(tmp_path: Path) -> None:
     configured = stage.with_options(retries=1)
     configured.result_storage = PlainResults(basepath=str(tmp_path))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -17,6 +18,9 @@ from xray_runtime.checkpoints.identity import OTHER_SOFTWARE, software
 from xray_runtime.config_io import ConfigError
 
 PLACEMENT = "placement.jsonl"
+SETTLE_SECONDS = 120.0
+ANSWER_SECONDS = 20.0
+"""A node may have to start a process for its answer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,40 @@ def num_lost() -> int:
 def machines() -> set[str]:
     """Addresses of the machines the nodes are on; several nodes may share one."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
+    """Until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
+
+    Ray takes some seconds to notice that a machine is gone, and would meanwhile place Workhorses there: an attempt that
+    begins right after the loss would fail as well.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if len(alive) < 2:
+            return
+        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
+        asked = [_answer.options(scheduling_strategy=strategy).remote() for strategy in there]
+        ready, silent = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+        for ref in silent:
+            ray.cancel(ref, force=True)
+        if not silent and all(map(_answered, ready)):
+            return
+        time.sleep(1)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _answer() -> None:
+    """Where this runs, a node is."""
+
+
+def _answered(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def beside() -> NodeAffinitySchedulingStrategy:

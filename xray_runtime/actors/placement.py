@@ -23,7 +23,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xray_runtime.actors.nodes import nodes, num_lost
+from xray_runtime.actors.nodes import await_answers, nodes, num_lost
 from xray_runtime.actors.stable import find_stable
 from xray_runtime.config import LifecycleConfig
 from xray_runtime.config_engines import RuntimeConfig
@@ -111,6 +111,7 @@ def reserved(demands: Sequence[Demand], runtime: RuntimeConfig, log_dir: Path) -
         BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`; or it had, and no node came in place
             of those that were lost.
     """
+    await_answers()
     have = _nodes_for(log_dir.name, demands, runtime.wait_timeout_s)
     groups: dict[str, Any] = {}
     try:

@@ -30,7 +30,8 @@ def prompt(number: int) -> list[dict[str, str]]:
 
 def jsonl(numbers: range) -> bytes:
     return "".join(
-        json.dumps({"id": str(i), "prompt": prompt(i), "response": f"answer {i}"}) + "\n" for i in numbers
+        json.dumps({"id": str(i), "conversation": str(i), "prompt": prompt(i), "response": f"answer {i}"}) + "\n"
+        for i in numbers
     ).encode()
 
 
