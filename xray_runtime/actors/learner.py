@@ -18,7 +18,7 @@ from xray_runtime.engines.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.engines.engine import Engine, MicroBatch, Scorer
+    from xray_runtime.engines.engine import Engine, MicroBatch
     from xray_runtime.weights.device_transfer import Transport
     from xray_runtime.weights.plasma import WeightUpdate
 
@@ -66,7 +66,7 @@ class Learner(Workhorse):
         if spec.training is not None or place.world_size > 1:
             init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
         self.engine: Engine | None = None
-        self.scorer: Scorer
+        self.scorer: Any
         with lendable(self.runtime.trainer_sleeps and spec.training is not None):
             if not in_part:
                 module.to(self.device)
@@ -79,7 +79,7 @@ class Learner(Workhorse):
 
     def release(self) -> None:
         super().release()
-        del self.engine, self.scorer, self.module
+        self.engine = self.scorer = self.module = None
         self._trunks = {}
         gc.collect()
 
