@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ray
@@ -42,7 +43,15 @@ class ProgressBoard:
 def open_board() -> Any:
     """The board of this cluster, made where there is none."""
     options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
-    return ray.remote(ProgressBoard).options(**options, scheduling_strategy=beside()).remote()
+    while True:
+        board = ray.remote(ProgressBoard).options(**options, scheduling_strategy=beside()).remote()
+        try:
+            ray.get(board.read.remote())
+        except ray.exceptions.ActorDiedError:
+            # The last one's holder has just let go of it: its name is free in a moment.
+            time.sleep(0.1)
+        else:
+            return board
 
 
 def find_board() -> Any | None:
