@@ -81,12 +81,13 @@ def shown(text: str) -> str:
 def _chat(place: Place, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.sources import clean
-    from xray_runtime.feedback.speaker import Limits, Speaker, last_messages, require_speaker, trained_context
+    from xray_runtime.feedback.speaker import Limits, Speaker, last_messages, trained_context
     from xray_runtime.lineage.audit import audit
+    from xray_runtime.lineage.reference import require_language_model
     from xray_runtime.planning.workload import this_machine
     from xray_runtime.seeding import derive_seed
 
-    require_speaker(node)
+    require_language_model(node)
     config = saved_config(place.output)
     temperature, max_new_tokens = sampling_of(config, temperature, max_new_tokens)
     limits = Limits(node.directory, max_new_tokens, temperature)

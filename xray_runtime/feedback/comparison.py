@@ -13,9 +13,9 @@ from xray_runtime.data.pairs import Messages
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
 from xray_runtime.feedback.session import Session, Setup
-from xray_runtime.feedback.speaker import Answerer, Limits, fitting, require_speaker
+from xray_runtime.feedback.speaker import Answerer, Limits, fitting
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import Place, require_language_model
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.seeding import derive_seed
 
@@ -50,7 +50,7 @@ def require_two(a: tuple[Place, Node], b: tuple[Place, Node]) -> Place:
     """
     (place, first), (other, second) = a, b
     for node in (first, second):
-        require_speaker(node)
+        require_language_model(node)
         if node.sha256 not in place.graph.nodes or other.output.resolve() != place.output.resolve():
             raise ConfigError(
                 f"REF: {first.name} and {second.name} must lie in one output directory, where their judgements go too "

@@ -14,19 +14,8 @@ from xray_runtime.engines.generation import Place, Sampling
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.models.location import NO_CODE
 
-KINDS = ("base", "sft", "ppo")
-"""Kinds of checkpoint that reply to a prompt."""
 TORN = "\ufffd"
 """What decoding gives for a character of which not all tokens are there yet."""
-
-
-def require_speaker(node: Node) -> None:
-    """Raises ConfigError where a checkpoint is no model that replies."""
-    if node.manifest.kind not in KINDS:
-        raise ConfigError(
-            f"REF: {node.name} is not allowed: it is a checkpoint of kind {node.manifest.kind!r}; must be one of "
-            f"{', '.join(KINDS)}"
-        )
 
 
 def trained_context(graph: Graph, node: Node) -> int | None:

@@ -13,6 +13,8 @@ from xray_runtime.config_io import ConfigError
 from xray_runtime.credentials import bare, has_login, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
 
+LANGUAGE_MODELS = ("base", "sft", "ppo")
+"""Kinds of checkpoint that reply to a prompt."""
 ALLOWED = (
     "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
     "registered model NAME@ALIAS or NAME/VERSION"
@@ -128,3 +130,12 @@ def _in_place(reference: str, place: Place) -> Node:
         choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
         raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
     return matches[0]
+
+
+def require_language_model(node: Node) -> None:
+    """Raises ConfigError where a checkpoint is no model that replies."""
+    if node.manifest.kind not in LANGUAGE_MODELS:
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: it is a checkpoint of kind {node.manifest.kind!r}; must be one of "
+            f"{', '.join(LANGUAGE_MODELS)}"
+        )

@@ -12,11 +12,8 @@ from xray_runtime.lineage.audit import audit
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import CHAMPION, champion_of
-from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.lineage.reference import Place, open_place, require_language_model, resolve
 from xray_runtime.serving import NotServedError
-
-GENERATING = ("base", "sft", "ppo")
-"""Kinds of checkpoint that hold a language model."""
 
 SETTLE_SECONDS = 20.0
 """A promotion writes decision, signature and alias one after the other, and is no offence in between."""
@@ -62,9 +59,7 @@ def followed(reference: str, output: Path | None) -> str | None:
 def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
     """The one checkpoint `reference` names. Raises ConfigError where it names none, or no language model."""
     place, node = resolve(reference, output, tracking_uri)
-    if node.manifest.kind not in GENERATING:
-        allowed = " or ".join(GENERATING)
-        raise ConfigError(f"REF: {reference!r} is not allowed: its kind is {node.manifest.kind}, not {allowed}")
+    require_language_model(node)
     own = () if Path(reference).exists() else (reference,)
     return Choice(place, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
 

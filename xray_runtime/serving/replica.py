@@ -12,6 +12,7 @@ from xray_runtime.checkpoints.store import verify
 from xray_runtime.config_engines import RuntimeConfig
 from xray_runtime.engines.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
+from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import Tagged
 from xray_runtime.serving.router import GENERATION
 
@@ -32,10 +33,6 @@ class ServedModel:
     logs: Path
 
 
-class DamagedError(ValueError):
-    """The checkpoint is not what it was when it was audited."""
-
-
 @serve.ingress()
 class Replica:
     """Ray Serve makes it, waits for `__serve_build_asgi_app__`, and sends requests to the application that returns."""
@@ -48,7 +45,7 @@ class Replica:
         # A replica may be started long after the audit, when another has died.
         damages = verify(model.directory, model.sha256)
         if damages:
-            raise DamagedError(f"{model.directory.name}: {damages[0]}")
+            raise NotServedError(f"{model.directory.name}: {damages[0]}")
         told = arguments(model.directory, list(model.names), model.sha256, model.runtime, model.device)
         self._server = VLLMServer(told, model.runtime, model.device)
 
