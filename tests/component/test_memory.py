@@ -115,7 +115,7 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     # Each attempt had the same limit; how often it takes halving is for the allocator to say.
     *failed, went_on = recorder.used
     assert failed
-    assert not any(failed)
+    assert not failed[0]  # a later attempt may fit its first step, and fail where a second one finds memory in pieces
     assert 0 < went_on < 0.75 * needed
     said = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
     assert len(said) == len(failed)
