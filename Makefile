@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11, make and a C++ compiler.
 #   make demo     a whole RLHF lifecycle (installs first)
-#   make test     everything that is tested
+#   make test     every part, and one whole lifecycle under twelve blows
 # EXTRA=cuda installs the CUDA builds instead of the CPU ones.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,7 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 
-.PHONY: help install demo test lint audit-deps unit component e2e clean
+.PHONY: help install demo test test-long lint audit-deps unit component lifecycle clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
-test: install lint audit-deps unit component e2e  ## style and types, dependencies, unit, component and end-to-end tests
+test: install lint audit-deps unit component lifecycle  ## style and types, dependencies, unit, component and end-to-end tests
+
+test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser
+	$(BIN)/pytest tests -m long
 
 lint: install  ## style and types
 	$(BIN)/ruff check .
@@ -42,14 +45,14 @@ lint: install  ## style and types
 audit-deps: install  ## known vulnerabilities of what is pinned
 	$(BIN)/python .ci/audit_deps.py
 
-unit: install  ## pure tests, seconds
-	$(BIN)/pytest tests/unit
+unit: install  ## pure tests
+	$(BIN)/pytest tests/unit -n auto
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component
 
-e2e: install  ## the real command
-	$(BIN)/pytest tests/e2e
+lifecycle: install  ## the real command
+	$(BIN)/pytest tests/e2e -m "not long"
 
 clean:  ## remove the environment and every run
 	rm -rf .venv runs

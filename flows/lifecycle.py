@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import getpass
 import logging
 import os
@@ -28,6 +29,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.settings import get_current_settings
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flows.journal import Journal, unfinished
 from flows.lineage import publish_lineage
@@ -37,7 +39,7 @@ from flows.session import CONFIG, LIFECYCLE_LOCK, hold
 from tasks.results import PlainResults
 from tasks.sharing import share_result
 from tasks.stage import RunContext, StageResult, stage, travelling_variables
-from xray_runtime.actors.nodes import machines
+from xray_runtime.actors.nodes import here, is_seen_everywhere, machines
 from xray_runtime.actors.placement import settled, with_device
 from xray_runtime.actors.stable import open_stable
 from xray_runtime.actors.whole_model import expect_models
@@ -98,7 +100,8 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
     if deployment.id is not None:
         # Of a command, it was checked before anything was started.
         check_storage(config)
-    check_servers(machines())
+    if only_node(root) is None:
+        check_servers(machines())
     # Through the board the stages hear of an interruption; it lasts as long as somebody holds it.
     stable, board = open_stable(), open_board()
     plans = plan_stages(config)
@@ -218,9 +221,22 @@ def _start(
         parent_run_id=run_id,
         flow_run_id=flow_run_id,
         trigger=trigger,
+        node=only_node(root),
         tags=tags,
         variables=travelling_variables(),
     )
+
+
+@functools.cache
+def only_node(root: Path) -> str | None:
+    """The node that stages must run on, this one, where another does not see the output directory; else None.
+
+    Asked once: what joins later is expected to be like the others.
+    """
+    if is_seen_everywhere(root):
+        return None
+    log.warning("%s is not on a disk that all nodes share: stages run on this node, which sends the others files", root)
+    return here()
 
 
 def _link(tracker: Tracker, context: RunContext) -> None:
@@ -304,9 +320,10 @@ def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int)
     # A copy: `with_options` takes only storage that the server knows of, and the caller may make options of its own.
     configured = configured.with_options()
     configured.result_storage = PlainResults(basepath=str(Path(context.output) / "results"))
+    # Spread: a controller has no device, and would else always be beside the driver.
+    where = NodeAffinitySchedulingStrategy(context.node, soft=False) if context.node else "SPREAD"
     for attempt in range(1 + retries):
-        # Spread: a controller has no device, and would else always be beside the driver.
-        with remote_options(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD"):
+        with remote_options(num_cpus=0, max_retries=0, scheduling_strategy=where):
             future = configured.submit(spec, context)
         # Ray's own waiting turns the signal that interrupts it into a SystemError, which would pass for a crash.
         done = future.wrapped_future.future()

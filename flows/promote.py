@@ -24,7 +24,7 @@ from prefect.runtime import deployment
 from prefect_ray import RayTaskRunner
 from pydantic import Field
 
-from flows.lifecycle import prefect_tags, run_stage, trigger_of_run
+from flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
 from flows.session import saved_config
 from tasks.stage import RunContext, travelling_variables
 from xray_runtime.actors.stable import open_stable
@@ -158,6 +158,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         parent_run_id=run_id,
         flow_run_id=flow_run_id,
         trigger=trigger,
+        node=only_node(root),
         tags=tags,
         variables=travelling_variables(),
     )

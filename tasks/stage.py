@@ -57,6 +57,8 @@ class RunContext(BaseModel):
     flow_run_id: str | None = None
     trigger: dict[str, str] = {}
     """What started the flow, and who: for the record."""
+    node: str | None = None
+    """Ray's id of the only node that stages may run on: no other sees `output`. None: any."""
     tags: dict[str, str] = {}
     """By which a stage's MLflow run leads to the flow run."""
     variables: dict[str, SecretStr] = {}

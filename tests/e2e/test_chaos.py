@@ -12,7 +12,6 @@ from tests.e2e.conftest import Outcome
 
 SEED = 2322
 """The first from which twelve draws hit every target."""
-pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

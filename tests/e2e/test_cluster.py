@@ -12,17 +12,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from xray_runtime.actors.nodes import PLACEMENT
 from xray_runtime.processes import MARK, marked
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.long
 
 LONG = 1200.0
 CPUS = 2
@@ -30,11 +31,13 @@ CPUS = 2
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 STARTS = 5
 """Ray gives a new node half a minute, which a busy machine does not always keep."""
+MAY_MOUNT = subprocess.call(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL) == 0
 OVERRIDES = (
     "runtime.cpus_per_workhorse=1",
     "runtime.snapshot_every=1",
     "generator.engine=transformers",
     "sft.steps=4",
+    "sft.engine={num_workhorses: 4, pipeline_parallel: 2}",
     "preferences.num_pairs=16",
     "reward.epochs=1",
     "reward.batch_size=8",
@@ -47,6 +50,9 @@ class Cluster:
     """Ray nodes as an operator starts them, guarded by a token; a node's processes are found by its mark."""
 
     def __init__(self, directory: Path) -> None:
+        self.unshared = directory / "unshared"
+        """Where there is something else on each node but the head."""
+        self.unshared.mkdir()
         # The paths of Ray's sockets must be short.
         self._directory, self._sessions = directory, Path(tempfile.mkdtemp(prefix="xray-nodes-"))
         self._mark = uuid.uuid4().hex
@@ -66,9 +72,11 @@ class Cluster:
         self._run("head", "--head", f"--port={self._port}", f"--temp-dir={self._sessions}", "--include-dashboard=false")
 
     def join(self, name: str) -> None:
-        self._run(name, f"--address={self.variables['RAY_ADDRESS']}")
+        hide = f'mount -t tmpfs none {self.unshared} && exec "$@"'
+        own_disk = ["unshare", "--mount", "sh", "-c", hide, "sh"] if MAY_MOUNT else []
+        self._run(name, f"--address={self.variables['RAY_ADDRESS']}", before=own_disk)
 
-    def _run(self, name: str, *options: str) -> None:
+    def _run(self, name: str, *options: str, before: Sequence[str] = ()) -> None:
         variables = environment() | self.variables | {MARK: f"{self._mark}-{name}", "RAY_USAGE_STATS_ENABLED": "0"}
         del variables["RAY_ADDRESS"]
         # Any free worker ports: the nodes share a machine. Without --block it returns when the node is up.
@@ -78,7 +86,7 @@ class Cluster:
         for _ in range(STARTS):
             with log.open("wb") as file:
                 code = subprocess.call(
-                    [*command, *same, *options], env=variables, stdout=file, stderr=file, timeout=LONG
+                    [*before, *command, *same, *options], env=variables, stdout=file, stderr=file, timeout=LONG
                 )
             if code == 0:
                 return
@@ -94,6 +102,12 @@ class Cluster:
         """What works for X-ray on a node."""
         found = [" ".join(process.cmdline()) for process in marked(f"{self._mark}-{name}")]
         return [command for command in found if command.startswith("ray::") and not command.startswith(RAYS_OWN)]
+
+    def learners(self, name: str) -> list[psutil.Process]:
+        """The Workhorses of trained and scored models on a node."""
+        return [
+            p for p in marked(f"{self._mark}-{name}") if p.cmdline()[:1] and p.cmdline()[0].startswith("ray::Learner")
+        ]
 
     def end(self) -> None:
         for name in ("c", "b", "a", "head"):
@@ -113,6 +127,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         found.end()
 
 
+def snapshots(output: Path) -> list[Path]:
+    return list(output.glob("snapshots/ppo-1-*/step-" + "[0-9]" * 10))
+
+
 def until(condition: Callable[[], Any], why: str) -> None:
     deadline = time.monotonic() + LONG
     while not condition():
@@ -125,7 +143,7 @@ def test_a_node_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path) -> N
     output, log = tmp_path / "run", tmp_path / "run.log"
 
     @contextlib.contextmanager
-    def running() -> Iterator[subprocess.Popen[bytes]]:
+    def running(output: Path = output) -> Iterator[subprocess.Popen[bytes]]:
         overrides = [part for override in OVERRIDES for part in ("--set", override)]
         command = [XRAY, "run", "configs/tiny.yaml", "--output", str(output), *overrides]
         with log.open("ab") as file:
@@ -135,13 +153,13 @@ def test_a_node_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path) -> N
         finally:
             run.kill()
 
-    def stages() -> dict[str, Any]:
+    def stages(output: Path = output) -> dict[str, Any]:
         content = json.loads((output / "lifecycle.json").read_text())
         return {stage["name"]: stage for stage in content["stages"]}
 
-    def places() -> list[dict[str, list[str]]]:
-        """Of each attempt at the PPO stage: role → node of each rank."""
-        lines = (output / "logs" / "ppo-1" / PLACEMENT).read_text().splitlines()
+    def places(output: Path = output, stage: str = "ppo-1") -> list[dict[str, list[str]]]:
+        """Of each attempt at the stage: role → node of each rank."""
+        lines = (output / "logs" / stage / PLACEMENT).read_text().splitlines()
         models = [json.loads(line)["models"] for line in lines]
         return [{role: [rank["node"] for rank in ranks] for role, ranks in found.items()} for found in models]
 
@@ -152,13 +170,27 @@ def test_a_node_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path) -> N
     assert {node for nodes in spread.values() for node in nodes} == {"head", "a", "b"}
     assert len(spread["policy"]) == 2
 
+    if MAY_MOUNT:
+        # Where the nodes share no directory the same comes out: files go to them, and snapshots and models come back.
+        alone = cluster.unshared / "run"
+        with running(alone) as run:
+            until(lambda: snapshots(alone) or run.poll() is not None, "no snapshot")
+            for learner in cluster.learners("a") + cluster.learners("b"):
+                learner.kill()
+            assert run.wait(LONG) == 0, log.read_text()
+        assert stages(alone)["ppo-1"]["attempts"] > calm["ppo-1"]["attempts"]
+        nodes = {node for stage in ("sft", "ppo-1") for ranks in places(alone, stage)[-1].values() for node in ranks}
+        assert nodes == {"head", "a", "b"}
+        assert "not on a disk that all nodes share" in (alone / "logs" / "xray.log").read_text()
+        assert [s["checkpoint"]["sha256"] for s in stages(alone).values()] == [
+            s["checkpoint"]["sha256"] for s in calm.values()
+        ]
+
     # The PPO stage once more, from the same parents.
     for name in ("ppo-1", "evaluate"):
         shutil.rmtree(calm[name]["checkpoint"]["uri"])
     with running() as run:
-        until(
-            lambda: list(output.glob("snapshots/ppo-1-*/step-" + "[0-9]" * 10)) or run.poll() is not None, "no snapshot"
-        )
+        until(lambda: snapshots(output) or run.poll() is not None, "no snapshot")
         nodes = [node for ranks in places()[-1].values() for node in ranks]
         lost = next(node for node in nodes if node != "head")
         assert cluster.workers(lost)

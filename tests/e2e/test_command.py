@@ -18,8 +18,6 @@ import pytest
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray_runtime.processes import marked
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.mark.parametrize(
     ("arguments", "message"),

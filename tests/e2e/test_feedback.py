@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.long
 
 LONG = 400.0
 ASKED = ["compare", "sft", "ppo-2", "--prompts", "train", "--count", "40", "--judge", "ada", "--json"]

@@ -7,16 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
 from xray_runtime.checkpoints.store import verify
 from xray_runtime.config import PromotionConfig
 from xray_runtime.lineage.promotion import promote, review, roll_back
 from xray_runtime.lineage.reference import resolve
-
-pytestmark = pytest.mark.e2e
 
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 

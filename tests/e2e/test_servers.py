@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.secrets import OTHERS, SECRETS, environments, places_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.long
 
 AWAY_SECONDS = 20
 LOGIN = {name: f"xray:{SECRETS[name]}" for name in ("mlflow", "prefect")}

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from tests.s3 import BUCKET, S3Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.long
 
 URL = f"s3://{BUCKET}/team"
 EVERY = "runtime.snapshot_every=1"

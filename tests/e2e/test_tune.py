@@ -16,7 +16,7 @@ from xray_runtime.checkpoints.identity import stage_key
 from xray_runtime.config_io import load_config
 from xray_runtime.stages.spec import plan_stages
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.long
 
 SEARCH = {
     "fields": {"sft.lr": {"choices": [4e-3, 1e-6]}, "sft.batch_size": {"low": 8, "high": 32}},

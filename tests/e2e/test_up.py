@@ -18,7 +18,7 @@ from playwright.sync_api import expect, sync_playwright
 from tests.e2e.operator import LONG, Operator
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2000)]
 
 STAGES = ["base", "evaluate", "ppo-1", "ppo-2", "preferences", "prepare", "reward", "sft"]
 
@@ -164,6 +164,7 @@ def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retrie
     summary = pages.summary(operator.artifact_id(retried, "xray-ppo-2-summary"))
     expect(summary.get_by_role("cell", name="reward/mean", exact=True)).to_be_visible()
     assert summary.get_by_role("img").evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
+    summary.get_by_role("img").scroll_into_view_if_needed()
     pages.picture("summary")
 
     mlflow = pages.follow(summary.get_by_role("link", name="Its run in MLflow"))

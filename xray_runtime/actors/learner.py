@@ -224,10 +224,11 @@ class Learner(Workhorse):
 
         copy_model(self.spec.directory, directory)
 
-    def save(self, directory: Path, head_file: str | None) -> None:
+    def save(self, directory: Path, head_file: str | None) -> list[str]:
         """Write what was trained into the model that `begin_save` made there, and the scalar head into `head_file`.
 
-        Every rank joins the gathering, some write; one tensor at a time.
+        Every rank joins the gathering, some write; one tensor at a time. Returns the names of what this one wrote
+        into the model.
         """
         from safetensors.torch import save_file
 
@@ -238,17 +239,19 @@ class Learner(Workhorse):
         if not self.engine.writes:
             for _ in self._weights(head=True):
                 pass
-            return
-        head = {}
+            return []
+        head, written = {}, []
         with TensorFile(directory / WEIGHTS_FILE) as file:
             for name, tensor in self._weights(head=True):
                 if name.startswith(HEAD_PREFIX):
                     head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
                 else:
                     file.write(name, tensor)
+                    written.append(name)
         if head_file is not None and head:
             (directory / head_file).parent.mkdir(exist_ok=True)
             save_file(head, directory / head_file)
+        return written
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of what is trained, one at a time."""

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,27 @@ def machines() -> set[str]:
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
+def is_seen_everywhere(directory: Path) -> bool:
+    """Whether all nodes share the disk that `directory` is on. Nodes that do not answer are not asked again."""
+    if len(ray.nodes()) < 2:
+        return True
+    # A new name: a network disk may remember for seconds that a file was not there.
+    mark = directory / f".seen-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        there = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in ray.nodes() if n["Alive"]]
+        asked = [_sees.options(scheduling_strategy=strategy).remote(mark) for strategy in there]
+        answered = ray.wait(asked, num_returns=len(asked), timeout=SETTLE_SECONDS)[0]
+        return all(ray.get(ref) for ref in answered if _answered(ref))
+    finally:
+        mark.unlink()
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _sees(path: Path) -> bool:
+    return path.exists()
+
+
 def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
     """Until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
 
@@ -83,14 +105,19 @@ def _answered(ref: Any) -> bool:
     return True
 
 
+def here() -> str:
+    """Ray's id of the node this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def beside() -> NodeAffinitySchedulingStrategy:
     """Scheduling of an actor onto the node of the process that starts it: it is lost with that one or not at all."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return NodeAffinitySchedulingStrategy(here(), soft=True)
 
 
 def residence() -> Residence:
     """Where this process lives."""
-    return Residence(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid(), software())
+    return Residence(here(), socket.gethostname(), os.getpid(), software())
 
 
 def check_software(what: str, there: Residence, wanted: str) -> None:

@@ -63,14 +63,14 @@ class Watch:
         """Learn where the Workhorses live; they must be up."""
         self._pulses = dict(enumerate(self.collect([pulse(w) for w in self._workhorses])))
 
-    def collect(self, refs: list[Any]) -> list[Any]:
-        """The answers behind `refs`, one a rank.
+    def collect(self, refs: list[Any], ranks: list[int] | None = None) -> list[Any]:
+        """The answers behind `refs`, one each of `ranks` (default: from 0 on).
 
         Raises:
             WorkhorseError: a process died, stands still, or did not come to a collective.
             Exception: what a rank raised, as it is, with a note on rank, host and log.
         """
-        waiting = dict(zip(refs, range(len(refs)), strict=True))
+        waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
         failures: dict[int, Exception] = {}
         asked: dict[int, tuple[Any, float]] = {}
         while waiting and not failures:
@@ -130,7 +130,7 @@ class Watch:
     def _log_tail(self, rank: int) -> str:
         path = self._log_dir / f"{self._role}-{rank}.log"
         if not path.exists():
-            return f"{path} was not begun"
+            return f"{path} was not begun, or lies on another node"
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
 
 

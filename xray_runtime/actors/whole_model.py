@@ -7,7 +7,8 @@ different WholeModels run at the same time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from xray_runtime.actors.carrying import Carrier
 from xray_runtime.actors.generator import Generator
 from xray_runtime.actors.learner import Learner
 from xray_runtime.actors.nodes import Residence, beside, check_software, note_placement
@@ -84,14 +86,28 @@ class WholeModel:
         lives: list[Residence] = self._call("residence")
         for rank, there in enumerate(lives):
             check_software(f"Workhorse {rank} of {self._role!r}", there, wanted_software)
+        nodes = [there.node for there in lives]
+        self._carrier = Carrier(self._workhorses, nodes, self._get, self._log_dir)
         size = len(self._workhorses) // self._num_replicas
-        places = []
-        for number in range(len(self._workhorses)):
+        builds = []
+        for number, workhorse in enumerate(self._workhorses):
             rank, replica = number % size, number // size
             host, port = meeting_points[replica * size]
-            places.append(Rank(self._role, number, rank, size, host, port, self._log_dir))
-        self._get([w.build.remote(spec, place) for w, place in zip(self._workhorses, places, strict=True)])
+            log_dir = None if self._carrier.is_away(number) else self._log_dir
+            place = Rank(self._role, number, rank, size, host, port, log_dir)
+            builds.append(workhorse.build.remote(self._as_seen_by(number), place))
+        self._get(builds)
         return lives
+
+    def _as_seen_by(self, rank: int) -> ModelSpec | GeneratorSpec:
+        """The spec, its files where this rank finds them."""
+        bring, spec = self._carrier.bring, self._spec
+        directory = bring(spec.directory)[rank]
+        if isinstance(spec, GeneratorSpec):
+            return replace(spec, directory=directory)
+        reference = None if spec.reference is None else bring(spec.reference)[rank]
+        head = None if spec.head is None else bring(spec.head.parent)[rank] / spec.head.name
+        return replace(spec, directory=directory, reference=reference, head=head)
 
     def _meet(self) -> list[tuple[str, int]]:
         """Where a process group could meet at each Workhorse, as soon as every one is up."""
@@ -189,16 +205,29 @@ class WholeModel:
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
         """Write the model in Hugging Face form."""
-        self._get([self._workhorses[0].begin_save.remote(directory)])
-        self._call("save", directory, head_file)
+        places, leaders = self._carrier.places(directory), self._carrier.leaders()
+        self._get([self._workhorses[rank].begin_save.remote(places[rank]) for rank in leaders], leaders)
+        written = self._each("save", [(place, head_file) for place in places])
+        for rank, came in self._carrier.fetch(places, directory).items():
+            # Each of that node's ranks wrote its tensors into one copy of the model.
+            names = [name for r, place in enumerate(places) if place == places[rank] for name in written[r]]
+            _join(came, directory, names, head_file)
+        self._carrier.drop(places)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`, every rank its part."""
-        self._call("save_state", directory)
+        places = self._carrier.places(directory)
+        self._each("save_state", [(place,) for place in places])
+        for came in self._carrier.fetch(places, directory).values():
+            shutil.copytree(came, directory, dirs_exist_ok=True)
+            shutil.rmtree(came)
+        self._carrier.drop(places)
 
     def load_state(self, directory: Path) -> None:
         """Go on from a snapshot."""
-        self._call("load_state", directory)
+        places = self._carrier.lend(directory)
+        self._each("load_state", [(place,) for place in places])
+        self._carrier.drop(places)
 
     def stop(self, *, sound: bool = False) -> None:
         """Part with the Workhorses: `sound` ones wait in the stable for the next model, others end."""
@@ -224,11 +253,14 @@ class WholeModel:
         return [answer for rank, answer in enumerate(answers) if self._topology.reports(rank)]
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return self._get([getattr(w, method).remote(*args) for w in self._workhorses])
+        return self._each(method, [args] * len(self._workhorses))
 
-    def _get(self, refs: list[Any]) -> list[Any]:
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return self._get([getattr(w, method).remote(*a) for w, a in zip(self._workhorses, arguments, strict=True)])
+
+    def _get(self, refs: list[Any], ranks: list[int] | None = None) -> list[Any]:
         try:
-            return self._watch.collect(refs)
+            return self._watch.collect(refs, ranks)
         except Exception as error:
             answered = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
             if isinstance(error, WorkhorseError) or len(answered) < len(refs):
@@ -239,6 +271,21 @@ class WholeModel:
     def _kill(self) -> None:
         for workhorse in self._workhorses:
             ray.kill(workhorse)
+
+
+def _join(came: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
+    """Put what another node's ranks wrote (`came`, which goes) into the model in `directory`."""
+    from xray_runtime.models.tensor_file import WEIGHTS_FILE, copy_tensors
+
+    if not (directory / WEIGHTS_FILE).exists():
+        # No rank is here: the first to come is the model.
+        shutil.copytree(came, directory, dirs_exist_ok=True)
+    else:
+        copy_tensors(came / WEIGHTS_FILE, directory / WEIGHTS_FILE, names)
+        if head_file is not None and (came / head_file).exists():
+            (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(came / head_file, directory / head_file)
+    shutil.rmtree(came)
 
 
 def _succeeded(ref: Any) -> bool:

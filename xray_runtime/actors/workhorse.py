@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xray_runtime.actors.carrying import Porter
 from xray_runtime.actors.pulse import Heart, Pulse
 from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.processes import redirect_output
@@ -71,10 +72,11 @@ class Rank:
     world_size: int
     host: str
     port: int
-    log_dir: Path
+    log_dir: Path | None
+    """None: where Ray puts it, on a node that does not see the stage's logs."""
 
 
-class Workhorse:
+class Workhorse(Porter):
     """What every Workhorse does first: settle its device and its threads."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
@@ -86,7 +88,8 @@ class Workhorse:
 
     def _settle(self, place: Rank) -> None:
         """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
-        redirect_output(place.log_dir / f"{place.role}-{place.number}.log")
+        if place.log_dir is not None:
+            redirect_output(place.log_dir / f"{place.role}-{place.number}.log")
         import torch
 
         self.place = place
@@ -98,6 +101,7 @@ class Workhorse:
 
     def release(self) -> None:
         """Let go of the model."""
+        self.drop()
         self._heart = Heart()
         self._forget_meeting()
 

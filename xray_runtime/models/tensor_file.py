@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 WEIGHTS_FILE = "model.safetensors"
@@ -32,6 +33,13 @@ def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Overwrite the tensors `names` of one safetensors file by those of another, one at a time."""
+    with safe_open(source, framework="pt") as read, TensorFile(target) as written:
+        for name in names:
+            written.write(name, read.get_tensor(name))
 
 
 class TensorFile:
