@@ -112,7 +112,7 @@ def here() -> str:
 
 def beside() -> NodeAffinitySchedulingStrategy:
     """Scheduling of an actor onto the node of the process that starts it: it is lost with that one or not at all."""
-    return NodeAffinitySchedulingStrategy(here(), soft=True)
+    return NodeAffinitySchedulingStrategy(here(), soft=False)
 
 
 def residence() -> Residence:

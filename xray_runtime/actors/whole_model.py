@@ -231,6 +231,8 @@ class WholeModel:
 
     def stop(self, *, sound: bool = False) -> None:
         """Part with the Workhorses: `sound` ones wait in the stable for the next model, others end."""
+        if sound:
+            self._carrier.drop()
         for workhorse in self._workhorses:
             if sound and self._stable is not None:
                 ray.get(workhorse.release.remote())
