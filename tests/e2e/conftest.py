@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,9 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
 
 
-def xray(*arguments: str, timeout: float = 900) -> Outcome:
-    done = subprocess.run(
-        [XRAY, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+def xray(*arguments: str, timeout: float = 900, variables: Mapping[str, str] | None = None) -> Outcome:
+    environ = environment() | dict(variables or {})
+    done = subprocess.run([XRAY, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -44,6 +44,8 @@ class Operator:
 
     def __init__(self, home: Path) -> None:
         self.home, self.told = home, list[str]()
+        self.variables: dict[str, str] = {}
+        """With these other commands work on what `up` started: it prints them."""
         self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.told))
         threading.Thread(target=self._chat.serve_forever, daemon=True).start()
         sockets = [socket.socket() for _ in PORTS]
@@ -71,6 +73,8 @@ class Operator:
     def up(self) -> None:
         done = self.xray("up", *(f"--{name}-port={port}" for name, port in self._ports.items()))
         assert done.code == 0, done.out + done.err
+        exports = [line.removeprefix("export ") for line in done.out.splitlines() if line.startswith("export ")]
+        self.variables = dict(line.split("=", 1) for line in exports)
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads(self.xray("status", "--json").out))

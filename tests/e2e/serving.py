@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,15 +98,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(output: Path, ref: str) -> Iterator[Served]:
-    """`xray serve REF`, once it answers; at the end it is told to stop."""
+def serving(output: Path, ref: str, variables: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """`xray serve REF`, once it answers, with `variables` in its environment; at the end it is told to stop."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     log = output / "logs" / "serve-command.log"
     command = [XRAY, "serve", ref, "--output", str(output), "--port", str(port)]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
+        environ = environment() | dict(variables or {})
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=file)
     served = Served(process, log, f"http://127.0.0.1:{port}/v1")
     try:
         wait_for(lambda: _answers(port), served)

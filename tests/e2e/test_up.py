@@ -11,12 +11,15 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from tests.e2e.conftest import xray
 from tests.e2e.operator import LONG, Operator
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
+from tests.e2e.serving import ask, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2000)]
 
@@ -196,6 +199,34 @@ def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, r
     (champion,) = operator.status()["champions"]
     assert (champion["name"], champion["version"], champion["by"]) == ("xray-tiny-policy", "2", "Ada")
     expect(pages.artifact("promotion").get_by_text("Ada promoted it")).to_be_visible()
+
+
+def test_a_search_runs_like_a_lifecycle_and_its_best_is_served(operator: Operator, scheduled: str) -> None:
+    """The last step at a terminal, with the variables that `up` printed."""
+    operator.ended(scheduled)
+    parameters = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]
+    fields = {"ppo.stages.1.lr": {"low": 1e-5, "high": 1e-3, "log": True}}
+    search = {"name": "rates", "fields": fields, "metric": "evaluate/gold_delta", "trials": 2}
+    run = operator.start("tune/tune", parameters | {"search": search})
+    assert operator.ended(run)["state_name"] == "Completed"
+    assert "search" in operator.artifacts(run)
+    directory = operator.home / "output" / "searches" / "rates"
+    results = json.loads((directory / "results.json").read_text())
+    assert [trial["state"] for trial in results["trials"]] == ["finished"] * 2
+    for trial in results["trials"]:
+        stages = json.loads((Path(trial["directory"]) / "lifecycle.json").read_text())["stages"]
+        assert [stage["name"] for stage in stages if not stage["cached"]] == ["ppo-2", "evaluate"]
+
+    output = str(operator.home / "output")
+    best = xray("run", str(directory / "best.yaml"), "--output", output, "--json", variables=operator.variables)
+    assert best.code == 0, best.err
+    assert all(stage["cached"] for stage in best.lifecycle["stages"])
+    (policy,) = (stage["checkpoint"]["sha256"] for stage in best.lifecycle["stages"] if stage["name"] == "ppo-2")
+    assert best.lifecycle["registered"]["alias"] == "candidate"
+    with serving(operator.home / "output", policy, operator.variables) as server:
+        assert ask(server.address)[0] == policy
+    assert server.code == 0, server.log.read_text()
+    assert operator.status()["up"]
 
 
 def test_what_could_be_pruned_is_said(operator: Operator, scheduled: str, pages: Pages) -> None:
