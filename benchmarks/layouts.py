@@ -243,7 +243,7 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;
 its pipeline schedules and its distributed optimizer need CUDA and are not in this table. Seconds are of all the
-layout's processes on {cores} cores that other work shared: they say little of speed on a cluster.
+layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """
