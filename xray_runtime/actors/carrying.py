@@ -134,10 +134,10 @@ class Carrier:
                         file.write(self._ask([rank], "hand_out", [(places[rank] / name, file.tell())])[0])
         return found
 
-    def drop(self, places: list[Path] | None = None) -> None:
-        """Remove what `lend` or `places` made; without `places`, everything that was brought."""
+    def drop(self, places: list[Path]) -> None:
+        """Remove what `lend` or `places` made."""
         ranks = list(self._porters.values())
-        self._ask(ranks, "drop", [() if places is None else (places[rank],) for rank in ranks])
+        self._ask(ranks, "drop", [(places[rank],) for rank in ranks])
 
     def _sees(self, rank: int, seen: Path) -> bool:
         seen.mkdir(parents=True, exist_ok=True)

@@ -231,13 +231,13 @@ class WholeModel:
 
     def stop(self, *, sound: bool = False) -> None:
         """Part with the Workhorses: `sound` ones wait in the stable for the next model, others end."""
-        if sound:
-            self._carrier.drop()
         for workhorse in self._workhorses:
             if sound and self._stable is not None:
                 ray.get(workhorse.release.remote())
                 ray.get(self._stable.give_back.remote(self._kind, self._runtime, workhorse))
             else:
+                if sound:
+                    ray.get(workhorse.drop.remote())
                 ray.kill(workhorse)
 
     def _deal(self, method: str, rows: Rows, *args: Any) -> list[Any]:
