@@ -49,10 +49,10 @@ unit: install  ## pure tests
 	$(BIN)/pytest tests/unit -n auto
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
-	$(BIN)/pytest tests/component
+	$(BIN)/pytest tests/component -m "not long"
 
-lifecycle: install  ## the real command
-	$(BIN)/pytest tests/e2e -m "not long"
+lifecycle: install  ## the real command; two files at a time, since a blow takes longer to be noticed than to be mended
+	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run
 	rm -rf .venv runs

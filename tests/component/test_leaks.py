@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 
 from tests.component.test_learner import text
@@ -20,6 +21,8 @@ from xray_runtime.config import SFTConfig
 from xray_runtime.config_engines import EngineConfig, RuntimeConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, marked
+
+pytestmark = pytest.mark.long
 
 CYCLES = int(os.environ.get("XRAY_LEAK_CYCLES", "2"))
 SETTLE_SECONDS = 60.0

@@ -58,7 +58,7 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     [
         EngineConfig(micro_batch_tokens=16),
         EngineConfig(num_workhorses=2),
-        EngineConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32),
+        pytest.param(EngineConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
         EngineConfig(num_workhorses=2, zero_stage=3),
     ],
     ids=["small micro-batches", "2 Workhorses", "2 Workhorses, ZeRO-2", "2 Workhorses, ZeRO-3"],
@@ -102,7 +102,7 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
     [
         LayoutConfig(num_workhorses=2),
         LayoutConfig(num_workhorses=2, tensor_parallel=2),
-        LayoutConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2),
+        pytest.param(LayoutConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2), marks=pytest.mark.long),
     ],
     ids=["DP 2", "TP 2", "TP 2 × PP 2"],
 )

@@ -103,6 +103,7 @@ def run(spec: StageSpec, root: Path, spare: int | None = None) -> tuple[dict[str
     return load_file(out / "model.safetensors"), recorder
 
 
+@pytest.mark.long
 def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     cluster: None, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,8 @@ from flows.databases import VARIABLES
 from flows.home import PORTS, Home, new_state
 from xray_runtime.config_io import ConfigError
 
+pytestmark = pytest.mark.long
+
 PASSWORD = "hunter2-of-xray"
 
 
