@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,17 @@ def test_where_all_share_a_disk_nothing_moves(cluster: None, tmp_path: Path) -> 
     assert carrier.fetch([tmp_path, tmp_path], tmp_path) == {}
     ray.kill(one)
     ray.kill(other)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")
+def test_what_another_user_made_is_not_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / f"xray-carried-{os.getuid()}"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    with pytest.raises(PermissionError, match="is another user's; name another directory in TMPDIR"):
+        Porter().make_place()
+    assert not list(theirs.iterdir())
 
 
 def test_tensors_of_two_copies_come_together(tmp_path: Path) -> None:

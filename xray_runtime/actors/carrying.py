@@ -33,9 +33,13 @@ class Porter:
         return path.exists()
 
     def make_place(self) -> Path:
-        """A new, empty directory here."""
+        """A new, empty directory here. Raises PermissionError where another user made the one it would lie in."""
         if self._own is None:
-            self._own = own_directory(Path(tempfile.gettempdir()) / f"xray-carried-{os.getuid()}")
+            root = Path(tempfile.gettempdir()) / f"xray-carried-{os.getuid()}"
+            root.mkdir(mode=0o700, exist_ok=True)
+            if root.lstat().st_uid != os.getuid():
+                raise PermissionError(f"{root}: is another user's; name another directory in TMPDIR")
+            self._own = own_directory(root)
         return Path(tempfile.mkdtemp(dir=self._own))
 
     def take_in(self, path: Path, piece: bytes) -> None:
