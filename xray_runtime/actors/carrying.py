@@ -6,17 +6,17 @@ Workhorses read there, piece by piece through Ray's object store, and brings bac
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from xray_runtime.actors.nodes import here
+from xray_runtime.actors.nodes import here, mark_in
 from xray_runtime.engines.disk import own_directory
 
 PIECE = 64 * 2**20
@@ -71,7 +71,7 @@ class Carrier:
         workhorses: in order of rank.
         nodes: the id of the node that each is on.
         collect: gets the answers of calls to these ranks, as `Watch.collect`.
-        seen: a directory of this process; who does not see what is in it shares no disk with this process.
+        seen: a directory that may be shared, or not.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Carrier:
         # The first rank on a node carries for all that are there.
         first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
         first.pop(here(), None)
-        self._porters = {node: rank for node, rank in first.items() if not self._sees(rank, seen)}
+        with mark_in(seen) if first else contextlib.nullcontext() as mark:
+            self._porters = {node: rank for node, rank in first.items() if not self._ask([rank], "sees", [(mark,)])[0]}
 
     def is_away(self, rank: int) -> bool:
         """Whether a rank reads and writes on a disk of its own."""
@@ -94,8 +95,8 @@ class Carrier:
 
     def leaders(self) -> list[int]:
         """One rank for each disk: this process's (where any rank is there) first."""
-        here = [rank for rank in range(len(self._nodes)) if not self.is_away(rank)]
-        return here[:1] + sorted(self._porters.values())
+        not_away = [rank for rank in range(len(self._nodes)) if not self.is_away(rank)]
+        return not_away[:1] + sorted(self._porters.values())
 
     def bring(self, directory: Path) -> list[Path]:
         """Where each rank finds the directory, which does not change any more."""
@@ -142,16 +143,6 @@ class Carrier:
         """Remove what `lend` or `places` made."""
         ranks = list(self._porters.values())
         self._ask(ranks, "drop", [(places[rank],) for rank in ranks])
-
-    def _sees(self, rank: int, seen: Path) -> bool:
-        seen.mkdir(parents=True, exist_ok=True)
-        # A new name: a network disk may remember for seconds that a file was not there.
-        mark = seen / f".seen-{uuid.uuid4().hex}"
-        mark.touch()
-        try:
-            return bool(self._ask([rank], "sees", [(mark,)])[0])
-        finally:
-            mark.unlink()
 
     def _ask(self, ranks: list[int], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         calls = [getattr(self._workhorses[r], method).remote(*a) for r, a in zip(ranks, arguments, strict=True)]

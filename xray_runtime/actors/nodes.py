@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,21 +55,29 @@ def is_seen_everywhere(directory: Path) -> bool:
     """Whether all nodes share the disk that `directory` is on. Nodes that do not answer are not asked again."""
     if len(ray.nodes()) < 2:
         return True
-    # A new name: a network disk may remember for seconds that a file was not there.
-    mark = directory / f".seen-{uuid.uuid4().hex}"
-    mark.touch()
-    try:
+    with mark_in(directory) as mark:
         there = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in ray.nodes() if n["Alive"]]
         asked = [_sees.options(scheduling_strategy=strategy).remote(mark) for strategy in there]
         answered = ray.wait(asked, num_returns=len(asked), timeout=SETTLE_SECONDS)[0]
         return all(ray.get(ref) for ref in answered if _answered(ref))
-    finally:
-        mark.unlink()
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _sees(path: Path) -> bool:
     return path.exists()
+
+
+@contextlib.contextmanager
+def mark_in(directory: Path) -> Iterator[Path]:
+    """A file in `directory`, for a while: who does not see it shares no disk with this process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # A new name: a network disk may remember for seconds that a file was not there.
+    mark = directory / f".seen-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        yield mark
+    finally:
+        mark.unlink()
 
 
 def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
