@@ -16,6 +16,7 @@ from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Table
 
 from flows.search import plans_until
+from xray_runtime.credentials import tracking_address
 
 if TYPE_CHECKING:
     from flows.tune import Event
@@ -156,7 +157,7 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         f"registered  {registered['name']} version {registered['version']} @{registered['alias']}",
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
-        f"lineage     mlflow ui --backend-store-uri sqlite:///{output / 'mlflow.db'}",
+        f"lineage     {tracking_address() or f'mlflow ui --backend-store-uri sqlite:///{output}/mlflow.db'}",
     ]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
 
