@@ -157,9 +157,16 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         f"registered  {registered['name']} version {registered['version']} @{registered['alias']}",
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
-        f"lineage     {tracking_address() or f'mlflow ui --backend-store-uri sqlite:///{output}/mlflow.db'}",
+        f"lineage     {where_lineage_is_seen(output)}",
     ]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def where_lineage_is_seen(output: Path) -> str:
+    """The MLflow server's address, or the command that starts one on the store in `output`."""
+    # Once it has been used, MLflow's client keeps the address of a store without a server in the environment too.
+    address = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
+    return address if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
 
 
 def _interval(pair: list[float]) -> str:
