@@ -34,7 +34,7 @@ demo: install  ## run the quickstart lifecycle into runs/quickstart
 
 test: install lint audit-deps unit component lifecycle  ## style and types, dependencies, unit, component and end-to-end tests
 
-test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser
+test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser (chromium)
 	$(BIN)/pytest tests -m long
 
 lint: install  ## style and types
@@ -51,7 +51,7 @@ unit: install  ## pure tests
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long"
 
-lifecycle: install  ## the real command; two files at a time, since a blow takes longer to be noticed than to be mended
+lifecycle: install  ## the real command, whole and under twelve blows
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run

@@ -60,8 +60,11 @@ class Porter:
 
     def drop(self, place: Path | None = None) -> None:
         """Remove a directory of `make_place`; without `place`, all of them."""
-        for old in [place] if place is not None else list(self._own.iterdir()) if self._own is not None else []:
-            shutil.rmtree(old, ignore_errors=True)
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        elif self._own is not None:
+            for each in self._own.iterdir():
+                shutil.rmtree(each, ignore_errors=True)
 
 
 class Carrier:
@@ -71,7 +74,7 @@ class Carrier:
         workhorses: in order of rank.
         nodes: the id of the node that each is on.
         collect: gets the answers of calls to these ranks, as `Watch.collect`.
-        seen: a directory that may be shared, or not.
+        seen: a directory that the nodes may share; who does not see it is carried for.
     """
 
     def __init__(
