@@ -21,12 +21,12 @@ import numpy as np
 import ray
 
 from benchmarks.machine import line, machine, ratio, spread, start_ray, table, times
-from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec
-from xray_runtime.config import FreshBase
-from xray_runtime.config_engines import GeneratorConfig, RuntimeConfig
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.config.engines import GeneratorConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import GeneratorSpec
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),
@@ -78,9 +78,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     args = parser.parse_args()
     from xray_runtime.models.causal_lm import load_tokenizer
-    from xray_runtime.processes import end_marked, guard
+    from xray_runtime.processes import kill_tagged, start_reaper
 
-    mark = guard()
+    mark = start_reaper()
     start_ray(num_cpus=2)
     with tempfile.TemporaryDirectory() as folder:
         directory = args.model or fresh_model(Path(folder) / "model")
@@ -109,7 +109,7 @@ def main() -> None:
             # Line by line: each engine takes its time to start.
             line([name, spread(speeds), ratio(speeds, fastest), f"{started:.0f}", f"{worst:.1e}"])
     ray.shutdown()
-    end_marked(mark)
+    kill_tagged(mark)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,8 @@ import torch
 
 from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
-from xray_runtime.actors.learner import Learner
-from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import FreshBase, PPOStageConfig, PretrainedBase
-from xray_runtime.config_engines import EngineConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.lifecycle import FreshBase, PPOStageConfig, PretrainedBase
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
@@ -32,6 +29,9 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, training_memory
 from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.workhorse import ModelSpec
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64

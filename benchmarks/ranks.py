@@ -12,17 +12,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.actors.learner import Learner
-from xray_runtime.actors.rows import Rows, split
-from xray_runtime.actors.workhorse import ModelSpec, Rank
-from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config.engines import RuntimeConfig
 from xray_runtime.engines.topology import Topology
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.rows import Rows, split
+from xray_runtime.workers.workhorse import ModelSpec, Rank
 
 PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports, and with it torch's compiler: seconds
     "transformers.models.llama.modeling_llama",
-    "xray_runtime.engines.megatron.engine",
+    "xray_runtime.engines.training.megatron.engine",
     "benchmarks.ranks",
 ]
 TIMEOUT_S = 900.0

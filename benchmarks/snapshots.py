@@ -23,7 +23,7 @@ def seconds(config: Path, output: Path, number: int, *overrides: str) -> dict[st
     """PPO stage → seconds, of a lifecycle in `output` that finds everything else done."""
     # A guard that nothing comes near, a little different each time: what was computed before does not serve.
     nudge = f"ppo.stages.0.max_mismatch={0.5 + number / 1000}"
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--output", str(output), "--json"]
+    command = [sys.executable, "-m", "xray.cli.main", "run", str(config), "--output", str(output), "--json"]
     command += [part for override in (nudge, *overrides) for part in ("--set", override)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     stages = json.loads(done.stdout)["stages"]

@@ -29,15 +29,15 @@ class Generator:
     def __init__(self, directory: Path) -> None:
         import torch
 
-        from xray_runtime.engines.generation import Place
-        from xray_runtime.engines.transformers_generator import TransformersSampler
-        from xray_runtime.weights.held import HeldWeights
+        from xray_runtime.engines.generation.sampling import Place
+        from xray_runtime.engines.generation.transformers_generate import TransformersSampler
+        from xray_runtime.weights.versioned import VersionedWeights
 
         torch.set_num_threads(1)
-        self._held = HeldWeights(directory, TransformersSampler(directory, Place("cpu")).write)
+        self._held = VersionedWeights(directory, TransformersSampler(directory, Place("cpu")).write)
 
     def verify(self, update: Any) -> float:
-        from xray_runtime.weights.plasma import verify
+        from xray_runtime.weights.object_store import verify
 
         start = time.perf_counter()
         verify(update)
@@ -82,7 +82,7 @@ def main() -> None:
     import torch
 
     from xray_runtime.models.causal_lm import load_model
-    from xray_runtime.weights.plasma import BUCKET_BYTES, pack
+    from xray_runtime.weights.object_store import BUCKET_BYTES, pack
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

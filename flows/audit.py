@@ -9,14 +9,17 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
-from flows.automations import BROKEN_EVENT
-from xray_runtime.lineage.audit import Audit
-from xray_runtime.lineage.audit import audit as run_audit
+from xray_runtime.lineage.audit.checkpoints import Audit
+from xray_runtime.lineage.audit.checkpoints import audit as run_audit
 from xray_runtime.lineage.reference import open_place
 
 
 class NotSound(RuntimeError):
     """The audit found something."""
+
+
+BROKEN_EVENT = "xray.audit.broken"
+"""Sent when an audit found something; automations listen for it."""
 
 
 @flow(name="audit", flow_run_name="audit {output}", persist_result=False)

@@ -31,39 +31,39 @@ from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flows.journal import Journal, unfinished
-from flows.lineage import publish_lineage
-from flows.reach import check_servers
-from flows.records import end_lost_flow_run, end_lost_task_run
-from flows.session import CONFIG, LIFECYCLE_LOCK, hold
-from tasks.results import PlainResults
-from tasks.sharing import share_result
-from tasks.stage import RunContext, StageResult, stage, travelling_variables
-from xray_runtime.actors.nodes import here, is_seen_everywhere, machines
-from xray_runtime.actors.placement import settled, with_device
-from xray_runtime.actors.stable import open_stable
-from xray_runtime.actors.whole_model import expect_models
-from xray_runtime.checkpoints.identity import stage_key
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.shared import open_shared
-from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest, verify
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.config_io import check_storage, resolved_yaml
+from xray.flows.lineage import publish_lineage
+from xray.tasks.prefect_state import crash_lost_flow_run, crash_lost_task_run
+from xray.tasks.preflight import check_servers
+from xray.tasks.results import PlainResults
+from xray.tasks.run_summary import RunSummary, unfinished
+from xray.tasks.sharing import share_result
+from xray.tasks.stage import RunContext, StageResult, forwarded_variables, stage
+from xray.tasks.workspace import CONFIG, LIFECYCLE_LOCK, file_lock
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import check_storage, resolved_yaml
 from xray_runtime.credentials import bare, tracking_address
-from xray_runtime.errors import was_stopped
+from xray_runtime.errors import is_cancelled
 from xray_runtime.feedback.publication import judged_dataset
-from xray_runtime.files import write_whole
+from xray_runtime.files import write_atomic
 from xray_runtime.lineage.attestation import publish_card
+from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.keys import exchange_keys
 from xray_runtime.lineage.reference import open_place
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.tracking import Tracker
-from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.processes import redirect_output
-from xray_runtime.progress import open_board
+from xray_runtime.progress import open_progress
 from xray_runtime.stages.spec import JUDGEMENTS, StagePlan, StageSpec, plan_stages
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest, verify
+from xray_runtime.store.identity import stage_key
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.workers.nodes import here, is_on_all_nodes, machines
+from xray_runtime.workers.placement import resolve_layouts, with_device
+from xray_runtime.workers.pool import open_worker_pool
+from xray_runtime.workers.whole_model import expect_models
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle") -> dict[s
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     # Of a deployment and a command line, the second must stay out.
-    with hold(root, LIFECYCLE_LOCK):
+    with file_lock(root, LIFECYCLE_LOCK):
         return _lifecycle(config, root)
 
 
@@ -96,18 +96,18 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
         # Starting Ray put a handler in place that aborts; a run that is cancelled on its page makes a snapshot first.
         signal.signal(signal.SIGTERM, terminate)
     # What cannot work is noticed before anything is computed.
-    config, _ = settled(config)
+    config, _ = resolve_layouts(config)
     if deployment.id is not None:
         # Of a command, it was checked before anything was started.
         check_storage(config)
     if only_node(root) is None:
         check_servers(machines())
     # Through the board the stages hear of an interruption; it lasts as long as somebody holds it.
-    stable, board = open_stable(), open_board()
+    stable, board = open_worker_pool(), open_progress()
     plans = plan_stages(config)
     try:
-        with recorded(config, root, root, {}) as (tracker, context, journal):
-            done = run_stages(plans, config, tracker, context, journal)
+        with recorded(config, root, root, {}) as (tracker, context, summary):
+            done = run_stages(plans, config, tracker, context, summary)
             policy, evaluation = done[plans[-1].parents["policy"]], done["evaluate"].checkpoint.path
             publish_card(evaluation, policy.checkpoint.path)
             name = f"{config.project}-policy"
@@ -123,21 +123,21 @@ def _lifecycle(config: LifecycleConfig, root: Path) -> dict[str, Any]:
                 by=context.trigger.get("by"),
                 note=f"flow run {context.flow_run_id}",
             )
-            journal.completed(evaluation, {"name": name, "version": version, "alias": ALIAS})
-            tracker.log_files(context.parent_run_id, journal.path, journal.report)
+            summary.completed(evaluation, {"name": name, "version": version, "alias": ALIAS})
+            tracker.log_files(context.parent_run_id, summary.path, summary.report)
     finally:
         ray.kill(stable)
         del board
-    create_markdown_artifact(journal.markdown(tracker.page), key="lifecycle", description=f"{config.project}: {root}")
+    create_markdown_artifact(summary.markdown(tracker.page), key="lifecycle", description=f"{config.project}: {root}")
     place = open_place(root, context.tracking_uri)
     publish_lineage(place, place.graph.nodes[policy.checkpoint.sha256])
-    return journal.content
+    return summary.content
 
 
 @contextlib.contextmanager
 def recorded(
     config: LifecycleConfig, root: Path, place: Path, tags: dict[str, str]
-) -> Iterator[tuple[Tracker, RunContext, Journal]]:
+) -> Iterator[tuple[Tracker, RunContext, RunSummary]]:
     """What is recorded of one lifecycle in `root`: MLflow's run, and a journal in `place`. Both say how it ended.
 
     Where a run of the same config in `place` was cut short, its MLflow run goes on.
@@ -145,26 +145,26 @@ def recorded(
     Args:
         tags: of the MLflow run.
     """
-    write_whole(place / CONFIG, resolved_yaml(config))
+    write_atomic(place / CONFIG, resolved_yaml(config))
     signing_key(root)
     exchange_keys(root, open_shared(config.runtime.storage))
     before = unfinished(place, config)
     if before is not None:
-        end_lost_flow_run(before["flow_run_id"], flow_run.id)
+        crash_lost_flow_run(before["flow_run_id"], flow_run.id)
     tracker, context = _start(config, root, before, tags)
-    journal = Journal(root, place, config, context.parent_run_id, flow_run.id)
+    summary = RunSummary(root, place, config, context.parent_run_id, flow_run.id)
     _link(tracker, context)
     try:
-        yield tracker, context, journal
+        yield tracker, context, summary
         tracker.finish(context.parent_run_id, "FINISHED")
     except BaseException as error:
-        journal.failed()
-        tracker.finish(context.parent_run_id, "KILLED" if was_stopped(error) else "FAILED")
+        summary.failed()
+        tracker.finish(context.parent_run_id, "KILLED" if is_cancelled(error) else "FAILED")
         raise
 
 
 def run_stages(
-    plans: list[StagePlan], config: LifecycleConfig, tracker: Tracker, context: RunContext, journal: Journal
+    plans: list[StagePlan], config: LifecycleConfig, tracker: Tracker, context: RunContext, summary: RunSummary
 ) -> dict[str, StageResult]:
     """The results of `plans`, the first stages of `config`, by name. In a flow on Ray."""
     # Settled for good: a cluster that loses its last GPU must not go on on CPUs.
@@ -183,7 +183,7 @@ def run_stages(
         if cached:
             result = _link_cached(tracker, context, result, list(parents.values()))
         done[plan.name], computing = result, computing or not cached
-        journal.stage_done(result, cached, time.perf_counter() - start)
+        summary.stage_done(result, cached, time.perf_counter() - start)
     return done
 
 
@@ -223,7 +223,7 @@ def _start(
         trigger=trigger,
         node=only_node(root),
         tags=tags,
-        variables=travelling_variables(),
+        variables=forwarded_variables(),
     )
 
 
@@ -233,7 +233,7 @@ def only_node(root: Path) -> str | None:
 
     Asked once: what joins later is expected to be like the others.
     """
-    if is_seen_everywhere(root):
+    if is_on_all_nodes(root):
         return None
     log.warning("%s is not on a disk that all nodes share: stages run on this node, which sends the others files", root)
     return here()
@@ -331,13 +331,13 @@ def _submit(configured: Any, spec: StageSpec, context: RunContext, retries: int)
             concurrent.futures.wait([done])
         except BaseException:
             # Ctrl-C: the stage makes a snapshot first.
-            ray.get(open_board().stop.remote())
+            ray.get(open_progress().stop.remote())
             concurrent.futures.wait([done], timeout=STOP_SECONDS)
             raise
         future.wait()
         if not future.state.is_crashed():
             break
-        end_lost_task_run(future.task_run_id)
+        crash_lost_task_run(future.task_run_id)
         if attempt == retries:
             break
         log.warning("%s: its Ray worker was lost; trying again", spec.name)

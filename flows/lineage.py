@@ -7,9 +7,9 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from xray_runtime.lineage.drawing import lineage_mermaid, lineage_text, write_html
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place, resolve
+from xray_runtime.lineage.render import lineage_mermaid, lineage_text, write_html
 
 FOLDER = "lineage"
 

@@ -24,20 +24,20 @@ from prefect.runtime import deployment
 from prefect_ray import RayTaskRunner
 from pydantic import Field
 
-from flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
-from flows.session import saved_config
-from tasks.stage import RunContext, travelling_variables
-from xray_runtime.actors.stable import open_stable
-from xray_runtime.checkpoints.identity import digest, stage_key
-from xray_runtime.config import PromotionConfig
-from xray_runtime.config_io import ConfigError
+from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
+from xray.tasks.stage import RunContext, forwarded_variables
+from xray.tasks.workspace import saved_config
+from xray_runtime.config.lifecycle import PromotionConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.lineage import promotion
+from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import NotPromoted, Review
 from xray_runtime.lineage.reference import Place, open_place, resolve
-from xray_runtime.lineage.tracking import Tracker
-from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.stages.spec import StagePlan
+from xray_runtime.store.identity import digest, stage_key
+from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.workers.pool import open_worker_pool
 
 STAGE = "compare"
 MAX_SAMPLES = 6
@@ -160,12 +160,12 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         trigger=trigger,
         node=only_node(root),
         tags=tags,
-        variables=travelling_variables(),
+        variables=forwarded_variables(),
     )
     snapshot = Snapshot(place.tracking_uri)
     parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
     # Both sides then generate in one process.
-    stable = open_stable()
+    stable = open_worker_pool()
     try:
         result, _ = run_stage(plan, parents, context, plan.sections["seed"], runtime)
     except BaseException:

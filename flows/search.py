@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from xray_runtime.checkpoints.identity import digest
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_engines import Count, Section
-from xray_runtime.config_io import ConfigError, put, read_mapping, validate, validate_as
+from xray_runtime.config.engines import Count, Section
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError, put, read_mapping, validate, validate_as
 from xray_runtime.stages.spec import StagePlan, plan_stages
+from xray_runtime.store.identity import digest
 
 Mode = Literal["max", "min"]
 Metric = Annotated[str, Field(pattern=r"^[a-z0-9_]+/[A-Za-z0-9_]+$")]

@@ -24,22 +24,21 @@ from prefect_ray import RayTaskRunner
 from pydantic import BaseModel, ConfigDict, ValidationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flows.lifecycle import recorded, run_stages
-from flows.search import SearchConfig, plans_until, trial_digest, with_values
-from flows.services import QUIET
-from flows.session import CONFIG, LIFECYCLE_LOCK, hold
-from xray_runtime.actors.placement import settled
-from xray_runtime.actors.stable import open_stable
-from xray_runtime.checkpoints.identity import stage_key
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import load_config
-from xray_runtime.errors import was_stopped
-from xray_runtime.files import write_whole
-from xray_runtime.lineage.recorder import records_directory, snapshots_directory
-from xray_runtime.lineage.tracking import StageRun
-from xray_runtime.processes import redirect_output
-from xray_runtime.progress import open_board
+from xray.flows.lifecycle import recorded, run_stages
+from xray.flows.search import SearchConfig, plans_until, trial_digest, with_values
+from xray.tasks.workspace import CONFIG, LIFECYCLE_LOCK, file_lock
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import load_config
+from xray_runtime.errors import is_cancelled
+from xray_runtime.files import write_atomic
+from xray_runtime.processes import QUIET, redirect_output
+from xray_runtime.progress import open_progress
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.store.identity import stage_key
+from xray_runtime.tracking.mlflow_tracker import StageRun
+from xray_runtime.tracking.recorder import records_directory, snapshots_directory
+from xray_runtime.workers.placement import resolve_layouts
+from xray_runtime.workers.pool import open_worker_pool
 
 State = Literal["finished", "pruned", "failed"]
 Points = list[tuple[int, float]]
@@ -153,7 +152,7 @@ class TrialRunner:
     """Runs trials one after the other; Workhorses wait from one trial to the next."""
 
     def __init__(self) -> None:
-        self._stable, self._board = open_stable(), open_board()
+        self._stable, self._board = open_worker_pool(), open_progress()
 
     def run(self, trial: Trial) -> bool:
         """Run `trial`; returns whether it came to its end, or was stopped. Raises what its lifecycle failed of."""
@@ -183,21 +182,21 @@ class TrialRunner:
 def run_trial(config: LifecycleConfig, search: SearchConfig, values: dict[str, Any], output: str, place: str) -> Any:
     """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`."""
     root = Path(output)
-    config, _ = settled(config)
+    config, _ = resolve_layouts(config)
     plans = plans_until(config, search.until)
     tags = {"xray.search": search.name, "xray.trial": json.dumps(values)}
     try:
-        with hold(root, LIFECYCLE_LOCK), recorded(config, root, Path(place), tags) as (tracker, context, journal):
-            done = run_stages(plans, config, tracker, context, journal)
+        with file_lock(root, LIFECYCLE_LOCK), recorded(config, root, Path(place), tags) as (tracker, context, summary):
+            done = run_stages(plans, config, tracker, context, summary)
             last = done[search.until]
             value = read_metrics(records_directory(root, last.name, last.key) / "metrics.jsonl").get(search.metric)
             if value:
                 point = (value[-1][0], int(time.time() * 1000), {VALUE: value[-1][1]})
                 StageRun(tracker, context.parent_run_id).metrics([point])
-            journal.ended(done["evaluate"].checkpoint.path if "evaluate" in done else None)
-            tracker.log_files(context.parent_run_id, journal.path)
+            summary.ended(done["evaluate"].checkpoint.path if "evaluate" in done else None)
+            tracker.log_files(context.parent_run_id, summary.path)
     except Exception as error:
-        if not was_stopped(error):
+        if not is_cancelled(error):
             raise
         return Cancelled(message="The search ended it early.")
     return None
@@ -205,7 +204,7 @@ def run_trial(config: LifecycleConfig, search: SearchConfig, values: dict[str, A
 
 def write_record(trial: Trial, record: TrialRecord) -> None:
     trial.place.mkdir(parents=True, exist_ok=True)
-    write_whole(trial.place / RECORD, record.model_dump_json(indent=2))
+    write_atomic(trial.place / RECORD, record.model_dump_json(indent=2))
 
 
 def _journal(place: Path) -> dict[str, Any] | None:

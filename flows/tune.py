@@ -36,17 +36,17 @@ from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, MedianStoppingRule
 from ray.tune.search.optuna import OptunaSearch
 
-from flows.lifecycle import STOP_SECONDS, terminate
-from flows.records import end_lost_flow_run
-from flows.search import SearchConfig, Space, Span, search_space
-from flows.trials import Trial, TrialRecord, search_directory, start_runner, write_record
-from flows.tune_report import report, results_markdown
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError
-from xray_runtime.errors import root_cause, told
-from xray_runtime.files import write_whole
+from xray.flows.lifecycle import STOP_SECONDS, terminate
+from xray.flows.search import SearchConfig, Space, Span, search_space
+from xray.flows.trials import Trial, TrialRecord, search_directory, start_runner, write_record
+from xray.flows.tune_report import report, results_markdown
+from xray.tasks.prefect_state import crash_lost_flow_run
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.errors import error_summary, root_cause
+from xray_runtime.files import write_atomic
 from xray_runtime.processes import redirect_output
-from xray_runtime.progress import open_board
+from xray_runtime.progress import open_progress
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="xray", log_to_driver=False, logging_level="ERROR")
     before = directory / "flow_run"
-    end_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
-    write_whole(before, str(flow_run.id))
+    crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
+    write_atomic(before, str(flow_run.id))
     trials = run_search(root, config, search)
     results = report(directory, config, search, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
@@ -90,19 +90,19 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
 def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> list[tuple[Trial, TrialRecord]]:
     """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`."""
     space = search_space(config, search)
-    runner, board = start_runner(), open_board()
+    runner, board = start_runner(), open_progress()
     job = _Search(root, config, search, space, runner)
-    journal = _Journal(job, board)
+    summary = _Journal(job, board)
     scratch = search_directory(root, search.name) / "ray"
     # Of a search that was killed.
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         warnings.filterwarnings("ignore", "fail_fast='raise'")
-        _tuner(job, journal, scratch).fit()
+        _tuner(job, summary, scratch).fit()
     except Exception:
         # Ray Tune makes text of what a callback raises.
-        if journal.wrong is not None:
-            raise ConfigError(journal.wrong) from None
+        if summary.wrong is not None:
+            raise ConfigError(summary.wrong) from None
         raise
     except BaseException:
         # The trial at work makes a snapshot first.
@@ -112,7 +112,7 @@ def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> lis
     finally:
         ray.kill(runner)
         shutil.rmtree(scratch, ignore_errors=True)
-    return journal.trials
+    return summary.trials
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Search:
         return Trial(self.root, self.config, self.search, values)
 
 
-def _tuner(job: _Search, journal: _Journal, scratch: Path) -> Any:
+def _tuner(job: _Search, summary: _Journal, scratch: Path) -> Any:
     search, prune = job.search, job.search.prune
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     scheduler = FIFOScheduler()
@@ -161,7 +161,7 @@ def _tuner(job: _Search, journal: _Journal, scratch: Path) -> Any:
             storage_path=str(scratch),
             name=search.name,
             verbose=0,
-            callbacks=[journal],
+            callbacks=[summary],
             # What a trial fails of, it reports; what is raised here is the search's own trouble.
             failure_config=ray_tune.FailureConfig(fail_fast="raise"),
             checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
@@ -201,7 +201,7 @@ class _Watcher(ray_tune.Trainable):
         try:
             return self._step()
         except Exception as error:
-            return self._last(failed=f"{type(root_cause(error)).__name__}: {told(error)}")
+            return self._last(failed=f"{type(root_cause(error)).__name__}: {error_summary(error)}")
 
     def _step(self) -> dict[str, Any]:
         if not self._sent:

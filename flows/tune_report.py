@@ -12,11 +12,11 @@ import optuna
 from rich.console import Console
 from rich.table import Table
 
-from flows.search import SearchConfig, Space, Span, search_space, with_values
-from flows.trials import State, Trial, TrialRecord
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import resolved_yaml
-from xray_runtime.files import write_whole
+from xray.flows.search import SearchConfig, Space, Span, search_space, with_values
+from xray.flows.trials import State, Trial, TrialRecord
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import resolved_yaml
+from xray_runtime.files import write_atomic
 from xray_runtime.report.figures import COLORS, style
 
 RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
@@ -48,9 +48,9 @@ def report(
     if best is not None:
         number, record = best
         results["best"] = {"number": number, "value": record.value, "values": record.values}
-        write_whole(directory / BEST, resolved_yaml(with_values(config, record.values)))
-    write_whole(directory / FIGURE, figure(results, search))
-    write_whole(directory / RESULTS, json.dumps(results, indent=2))
+        write_atomic(directory / BEST, resolved_yaml(with_values(config, record.values)))
+    write_atomic(directory / FIGURE, figure(results, search))
+    write_atomic(directory / RESULTS, json.dumps(results, indent=2))
     return results
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tasks.summary import StageResult
-from xray_runtime.checkpoints.shared import DamagedError, SharedStore
-from xray_runtime.checkpoints.store import Store
-from xray_runtime.lineage.recorder import RECORDS, records_directory
+from xray.tasks.summary import StageResult
 from xray_runtime.stages.spec import StageSpec
+from xray_runtime.store.checkpoints import Store
+from xray_runtime.store.shared import DamagedError, SharedStore
+from xray_runtime.tracking.recorder import RECORDS, records_directory
 
 log = logging.getLogger(__name__)
 

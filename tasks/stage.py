@@ -25,17 +25,17 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.context import TaskRunContext
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from tasks.results import PLAIN
-from tasks.summary import StageResult, stage_markdown
-from xray_runtime.checkpoints.identity import OTHER_SOFTWARE
-from xray_runtime.config_io import ConfigError
-from xray_runtime.credentials import TRAVELLING
-from xray_runtime.errors import StageOutOfMemoryError, is_out_of_memory, may_retry, told, was_stopped
-from xray_runtime.progress import find_board
+from xray.tasks.results import PLAIN
+from xray.tasks.summary import StageResult, stage_markdown
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.credentials import FORWARDED
+from xray_runtime.errors import StageOutOfMemoryError, error_summary, is_cancelled, is_out_of_memory, may_retry
+from xray_runtime.progress import find_progress
 from xray_runtime.stages.spec import StageSpec
+from xray_runtime.store.identity import OTHER_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from xray_runtime.lineage.recorder import StageRecorder
+    from xray_runtime.tracking.recorder import StageRecorder
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ class RunContext(BaseModel):
     """Of the flow's environment, what a stage needs on a machine that may lack it; see `travelling_variables`."""
 
 
-def travelling_variables() -> dict[str, SecretStr]:
+def forwarded_variables() -> dict[str, SecretStr]:
     """`variables` of a `RunContext`. They travel inside Ray alone."""
-    return {name: SecretStr(os.environ[name]) for name in TRAVELLING if name in os.environ}
+    return {name: SecretStr(os.environ[name]) for name in FORWARDED if name in os.environ}
 
 
 def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -89,16 +89,16 @@ def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
 )
 def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
     """Run one stage and publish its checkpoint, or fetch it from the shared store; returns a `StageResult` as JSON."""
-    from tasks.sharing import fetch_result, share_result
-    from xray_runtime.checkpoints.shared import open_shared
-    from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest
+    from xray.tasks.sharing import fetch_result, share_result
     from xray_runtime.lineage.attestation import attest
-    from xray_runtime.lineage.recorder import StageRecorder
     from xray_runtime.lineage.signing import signing_key
     from xray_runtime.lineage.statement import RunFacts
-    from xray_runtime.lineage.tracking import Tracker
     from xray_runtime.processes import redirect_output
     from xray_runtime.report.figures import read_metrics, training_figure
+    from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
+    from xray_runtime.store.shared import open_shared
+    from xray_runtime.tracking.mlflow_tracker import Tracker
+    from xray_runtime.tracking.recorder import StageRecorder
 
     _check_key(spec)
     start, started = time.perf_counter(), datetime.now(UTC)
@@ -173,7 +173,7 @@ def stage(spec: StageSpec, context: RunContext) -> dict[str, Any]:
         run.finish("FINISHED", recorder.attempt)
         recorder.finished()
     except BaseException as error:
-        run.finish("KILLED" if was_stopped(error) else "FAILED", recorder.attempt)
+        run.finish("KILLED" if is_cancelled(error) else "FAILED", recorder.attempt)
         raise
     finally:
         recorder.close()
@@ -195,11 +195,11 @@ def _hear_of_what_happens() -> None:
 
 def _check_key(spec: StageSpec) -> None:
     """Raises ConfigError where this node's code or libraries are not those `spec.key` was made with."""
-    from xray_runtime.checkpoints.identity import stage_key
+    from xray_runtime.store.identity import stage_key
 
     parents = {role: parent.sha256 for role, parent in spec.parents.items()}
     if spec.key != stage_key(stage=spec.name, kind=spec.kind, sections=spec.sections, parents=parents):
-        raise ConfigError(f"{spec.name} on {socket.gethostname()}: {OTHER_SOFTWARE}")
+        raise ConfigError(f"{spec.name} on {socket.gethostname()}: {OTHER_ENVIRONMENT}")
 
 
 def _publish(stage: str, text: str) -> None:
@@ -224,11 +224,14 @@ def _run_in_memory(spec: StageSpec, built: Path, recorder: StageRecorder) -> int
             divisor = runtime.micro_batch_divisor * 2
             if runtime.on_out_of_memory == "fail" or divisor > MAX_DIVISOR:
                 raise StageOutOfMemoryError(
-                    f"{spec.name}: out of memory ({told(error)}); lower engine.micro_batch_tokens, or raise "
+                    f"{spec.name}: out of memory ({error_summary(error)}); lower engine.micro_batch_tokens, or raise "
                     f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
                 ) from error
             log.warning(
-                "%s: out of memory (%s); going on with micro-batches 1/%d as large", spec.name, told(error), divisor
+                "%s: out of memory (%s); going on with micro-batches 1/%d as large",
+                spec.name,
+                error_summary(error),
+                divisor,
             )
             runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
             for left in built.iterdir():
@@ -252,7 +255,7 @@ class _Progress:
 
     def __init__(self, stage: str) -> None:
         self.on_stop: Callable[[], None] = lambda: None
-        self._board = find_board()
+        self._board = find_progress()
         self._stage = stage
         self._answer: Any = None
         self._artifact: Any = None

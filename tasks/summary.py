@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.checkpoints.ref import CheckpointRef
 from xray_runtime.report.figures import PANELS
+from xray_runtime.store.ref import CheckpointRef
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 24

@@ -19,7 +19,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def told(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """The root cause in one line, and where it happened if a note says so."""
     cause = root_cause(error)
     notes = getattr(cause, "__notes__", [])
@@ -54,7 +54,7 @@ class StageInterruptedError(RuntimeError):
     """The stage was asked to stop, and did, with a snapshot."""
 
 
-def was_stopped(error: BaseException) -> bool:
+def is_cancelled(error: BaseException) -> bool:
     """Whether somebody asked for the end: by a signal, or through a stage that heeded the wish to stop."""
     return not isinstance(error, Exception) or isinstance(root_cause(error), StageInterruptedError)
 

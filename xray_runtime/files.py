@@ -16,7 +16,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `path` beside its place, bring it to disk, and rename it: a reader finds the old file or the new one."""
     temporary = path.with_name(f"{path.name}.writing-{uuid.uuid4().hex[:8]}")
     try:

@@ -21,6 +21,21 @@ import psutil
 MARK = "XRAY_RUN_MARK"
 GRACE_SECONDS = 3.0
 
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
 
 def redirect_output(path: Path) -> None:
     """Append everything this process prints from now on, also from C code, to the file `path`."""
@@ -33,7 +48,7 @@ def redirect_output(path: Path) -> None:
     os.close(target)
 
 
-def guard() -> str:
+def start_reaper() -> str:
     """Mark this process's descendants-to-be and watch over them; returns the mark.
 
     Call it before anything else is started.
@@ -57,7 +72,7 @@ def guard() -> str:
     return mark
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def tagged(mark: str) -> list[psutil.Process]:
     """Every process but this one that carries `mark`."""
     found = []
     for process in psutil.process_iter():
@@ -67,31 +82,31 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def end_marked(mark: str, grace_s: float = GRACE_SECONDS) -> None:
+def kill_tagged(mark: str, grace_s: float = GRACE_SECONDS) -> None:
     """End every process that carries `mark`: asked first, killed after `grace_s` seconds."""
     deadline = time.monotonic() + grace_s
-    for process in marked(mark):
+    for process in tagged(mark):
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := tagged(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     # A process may start another between two looks; look until none is left.
     for _ in range(50):
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        left = marked(mark)
+        left = tagged(mark)
         if not left:
             return
         time.sleep(0.1)
 
 
-def _watch(mark: str, reader: int) -> None:
+def _health(mark: str, reader: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.read(reader, 1)
-    end_marked(mark)
+    kill_tagged(mark)
 
 
 if __name__ == "__main__":
-    _watch(sys.argv[1], int(sys.argv[2]))
+    _health(sys.argv[1], int(sys.argv[2]))

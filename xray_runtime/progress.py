@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from xray_runtime.actors.nodes import beside
+from xray_runtime.workers.nodes import same_node
 
 NAME, NAMESPACE = "xray-progress", "xray"
 
@@ -15,7 +15,7 @@ Progress = tuple[int, int, str, str]
 """(done, total, unit, note)."""
 
 
-class ProgressBoard:
+class ProgressActor:
     """Latest progress by stage."""
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class ProgressBoard:
         self._stopping = True
 
 
-def open_board() -> Any:
+def open_progress() -> Any:
     """The board of this cluster, made where there is none."""
     options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
     while True:
-        board = ray.remote(ProgressBoard).options(**options, scheduling_strategy=beside()).remote()
+        board = ray.remote(ProgressActor).options(**options, scheduling_strategy=same_node()).remote()
         try:
             ray.get(board.read.remote())
         except ray.exceptions.ActorDiedError:
@@ -54,7 +54,7 @@ def open_board() -> Any:
             return board
 
 
-def find_board() -> Any | None:
+def find_progress() -> Any | None:
     """The board, or None where nobody opened one."""
     try:
         return ray.get_actor(NAME, namespace=NAMESPACE)

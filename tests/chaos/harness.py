@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate")
 """Stages that hold models, in order."""
 TARGETS = {
-    "driver": "flows.session",
+    "driver": "xray.cli.runner",
     "stage": "ray::{stage}",
     "learner": "ray::Learner",
     "generator": "ray::Generator",
@@ -97,7 +97,7 @@ def start(output: Path, mark: str) -> subprocess.Popen[bytes]:
     overrides = [part for override in OVERRIDES for part in ("--set", override)]
     with (output.parent / f"{output.name}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "run", "configs/tiny.yaml", "--output", str(output), *overrides],
+            [sys.executable, "-m", "xray.cli.main", "run", "configs/tiny.yaml", "--output", str(output), *overrides],
             cwd=ROOT,
             env=environment,
             stdout=log,

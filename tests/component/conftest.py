@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config import FreshBase
-from xray_runtime.processes import end_marked, guard
+from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.processes import kill_tagged, start_reaper
 
 TINY = FreshBase(
     vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64
@@ -17,17 +17,17 @@ TINY = FreshBase(
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    mark = guard()
+    mark = start_reaper()
     import ray
 
-    from xray_runtime.actors.stable import open_stable
+    from xray_runtime.workers.pool import open_worker_pool
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
-    stable = open_stable()
+    stable = open_worker_pool()
     yield
     del stable  # it lives as long as somebody holds it
     ray.shutdown()
-    end_marked(mark)
+    kill_tagged(mark)
 
 
 @pytest.fixture(scope="session")

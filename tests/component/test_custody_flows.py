@@ -20,17 +20,17 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
 
-from flows.records import end_lost_flow_run
-from flows.services import PrefectServer
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from xray_runtime.lineage.audit import audit
+from xray.deployments.local_services import PrefectServer
+from xray.tasks.prefect_state import crash_lost_flow_run
+from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import open_place
 
 SERVE = """
 from prefect import serve
-from flows.audit import audit
-from flows.lineage import lineage
-from flows.promote import promote
+from xray.flows.audit import audit
+from xray.flows.lineage import lineage
+from xray.flows.promote import promote
 serve(*(flow.to_deployment(flow.name) for flow in (audit, lineage, promote)), limit=8)
 """
 ROOT = Path(__file__).parents[2]
@@ -197,8 +197,8 @@ def test_only_what_was_lost_is_marked_as_lost(server: str) -> None:
             found = [client.read_flow_run(run.id).state, *(client.read_task_run(t.id).state for t in tasks)]
             return [s.name for s in found if s is not None]
 
-        end_lost_flow_run(str(run.id), str(run.id))
+        crash_lost_flow_run(str(run.id), str(run.id))
         assert states() == ["Running", "Crashed", "Completed"]
-        end_lost_flow_run(str(run.id), str(uuid4()))
+        crash_lost_flow_run(str(run.id), str(uuid4()))
         assert states() == ["Crashed", "Crashed", "Completed"]
-        end_lost_flow_run(str(uuid4()), None)
+        crash_lost_flow_run(str(uuid4()), None)

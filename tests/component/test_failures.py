@@ -17,14 +17,14 @@ import torch
 
 from tests.component.test_learner import text
 from tests.component.test_stable import gone, pids
-from xray_runtime.actors.watch import AFTERMATH_SECONDS, PULSE_SECONDS, WorkhorseError
-from xray_runtime.actors.whole_model import LEAVE_SECONDS, open_models
-from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import SFTConfig
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import SFTConfig
 from xray_runtime.errors import may_retry, root_cause
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.workers.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
+from xray_runtime.workers.whole_model import LEAVE_SECONDS, open_models
+from xray_runtime.workers.workhorse import ModelSpec
 
 LIMIT_SECONDS = 5.0
 RUNTIME = RuntimeConfig(threads=1, device="cpu", hang_timeout_s=LIMIT_SECONDS, collective_timeout_s=LIMIT_SECONDS)
@@ -61,7 +61,7 @@ def step(model: Any, **mood: float) -> Any:
     ("number", "within", "says"),
     [
         (signal.SIGKILL, AFTERMATH_SECONDS, r"died: .*exit detail"),
-        (signal.SIGSTOP, LIMIT_SECONDS + 2 * PULSE_SECONDS + AFTERMATH_SECONDS, "gave no sign of life for 5 s"),
+        (signal.SIGSTOP, LIMIT_SECONDS + 2 * HEARTBEAT_SECONDS + AFTERMATH_SECONDS, "gave no sign of life for 5 s"),
     ],
     ids=["killed", "stopped"],
 )
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_to_a_collective(cluster: None, tiny_model: Pa
     def wait_for_one() -> None:
         with policy(tiny_model, tmp_path) as (model, processes):
             victims.extend(processes)
-            # It answers pulses: not it stands still, its peers do.
+            # It answers heartbeats: not it stands still, its peers do.
             ray.get(step(model, sleep=120.0), timeout=100.0)
 
     victims: list[int] = []

@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
-from xray_runtime.actors.learner import Learner
-from xray_runtime.actors.rows import Rows
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import ModelSpec, Rank
-from xray_runtime.config import RewardConfig
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import RewardConfig
 from xray_runtime.engines.engine import can_be_cut
-from xray_runtime.engines.part import fill
+from xray_runtime.engines.shard_loading import fill
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective
-from xray_runtime.weights.plasma import unpack
+from xray_runtime.weights.object_store import unpack
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import ModelSpec, Rank
 
 NUM_UPDATES = 4
 ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}
@@ -92,7 +92,7 @@ class Loader(Learner):
             self.grown = _memory("VmHWM") - before
             raise _ReachedError
 
-        with mock.patch("xray_runtime.engines.zero.ZeroEngine.__init__", reached), suppress(_ReachedError):
+        with mock.patch("xray_runtime.engines.training.zero.ZeroEngine.__init__", reached), suppress(_ReachedError):
             super().build(spec, place)
 
 

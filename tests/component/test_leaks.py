@@ -15,12 +15,12 @@ import pytest
 import ray
 
 from tests.component.test_learner import text
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import SFTConfig
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.processes import MARK, marked
+from xray_runtime.processes import MARK, tagged
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import ModelSpec
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def cycle(model: Path, logs: Path) -> None:
 
 def left() -> dict[str, int]:
     """What there is of everything that could be left behind."""
-    mine = marked(os.environ[MARK])
+    mine = tagged(os.environ[MARK])
     workers = [p for p in mine if _command(p).startswith("ray::")]
     pids = {p.pid for p in mine} | {os.getpid()}
     free = ray.available_resources()

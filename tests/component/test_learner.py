@@ -12,12 +12,12 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.actors.rows import Rows, pad, take
-from xray_runtime.actors.whole_model import WorkhorseError, open_models
-from xray_runtime.actors.workhorse import ModelSpec, Workhorse
-from xray_runtime.config import PPOStageConfig, SFTConfig
-from xray_runtime.config_engines import EngineConfig, LayoutConfig, RuntimeConfig
+from xray_runtime.config.engines import EngineConfig, LayoutConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import PPOStageConfig, SFTConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
+from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.whole_model import WorkhorseError, open_models
+from xray_runtime.workers.workhorse import ModelSpec, Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 NUM_STEPS = 6

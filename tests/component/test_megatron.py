@@ -17,17 +17,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.test_layouts import same
-from xray_runtime.actors.learner import Learner
-from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
-from xray_runtime.config import RewardConfig, SFTConfig
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import RewardConfig, SFTConfig
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObjective
-from xray_runtime.weights.plasma import unpack
+from xray_runtime.weights.object_store import unpack
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 MEGATRON = {"library": "megatron"}
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.stage import _run_in_memory
 from tests.component.conftest import TINY
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.snapshots import Snapshot
-from xray_runtime.config_io import validate
+from xray.tasks.stage import _run_in_memory
+from xray_runtime.config.loading import validate
 from xray_runtime.data.pairs import Example, write_jsonl
 from xray_runtime.errors import StageOutOfMemoryError
-from xray_runtime.lineage.recorder import StageRecorder
 from xray_runtime.stages.spec import StageSpec, plan_stages
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.tracking.recorder import StageRecorder
 
 ROWS, STEPS = 3072, 2
 MICRO_BATCH_TOKENS = 98304
@@ -111,7 +111,7 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     [needed] = recorder.used
     assert needed > 800e6  # much more than threads and libraries may add to a process
     spare = int(0.75 * needed)
-    with caplog.at_level(logging.WARNING, logger="tasks.stage"):
+    with caplog.at_level(logging.WARNING, logger="xray.tasks.stage"):
         weights, recorder = run(stage(tiny_model, tmp_path / "limited"), tmp_path / "limited", spare)
     # Each attempt had the same limit; how often it takes halving is for the allocator to say.
     *failed, went_on = recorder.used

@@ -16,10 +16,10 @@ import psutil
 import psycopg2
 import pytest
 
-from flows.daemons import ask, find, servers, start_missing, stop, wait_healthy
-from flows.databases import VARIABLES
-from flows.home import PORTS, Home, new_state
-from xray_runtime.config_io import ConfigError
+from xray.deployments.databases import VARIABLES
+from xray.deployments.server_home import PORTS, ServerHome, new_state
+from xray.deployments.servers import ask, find, servers, start_missing, stop, wait_healthy
+from xray_runtime.config.loading import ConfigError
 
 pytestmark = pytest.mark.long
 
@@ -86,7 +86,7 @@ def postgres() -> Iterator[Postgres]:
     shutil.rmtree(directory)
 
 
-def started(home: Home, ports: dict[str, int | None]) -> None:
+def started(home: ServerHome, ports: dict[str, int | None]) -> None:
     """Both servers come up on what the environment names, do their work, and show no password."""
     state = new_state(None, None, ports)
     home.save(state)
@@ -113,7 +113,7 @@ def test_the_servers_keep_their_records_there(
     with_prefect = bool(postgres.ask("postgres", "select 1 from pg_available_extensions where name = 'pg_trgm'"))
     monkeypatch.setenv(VARIABLES["mlflow"], postgres.url("postgresql", "mlflow"))
     monkeypatch.setenv(VARIABLES["prefect"], postgres.url("postgresql+asyncpg", "prefect"))
-    home = Home(tmp_path / "home")
+    home = ServerHome(tmp_path / "home")
     home.make()
     if not with_prefect:
         with pytest.raises(ConfigError, match="it lacks the extension pg_trgm"):

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.test_learner import RUNTIME, text
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import ModelSpec
-from xray_runtime.config import SFTConfig
-from xray_runtime.config_engines import EngineConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.lifecycle import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import ModelSpec
 
 
 def steps(model: Any, numbers: range) -> list[float]:

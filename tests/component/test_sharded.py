@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.component.test_learner import text
-from xray_runtime.actors.sharded import sharded
-from xray_runtime.config_engines import EngineConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig, TrainingConfig
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.workers.sharded import sharded
 
 NUM_STEPS, LR = 4, 1e-2
 

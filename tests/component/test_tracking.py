@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from xray_runtime.checkpoints.identity import digest
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import Store, load_manifest
-from xray_runtime.lineage.recorder import StageRecorder, records_directory
-from xray_runtime.lineage.tracking import Tracker, flatten
+from xray_runtime.store.checkpoints import Store, load_manifest
+from xray_runtime.store.identity import digest
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
+from xray_runtime.tracking.recorder import StageRecorder, records_directory
 
 numbers = itertools.count()
 

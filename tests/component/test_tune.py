@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flows.search import SearchConfig, with_values
-from flows.trials import Trial, TrialRecord, search_directory, write_record
-from flows.tune import run_search
-from flows.tune_report import report
-from xray_runtime.config_io import load_config, validate
+from xray.flows.search import SearchConfig, with_values
+from xray.flows.trials import Trial, TrialRecord, search_directory, write_record
+from xray.flows.tune import run_search
+from xray.flows.tune_report import report
+from xray_runtime.config.loading import load_config, validate
 
 CONFIG = validate({"project": "xray-tune"})
 LOSS = {0.1: 2.0, 0.01: 1.0, 0.001: 3.0, 1e-4: 4.0, 1e-5: 5.0, 1e-6: 9.0}

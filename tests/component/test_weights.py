@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights import plasma
-from xray_runtime.weights.held import WEIGHTS_FILE, HeldWeights, StaleWeightsError, Tensors
-from xray_runtime.weights.plasma import WeightTransferError, WeightUpdate, pack, unpack, verify
+from xray_runtime.weights.object_store import WeightTransferError, WeightUpdate, pack, unpack, verify
+from xray_runtime.weights.versioned import WEIGHTS_FILE, StaleWeightsError, Tensors, VersionedWeights
 from xray_runtime.weights.zero_copy import open_shared, share
 
 MIB = 2**20
@@ -31,7 +31,7 @@ class Engine:
         self.tensors: dict[str, torch.Tensor] = {}
         self.fails_at, self.failures = "", 0
         save_file(weights(0), directory / WEIGHTS_FILE)
-        self.held = HeldWeights(directory, self.write)
+        self.held = VersionedWeights(directory, self.write)
         self.held.restart(directory)
 
     def write(self, tensors: Tensors, version: int) -> None:
@@ -153,7 +153,7 @@ def test_a_transfer_takes_one_bucket_of_memory(cluster: None, monkeypatch: pytes
     updates: list[WeightUpdate] = []
     packing = peak_of(lambda: updates.append(pack(model.items(), version=1)))
     assert len(updates[0].buckets) == 32
-    loading = peak_of(lambda: HeldWeights(tmp_path, write).load(updates[0]))
+    loading = peak_of(lambda: VersionedWeights(tmp_path, write).load(updates[0]))
     assert packing <= 2 * 2 * MIB
     assert loading <= 2 * 2 * MIB
     assert all(torch.equal(own[name], model[name]) for name in model)

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
-from xray_runtime.actors.nodes import PLACEMENT
-from xray_runtime.processes import MARK, marked
+from xray_runtime.processes import MARK, tagged
+from xray_runtime.workers.nodes import PLACEMENT
 
 pytestmark = pytest.mark.long
 
@@ -96,18 +96,18 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """As when a machine loses its power."""
-        for process in marked(f"{self._mark}-{name}"):
+        for process in tagged(f"{self._mark}-{name}"):
             process.kill()
 
     def workers(self, name: str) -> list[str]:
         """What works for X-ray on a node."""
-        found = [" ".join(process.cmdline()) for process in marked(f"{self._mark}-{name}")]
+        found = [" ".join(process.cmdline()) for process in tagged(f"{self._mark}-{name}")]
         return [command for command in found if command.startswith("ray::") and not command.startswith(RAYS_OWN)]
 
     def learners(self, name: str) -> list[psutil.Process]:
         """The Workhorses of trained and scored models on a node."""
         return [
-            p for p in marked(f"{self._mark}-{name}") if p.cmdline()[:1] and p.cmdline()[0].startswith("ray::Learner")
+            p for p in tagged(f"{self._mark}-{name}") if p.cmdline()[:1] and p.cmdline()[0].startswith("ray::Learner")
         ]
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
-from xray_runtime.processes import marked
+from xray_runtime.processes import tagged
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def _left(mark: str) -> list[str]:
 def _only_ray_is_reached_by_others(mark: str) -> None:
     """It asks for its token. All else listens on loopback, and there the run's own Prefect asks for its password."""
     open_to_others, addresses = [], set()
-    for process in marked(mark):
+    for process in tagged(mark):
         with contextlib.suppress(psutil.Error, OSError):
             line = " ".join(process.cmdline())
             environ = process.environ()
@@ -94,7 +94,7 @@ def _only_ray_is_reached_by_others(mark: str) -> None:
             if hosts - {"127.0.0.1", "::1"}:
                 open_to_others.append((line, environ.get("RAY_AUTH_MODE")))
     # A driver of Ray's listens as Ray does.
-    rays = [found for found in open_to_others if "flows.session" not in found[0]]
+    rays = [found for found in open_to_others if "xray.cli.runner" not in found[0]]
     assert rays
     assert [line for line, mode in rays if mode != "token" or not (line.startswith("ray::") or "/ray/" in line)] == []
     api = max(addresses)

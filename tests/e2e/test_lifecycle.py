@@ -9,10 +9,10 @@ from typing import Any
 
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
-from xray_runtime.checkpoints.store import verify
-from xray_runtime.config import PromotionConfig
+from xray_runtime.config.lifecycle import PromotionConfig
 from xray_runtime.lineage.promotion import promote, review, roll_back
 from xray_runtime.lineage.reference import resolve
+from xray_runtime.store.checkpoints import verify
 
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
-from xray_runtime.checkpoints.identity import stage_key
-from xray_runtime.config_io import load_config
+from xray_runtime.config.loading import load_config
 from xray_runtime.stages.spec import plan_stages
+from xray_runtime.store.identity import stage_key
 
 pytestmark = pytest.mark.long
 
@@ -54,8 +54,8 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     (first,) = records(output)
-    journal = output / "searches" / "rates" / "trials" / first / "lifecycle.json"
-    written = journal.stat().st_mtime_ns
+    summary = output / "searches" / "rates" / "trials" / first / "lifecycle.json"
+    written = summary.stat().st_mtime_ns
 
     outcome = xray(*command)
     assert outcome.code == 0, outcome.err
@@ -65,9 +65,9 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
     assert [trial["state"] for trial in trials] == ["finished", "finished", "pruned"]
     assert all(trial["values"]["sft.lr"] == (4e-3 if trial["state"] == "finished" else 1e-6) for trial in trials)
     assert Path(trials[0]["directory"]).name == first
-    assert journal.stat().st_mtime_ns == written, "a finished trial was run again"
+    assert summary.stat().st_mtime_ns == written, "a finished trial was run again"
     journals = [json.loads((Path(trial["directory"]) / "lifecycle.json").read_text()) for trial in trials]
-    stages = [{stage["name"]: stage for stage in journal["stages"]} for journal in journals]
+    stages = [{stage["name"]: stage for stage in summary["stages"]} for summary in journals]
     assert [name for name, stage in stages[0].items() if not stage["cached"]] == ["prepare", "base", "sft"]
     assert stages[1]["prepare"]["cached"]
     assert stages[1]["base"]["cached"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config import FreshBase, LifecycleConfig, PretrainedBase
-from xray_runtime.config_io import ConfigError, load_config, validate
-from xray_runtime.planning.auto import choose, describe, settle
+from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig, PretrainedBase
+from xray_runtime.config.loading import ConfigError, load_config, validate
+from xray_runtime.planning.auto import choose, choose_layouts, describe
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
 from xray_runtime.stages.spec import plan_stages
 
@@ -42,7 +42,7 @@ PRESETS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem
 def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
     """All cores serve the threads of one Workhorse: a second rank would only add communication."""
     written = load_config(path)
-    chosen, plan = settle(load_config(path, ["runtime.parallel=auto"]), LAPTOP)
+    chosen, plan = choose_layouts(load_config(path, ["runtime.parallel=auto"]), LAPTOP)
     assert layouts(chosen) == {(1, 0)}
     assert chosen == written
     assert plan.placement == "colocated"
@@ -53,11 +53,11 @@ def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
 
 def test_more_ranks_are_not_taken_than_a_step_has_micro_batches() -> None:
     # 32 sequences of 48 tokens are one micro-batch of 4,096; of 512 they are three.
-    assert layouts(settle(auto(), Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(1, 0)}
+    assert layouts(choose_layouts(auto(), Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(1, 0)}
     small = {"engine": {"micro_batch_tokens": 512}}
     config = validate({"sft": small, "reward": small, "ppo": {"stages": [small]}, "runtime": {"parallel": "auto"}})
     # The replies of SFT are the longest: 32 × (32 + 32) = 2,048 tokens.
-    assert layouts(settle(config, Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(4, 0)}
+    assert layouts(choose_layouts(config, Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(4, 0)}
 
 
 def large(micro_batch_tokens: int, **stage: Any) -> LifecycleConfig:
@@ -75,19 +75,19 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     On four GPUs ZeRO-1 needs 8 + 12 / 4 = 11 bytes a parameter, 71 GB, and some 8 GB for bucket and passes; ZeRO-2
     4 + 16 / 4 = 8 bytes, 52 GB.
     """
-    chosen, plan = settle(large(512), gpus(8))
+    chosen, plan = choose_layouts(large(512), gpus(8))
     assert plan.placement == "separate"
     assert layouts(chosen) == {(4, 2)}
     assert chosen.runtime.gpus_per_workhorse == 1.0
     # With all tokens in one pass, one rank would be of use; all five that reference, reward model and generator leave
     # are needed: activations are 32 GB more.
-    assert layouts(settle(large(4096), gpus(8))[0]) == {(5, 3)}
+    assert layouts(choose_layouts(large(4096), gpus(8))[0]) == {(5, 3)}
     # Two trained models share 13 GPUs, six each.
-    separate, _ = settle(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
+    separate, _ = choose_layouts(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
     assert layouts(separate) == {(6, 3)}
     assert separate.ppo.stages[0].critic_engine == separate.ppo.stages[0].engine
     with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; nearest is "):
-        settle(large(4096), gpus(4, 40))
+        choose_layouts(large(4096), gpus(4, 40))
 
 
 def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
@@ -129,7 +129,7 @@ def replica(config: LifecycleConfig) -> tuple[int, int, int, int]:
     ],
 )
 def test_what_zero_cannot_shard_is_cut(machine: Machine, layout: tuple[int, int, int, int]) -> None:
-    chosen, plan = settle(two_rows(SEVEN), machine)
+    chosen, plan = choose_layouts(two_rows(SEVEN), machine)
     assert replica(chosen) == layout
     assert plan.placement == "separate"
     tp, pp, _, _ = layout
@@ -140,19 +140,19 @@ def test_what_zero_cannot_shard_is_cut(machine: Machine, layout: tuple[int, int,
 def test_heads_and_layers_bound_the_cut() -> None:
     # 43 layers, 35 heads: no power of two divides them, so layers alone are dealt. 6.6 × 10⁹ parameters.
     odd = {"hidden_size": 3360, "num_layers": 43, "num_heads": 35, "num_kv_heads": 35, "intermediate_size": 10752}
-    assert replica(settle(two_rows(odd), gpus(8, 40))[0])[:2] == (1, 4)
+    assert replica(choose_layouts(two_rows(odd), gpus(8, 40))[0])[:2] == (1, 4)
     # Key-value heads are split too: two of them bound the degree.
     grouped = SEVEN | {"num_kv_heads": 2, "intermediate_size": 13312}
-    assert replica(settle(two_rows(grouped), gpus(8, 40))[0])[:2] == (2, 2)
+    assert replica(choose_layouts(two_rows(grouped), gpus(8, 40))[0])[:2] == (2, 2)
     # Two layers give two stages at most.
     wide = {"hidden_size": 10080, "num_layers": 2, "num_heads": 45, "num_kv_heads": 45, "intermediate_size": 94464}
     with pytest.raises(ConfigError, match="PP 2"):
-        settle(two_rows(wide), gpus(8, 40))
+        choose_layouts(two_rows(wide), gpus(8, 40))
 
 
 def test_a_cut_policy_keeps_to_the_object_store() -> None:
     with pytest.raises(ConfigError, match=r"runtime\.weight_transfer = 'auto' must be 'plasma'"):
-        settle(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40))
+        choose_layouts(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40))
 
 
 def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:
@@ -184,13 +184,13 @@ def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
     """34.5 × 10⁹ parameters, 138 GB in float32, 69 in bfloat16; one layer's activations and logits are some GB."""
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
-    chosen, plan = settle(validate(written), gpus(32, node=8))
+    chosen, plan = choose_layouts(validate(written), gpus(32, node=8))
     assert (chosen.frozen.num_workhorses, chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (2, 2, 1)
     # 32 less 2 for the reference, 2 for the reward model, 1 for the generator.
     assert layouts(chosen) == {(27, 3)}
     assert "27 Workhorses under ZeRO-3; frozen ones on 2, TP 2: " in describe(plan)
     # 38.7 usable GB: an eighth of 138 fits, a quarter of 69, and ZeRO-3 does not reach.
-    chosen, plan = settle(validate(written), gpus(64, 40, node=8))
+    chosen, plan = choose_layouts(validate(written), gpus(64, 40, node=8))
     assert (chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (8, 4)
     # 64 less 20 are 5 nodes of eight and a half: two replicas of two stages over eight.
     assert replica(chosen) == (8, 2, 2, 2)
@@ -206,17 +206,17 @@ def test_a_frozen_trunk_is_not_cut() -> None:
 
 
 def test_small_models_share_gpus() -> None:
-    chosen, _ = settle(auto(), gpus(1))
+    chosen, _ = choose_layouts(auto(), gpus(1))
     assert layouts(chosen) == {(1, 0)}
     # Policy, reference, reward model and generator on one GPU; vLLM gets what it needs of it.
     assert chosen.runtime.gpus_per_workhorse == 0.25
     assert 0.01 <= chosen.runtime.gpu_memory_fraction <= 0.1
-    assert settle(auto(), gpus(2))[0].runtime.gpus_per_workhorse == 0.5
+    assert choose_layouts(auto(), gpus(2))[0].runtime.gpus_per_workhorse == 0.5
 
 
 def test_what_was_chosen_is_as_if_written_by_hand() -> None:
-    chosen, _ = settle(auto(SEVEN), gpus(8))
-    assert chosen == settle(auto(SEVEN), gpus(8))[0]
+    chosen, _ = choose_layouts(auto(SEVEN), gpus(8))
+    assert chosen == choose_layouts(auto(SEVEN), gpus(8))[0]
     assert chosen.runtime.parallel == "as_written"
     engine = {"engine": {"num_workhorses": 5, "zero_stage": 3}}
     base = {"kind": "fresh", **SEVEN}
@@ -228,7 +228,7 @@ def test_what_else_an_engine_says_is_kept() -> None:
     """ZeRO 0 can neither train in bfloat16 nor offload: the lowest stage that can is taken, also for one Workhorse."""
     mixed = {"engine": {"precision": "bfloat16", "activation_checkpointing": True}, "lora": {"rank": 8}}
     written = {"sft": mixed, "reward": mixed, "ppo": {"stages": [mixed]}, "runtime": {"parallel": "auto"}}
-    chosen, _ = settle(validate(written), LAPTOP)
+    chosen, _ = choose_layouts(validate(written), LAPTOP)
     assert layouts(chosen) == {(1, 1)}
     for section in chosen.trained.values():
         assert (section.engine.precision, section.engine.activation_checkpointing) == ("bfloat16", True)
@@ -247,9 +247,9 @@ def test_what_one_stage_saves_is_not_counted_where_another_does_not() -> None:
             {"base": base, "sft": sft, "reward": lora, "ppo": {"stages": [lora]}, "runtime": {"parallel": "auto"}}
         )
 
-    assert layouts(settle(config(lora), gpus(4))[0]) == {(1, 0)}
+    assert layouts(choose_layouts(config(lora), gpus(4))[0]) == {(1, 0)}
     with pytest.raises(ConfigError, match="nothing fits"):
-        settle(config(plain), gpus(4))
+        choose_layouts(config(plain), gpus(4))
 
 
 def test_what_is_chosen_twice_is_refused() -> None:

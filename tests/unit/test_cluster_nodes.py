@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tasks.stage import _check_key
-from xray_runtime.actors import placement
-from xray_runtime.actors.nodes import Residence, check_software
-from xray_runtime.checkpoints.identity import software, stage_key
-from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.config_io import ConfigError
+from xray.tasks.stage import _check_key
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.planning.demand import Demand
 from xray_runtime.stages.spec import StageSpec
+from xray_runtime.store.identity import environment_digest, stage_key
+from xray_runtime.workers import placement
+from xray_runtime.workers.nodes import WorkerInfo, check_environment
 
 TWO = [Demand("policy", 2, 1.0, 0.0)]
 SMALL, LARGE = [{"CPU": 1.0}], [{"CPU": 1.0}, {"CPU": 1.0}]
 
 
 def test_a_workhorse_with_other_code_is_refused() -> None:
-    here = Residence("ab12", "node-7", 1, software())
-    check_software("Workhorse 0 of 'policy'", here, software())
+    here = WorkerInfo("ab12", "node-7", 1, environment_digest())
+    check_environment("Workhorse 0 of 'policy'", here, environment_digest())
     with pytest.raises(ConfigError, match=r"^Workhorse 0 of 'policy' on node-7: X-ray's code or a library there"):
-        check_software("Workhorse 0 of 'policy'", replace(here, software="0" * 64), software())
+        check_environment("Workhorse 0 of 'policy'", replace(here, environment_digest="0" * 64), environment_digest())
 
 
 def test_a_stage_on_a_node_with_other_code_is_refused() -> None:

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError, load_config, resolved_yaml, validate
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError, load_config, resolved_yaml, validate
 from xray_runtime.stages.spec import plan_stages
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -305,7 +305,7 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 def test_checking_a_config_imports_nothing_heavy() -> None:
     heavy = {"torch", "ray", "prefect", "mlflow", "transformers"}
-    code = f"import sys, xray_runtime.config_io; print({heavy} & set(sys.modules))"
+    code = f"import sys, xray_runtime.config.loading; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

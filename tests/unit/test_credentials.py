@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flows.automations import webhook
-from xray_runtime.config_io import ConfigError
+from xray.deployments.automations import webhook
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.credentials import bare, hide_logins, tracking_address
 from xray_runtime.lineage.provenance import variables
 from xray_runtime.lineage.reference import check_tracking_uri

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.databases import check_databases, databases
-from flows.home import Home, State, new_state
-from xray_runtime.config_io import ConfigError
+from xray.deployments.databases import check_databases, databases
+from xray.deployments.server_home import ServerHome, State, new_state
+from xray_runtime.config.loading import ConfigError
 
 PREFECT, MLFLOW = "PREFECT_API_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI"
 BOTH = {
@@ -59,4 +59,4 @@ def test_one_that_does_not_answer_is_refused_before_anything_starts() -> None:
 def test_runs_do_not_hear_of_the_databases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in BOTH.items():
         monkeypatch.setitem(os.environ, name, value)
-    assert not {PREFECT, MLFLOW} & set(Home(tmp_path).environment(State(mark="m")))
+    assert not {PREFECT, MLFLOW} & set(ServerHome(tmp_path).environment(State(mark="m")))

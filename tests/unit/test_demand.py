@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError, validate
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError, validate
 from xray_runtime.errors import may_retry
 from xray_runtime.planning.demand import check_config, stage_demands
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.search import SearchConfig, load_search
-from xray_runtime.config_io import load_config, validate
+from xray.flows.search import SearchConfig, load_search
+from xray_runtime.config.loading import load_config, validate
 
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())

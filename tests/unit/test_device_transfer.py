@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.config_engines import GeneratorConfig
+from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 
 CPU = [Device("a")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.display import where_lineage_is_seen
+from xray.cli.display import where_lineage_is_seen
 
 
 @pytest.mark.parametrize(

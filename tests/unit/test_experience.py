@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.actors.rows import Rows
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.config import KLConfig, PPOStageConfig
+from xray_runtime.config.lifecycle import KLConfig, PPOStageConfig
 from xray_runtime.stages.experience import Experience, build_experience
+from xray_runtime.workers.rows import Rows
 
 KL_COEF = 0.5
 PLAIN = {"gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False, "reward_scaling": "none", "reward_clip": None}

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from xray_runtime.algorithms.statistics import wilson_interval
-from xray_runtime.config import FreshBase
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.engines.generation import Place
-from xray_runtime.engines.transformers_generator import TransformersSampler, stream
+from xray_runtime.engines.generation.sampling import Place
+from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
+from xray_runtime.feedback.chat_model import ChatModel, Limits, fitting, last_messages
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.feedback.session import (
     JUDGEMENTS,
@@ -26,7 +27,6 @@ from xray_runtime.feedback.session import (
     read_sessions,
     session_directory,
 )
-from xray_runtime.feedback.speaker import Limits, Speaker, fitting, last_messages
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
@@ -142,7 +142,7 @@ def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
     ids = limits.tokenizer("hello there")["input_ids"]
     [batched] = TransformersSampler(saved, Place("cpu")).sample([ids], [11], limits.sampling)
     assert list(stream(load_model(saved).eval(), ids, 11, limits.sampling)) == batched.token_ids
-    speaker = Speaker(saved, limits, "cpu")
+    speaker = ChatModel(saved, limits, "cpu")
     asked = encode_prompts(limits.tokenizer, [prompt("hello")])
     [reply] = TransformersSampler(saved, Place("cpu")).sample(asked, [3], limits.sampling)
     # Of random weights come random bytes: most characters take several tokens, many are none.

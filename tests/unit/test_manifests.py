@@ -14,8 +14,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from flows.daemons import POOL
-from flows.installation import VARIABLES
+from xray.deployments.installation import VARIABLES
+from xray.deployments.servers import POOL
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 DOCUMENTS = [

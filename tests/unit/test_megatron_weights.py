@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from xray_runtime.config_engines import EngineConfig
-from xray_runtime.engines.megatron.weights import Fused, check_llama, llama, padded_vocabulary
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.engines.training.megatron.weights import Fused, check_llama, llama, padded_vocabulary
 from xray_runtime.models.heads import HeadedLM
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ import pytest
 from prefect.events.schemas.automations import EventTrigger
 from rich.console import Console
 
-from flows.automations import crashed_without_heartbeat
-from flows.home import Home, State
-from flows.standing import show, standing
-from tasks.summary import BARS, StageResult, sparkline, stage_markdown
-from xray_runtime.checkpoints.ref import CheckpointRef
+from xray.deployments.automations import crashed_without_heartbeat
+from xray.deployments.server_home import ServerHome, State
+from xray.deployments.status import service_status, show
+from xray.tasks.summary import BARS, StageResult, sparkline, stage_markdown
+from xray_runtime.store.ref import CheckpointRef
 
 SHA = "ab" * 32
 
@@ -75,11 +75,11 @@ def test_an_evaluation_shows_its_numbers(tmp_path: Path) -> None:
 
 
 def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    nothing = standing(home, None)
+    home = ServerHome(tmp_path)
+    nothing = service_status(home, None)
     assert (nothing["up"], nothing["services"], nothing["champions"]) == (False, {}, [])
     assert "nothing was started in" in shown(nothing)
-    dead = standing(home, State(mark="ef"))
+    dead = service_status(home, State(mark="ef"))
     assert set(dead["services"]) == {"prefect", "mlflow", "ray", "worker"}
     assert not dead["up"]
     assert dead["runs"] is None
@@ -87,7 +87,7 @@ def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
 
 
 def test_status_shows_runs_and_champions(tmp_path: Path) -> None:
-    content = standing(Home(tmp_path), State(mark="ef"))
+    content = service_status(ServerHome(tmp_path), State(mark="ef"))
     run = {"id": "1", "name": "[demo] seed 0", "state": "Running", "at": "2026-01-02T03:04:05Z", "deployment": None}
     champion = {"name": "demo-policy", "version": "3", "checkpoint": SHA, "by": "Ada", "at": "2026-01-01T00:00:00"}
     text = shown(content | {"runs": [run], "next": [], "champions": [champion]})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from xray.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import validate
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import validate
 from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.planning.plan import make_plan
 from xray_runtime.planning.suggestions import suggest

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from xray_runtime import processes
-from xray_runtime.processes import MARK, end_marked, marked
+from xray_runtime.processes import MARK, kill_tagged, tagged
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -31,8 +31,8 @@ print(child.pid, flush=True)
 # A run: guards itself, starts children of every kind, says their pids, and ends as its last line says.
 RUN = f"""
 import os, subprocess, sys, time
-from xray_runtime.processes import guard
-print(guard(), flush=True)
+from xray_runtime.processes import start_reaper
+print(start_reaper(), flush=True)
 def start(code):
     return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE)
 plain, parent = start({SLEEP!r}), start({ORPHAN!r})
@@ -94,17 +94,17 @@ def test_only_what_carries_the_mark_is_ended(start: Start) -> None:
     ours, other, unmarked = start(SLEEP, "mark-a"), start(SLEEP, "mark-b"), start(SLEEP)
     # A mark is the whole word.
     longer = start(SLEEP, "mark-a-too")
-    assert [p.pid for p in marked("mark-a")] == [ours.pid]
-    end_marked("mark-a")
+    assert [p.pid for p in tagged("mark-a")] == [ours.pid]
+    kill_tagged("mark-a")
     assert ours.wait(5) == -signal.SIGTERM
     assert [p.poll() for p in (other, unmarked, longer)] == [None, None, None]
-    assert marked("mark-a") == []
-    end_marked("mark-a")  # nothing left to end
+    assert tagged("mark-a") == []
+    kill_tagged("mark-a")  # nothing left to end
 
 
 def test_who_asks_is_spared(start: Start) -> None:
     """The command marks itself, then cleans up after itself and still has to say how it went."""
-    code = "from xray_runtime.processes import end_marked, marked; print(len(marked('mark-c'))); end_marked('mark-c')"
+    code = "from xray_runtime.processes import kill_tagged, tagged; print(len(tagged('mark-c'))); kill_tagged('mark-c')"
     process = start(code + "; print('still here')", "mark-c")
     assert (said(process), said(process)) == ("0", "still here")
 
@@ -114,7 +114,7 @@ def test_who_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch, star
     stubborn = start(STUBBORN, "mark-d")
     assert said(stubborn) == "up"
     begin = time.monotonic()
-    end_marked("mark-d")
+    kill_tagged("mark-d")
     assert stubborn.wait(5) == -signal.SIGKILL
     # It had its time to end by itself.
     assert time.monotonic() - begin >= 0.5
@@ -124,8 +124,8 @@ def test_what_was_started_by_a_child_that_is_gone_is_found(start: Start) -> None
     parent = start(ORPHAN, "mark-e")
     orphan = int(said(parent))
     assert parent.wait(10) == 0
-    assert [p.pid for p in marked("mark-e")] == [orphan]
-    end_marked("mark-e")
+    assert [p.pid for p in tagged("mark-e")] == [orphan]
+    kill_tagged("mark-e")
     assert gone([orphan], 5)
 
 
@@ -134,7 +134,7 @@ def begun(run: subprocess.Popen[str]) -> tuple[str, list[int], psutil.Process]:
     mark, pids = said(run), [int(pid) for pid in said(run).split()]
     [watcher] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.processes" in p.cmdline()]
     assert all(map(alive, pids))
-    assert {p.pid for p in marked(mark)} == set(pids)
+    assert {p.pid for p in tagged(mark)} == set(pids)
     return mark, pids, watcher
 
 

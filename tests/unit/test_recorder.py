@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.lineage import recorder as module
-from xray_runtime.lineage.recorder import StageRecorder
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.tracking import recorder as module
+from xray_runtime.tracking.recorder import StageRecorder
 
 KEY = "ab" * 32
 

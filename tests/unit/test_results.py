@@ -14,8 +14,8 @@ from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultStore
 from prefect.serializers import JSONSerializer, PickleSerializer
 
-from tasks.results import PLAIN, PlainResults
-from tasks.stage import stage
+from xray.tasks.results import PLAIN, PlainResults
+from xray.tasks.stage import stage
 
 RESULT = {"name": "sft", "parents": {}, "dataset": None, "seconds": 1.5}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xray_runtime.actors.rows import Rows, balance, merge, num_rows, pad, split, take
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.stages.common import closed, text_rows
+from xray_runtime.workers.rows import Rows, balance, merge, num_rows, pad, split, take
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)

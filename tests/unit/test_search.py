@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.search import SearchConfig, Span, load_search, plans_until, search_space, trial_digest, with_values
-from xray_runtime.config_io import ConfigError, load_config
+from xray.flows.search import SearchConfig, Span, load_search, plans_until, search_space, trial_digest, with_values
+from xray_runtime.config.loading import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]
 TINY = load_config(ROOT / "configs" / "tiny.yaml")

@@ -13,16 +13,16 @@ import pytest
 
 from tests.unit.test_snapshots import write
 from tests.unit.test_store import KEY, publish
-from xray_runtime.checkpoints import shared as module
-from xray_runtime.checkpoints.manifest import MANIFEST
-from xray_runtime.checkpoints.shared import INDEX, DamagedError, SharedStore, StorageError
-from xray_runtime.checkpoints.snapshots import FencedError, Snapshots
-from xray_runtime.checkpoints.store import Store, verify
-from xray_runtime.config_io import ConfigError, validate
+from xray_runtime.config.loading import ConfigError, validate
 from xray_runtime.lineage.keys import exchange_keys, trusted_keys
-from xray_runtime.lineage.recorder import StageRecorder
 from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
 from xray_runtime.stages.spec import plan_stages
+from xray_runtime.store import shared as module
+from xray_runtime.store.checkpoints import Store, verify
+from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.shared import INDEX, DamagedError, SharedStore, StorageError
+from xray_runtime.store.snapshots import FencedError, Snapshots
+from xray_runtime.tracking.recorder import StageRecorder
 
 NAME = f"checkpoints/sft-{KEY[:12]}"
 

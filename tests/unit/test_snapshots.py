@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.checkpoints.snapshots import FencedError, Snapshots
 from xray_runtime.errors import StageInterruptedError, is_out_of_memory, may_retry
-from xray_runtime.lineage.recorder import StageRecorder, snapshots_directory
+from xray_runtime.store.snapshots import FencedError, Snapshots
+from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
 
 
 def write(snapshots: Snapshots, step: int, content: bytes = b"weights") -> None:
@@ -87,7 +87,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_one(tmp_path: Path) -> Non
     code = f"""
 import resource, signal
 from pathlib import Path
-from xray_runtime.checkpoints.snapshots import Snapshots
+from xray_runtime.store.snapshots import Snapshots
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 snapshots = Snapshots(Path({str(tmp_path)!r}), every=1)
 with snapshots.writing(1, {{}}) as directory:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.checkpoints.manifest import MANIFEST
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.shared import SharedStore
-from xray_runtime.checkpoints.store import Store, load_manifest, verify
+from xray_runtime.store.checkpoints import Store, load_manifest, verify
+from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import SharedStore
 
 KEY = "ab" * 32
 
@@ -118,7 +118,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_build_publishes_nothing_and_is_swept(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from xray_runtime.checkpoints.store import Store\n"
+        "import sys, time; from pathlib import Path; from xray_runtime.store.checkpoints import Store\n"
         f"with Store(Path(sys.argv[1])).building('sft', '{KEY}') as built:\n"
         "    (built / 'half').write_bytes(b'x'); print('ready', flush=True); time.sleep(60)\n"
     )

@@ -47,7 +47,7 @@ NEVER = {"shell": True, "trust_remote_code": True, "allow_pickle": True, "weight
 """Arguments no call may have."""
 
 ALLOWED = {
-    ("xray_runtime/config_io.py", "yaml.load"): "its loader is a SafeLoader",
+    ("xray_runtime/config/loading.py", "yaml.load"): "its loader is a SafeLoader",
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
     ("xray_runtime/stages/spec.py", "importlib.import_module"): "a module of xray_runtime.stages, by the plan's kind",
     ("benchmarks/loading.py", "from_pretrained"): "a Llama's own class, on a directory the benchmark just wrote",

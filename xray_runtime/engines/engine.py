@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from xray_runtime.config_engines import LayoutConfig, TrainingConfig
+from xray_runtime.config.engines import LayoutConfig, TrainingConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.mesh import Mesh
-    from xray_runtime.engines.tensor import Split
+    from xray_runtime.engines.training.mesh import Mesh
+    from xray_runtime.engines.training.tensor import Split
     from xray_runtime.models.heads import HeadedLM
 
 
@@ -75,14 +75,14 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     Raises:
         ValueError: the model cannot be cut or trained so; the message names the field.
     """
-    from xray_runtime.engines.pipeline import PipelineEngine
-    from xray_runtime.engines.tensor import sum_gradients
-    from xray_runtime.engines.zero import ZeroEngine, check_offload
+    from xray_runtime.engines.training.pipeline import PipelineEngine
+    from xray_runtime.engines.training.tensor import sum_gradients
+    from xray_runtime.engines.training.zero import ZeroEngine, check_offload
 
     training.engine.check_zero_stage()
     check_offload(training.engine)
     if training.engine.library == "megatron":
-        from xray_runtime.engines.megatron.engine import MegatronEngine
+        from xray_runtime.engines.training.megatron.engine import MegatronEngine
 
         return MegatronEngine(module, training, checkpoint, device)
     if training.engine.activation_checkpointing:
@@ -103,8 +103,8 @@ def build_scorer(module: HeadedLM, layout: LayoutConfig, checkpoint: Path, devic
     Raises:
         ValueError: the model cannot be cut so; the message names the field.
     """
-    from xray_runtime.engines.pipeline import StageScorer
-    from xray_runtime.engines.scorer import PlainScorer
+    from xray_runtime.engines.training.pipeline import StageScorer
+    from xray_runtime.engines.training.scorer import PlainScorer
 
     topology = Topology.of(layout)
     if not topology.cuts:
@@ -117,10 +117,10 @@ def _cut(
     module: HeadedLM, topology: Topology, checkpoint: Path, device: Any, field: str
 ) -> tuple[Mesh, dict[str, Split]]:
     """Leave this rank's part of `module`, with its weights; returns who holds the others, and what was cut how."""
-    from xray_runtime.engines.mesh import Mesh
-    from xray_runtime.engines.part import fill
-    from xray_runtime.engines.pipeline import check_stages
-    from xray_runtime.engines.tensor import check_split, split_layers
+    from xray_runtime.engines.shard_loading import fill
+    from xray_runtime.engines.training.mesh import Mesh
+    from xray_runtime.engines.training.pipeline import check_stages
+    from xray_runtime.engines.training.tensor import check_split, split_layers
 
     # Refused before any group is made: all ranks fail alike, and none waits for another.
     if topology.pipeline > 1:
@@ -137,8 +137,8 @@ def _cut(
 
 def can_be_cut(model: str) -> tuple[bool, bool]:
     """Whether layers of `model` (as in `PretrainedBase`) can be split by tensor, and dealt to pipeline stages."""
-    from xray_runtime.engines.pipeline import check_stages
-    from xray_runtime.engines.tensor import check_split
+    from xray_runtime.engines.training.pipeline import check_stages
+    from xray_runtime.engines.training.tensor import check_split
     from xray_runtime.models.causal_lm import skeleton
     from xray_runtime.models.heads import HeadedLM
 

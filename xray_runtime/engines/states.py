@@ -18,7 +18,7 @@ from torch import Tensor
 from xray_runtime.models.tensor_file import TensorFile, create
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.tensor import Split
+    from xray_runtime.engines.training.tensor import Split
 
 WEIGHT = "weight"
 

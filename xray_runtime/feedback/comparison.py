@@ -6,18 +6,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from xray_runtime.checkpoints.identity import file_sha256
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.data.pairs import Messages
+from xray_runtime.feedback.chat_model import BatchSampler, Limits, fitting
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
 from xray_runtime.feedback.session import Session, Setup
-from xray_runtime.feedback.speaker import Answerer, Limits, fitting
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place, require_language_model
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.seeding import derive_seed
+from xray_runtime.store.identity import file_sha256
 
 BATCH = 32
 """Prompts answered at a time: what one batch of the sampler holds."""
@@ -105,7 +105,7 @@ class Sampler:
 
     def __init__(self, comparison: Comparison, session: Session, pool: ThreadPoolExecutor) -> None:
         self._comparison, self._session, self._pool = comparison, session, pool
-        self._models: list[Answerer] = []
+        self._models: list[BatchSampler] = []
 
     def submit(self, prompts: list[Messages]) -> Future[None]:
         """The session gets these questions, in turn, by when the answer is there."""
@@ -115,7 +115,7 @@ class Sampler:
         comparison, first = self._comparison, len(self._session.questions)
         if not self._models:
             pairs = zip(comparison.models, comparison.limits, strict=True)
-            self._models = [Answerer(node.directory, limits, comparison.device) for node, limits in pairs]
+            self._models = [BatchSampler(node.directory, limits, comparison.device) for node, limits in pairs]
         numbers = range(first, first + len(prompts))
         seeds = [derive_seed(comparison.setup.seed, "compare", "sample", number) for number in numbers]
         a, b = (model.answers(prompts, seeds) for model in self._models)

@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.sources import asked, read_records
 from xray_runtime.feedback.session import Setup
-from xray_runtime.lineage.evaluation_audit import DATASET_KINDS, Prompts
+from xray_runtime.lineage.audit.contamination import DATASET_KINDS, Prompts
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place
 from xray_runtime.seeding import derive_seed

@@ -17,24 +17,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.checkpoints.identity import digest, stage_key
-from xray_runtime.checkpoints.manifest import MANIFEST
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import CHECKPOINTS, Store, load_manifest, read_manifest, verify
-from xray_runtime.config import DatasetPreferences, LifecycleConfig
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.lifecycle import DatasetPreferences, LifecycleConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_jsonl
-from xray_runtime.feedback.judgements import Question, pairs, standing
+from xray_runtime.feedback.judgements import Question, pairs, service_status
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.lineage.attestation import attest, read_statement
-from xray_runtime.lineage.evaluation_audit import Prompts
+from xray_runtime.lineage.audit.contamination import Prompts
+from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import Place
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.lineage.tracking import Tracker
-from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest, read_manifest, verify
+from xray_runtime.store.identity import digest, stage_key
+from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.mlflow_tracker import Tracker
 
 VERDICTS = "judgements.jsonl"
 
@@ -155,12 +155,12 @@ def _verdicts(session: Session) -> list[dict[str, Any]]:
     questions: dict[int, Question] = {question.number: question for question in session.questions}
     return [
         {"session": session.name} | questions[number].model_dump() | judgement.model_dump()
-        for (number, _), judgement in sorted(standing(session.judgements).items())
+        for (number, _), judgement in sorted(service_status(session.judgements).items())
     ]
 
 
 def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str, Any]:
-    stand = [j for session in sessions for j in standing(session.judgements).values()]
+    stand = [j for session in sessions for j in service_status(session.judgements).values()]
     kinds = {"tie": "ties", "bad": "both_bad", "skip": "skipped"}
     counts = {name: sum(j.verdict == kind for j in stand) for kind, name in kinds.items()}
     people = {judge: sum(j.judge == judge for j in stand) for judge in sorted({j.judge for j in stand})}

@@ -17,11 +17,11 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xray_runtime.checkpoints.identity import digest
-from xray_runtime.checkpoints.manifest import Sha256
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.files import sync, write_whole
+from xray_runtime.files import sync, write_atomic
+from xray_runtime.store.identity import digest
+from xray_runtime.store.manifest import Sha256
 
 FOLDER = "feedback"
 SESSION, REPLIES, JUDGEMENTS = "session.json", "replies.jsonl", "judgements.jsonl"
@@ -81,7 +81,7 @@ def session_directory(output: Path, setup: Setup) -> Path:
     directory = output / FOLDER / digest(setup.model_dump(mode="json"))[:12]
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SESSION).exists():
-        write_whole(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
+        write_atomic(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
         sync(directory)
         sync(directory.parent)
     return directory

@@ -18,15 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.checkpoints.identity import file_sha256
-from xray_runtime.checkpoints.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import read_bounded, read_manifest
-from xray_runtime.files import write_whole
+from xray_runtime.files import write_atomic
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import MODEL_KINDS, model_card
 from xray_runtime.lineage.signing import sign
 from xray_runtime.lineage.statement import RunFacts, Statement
+from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
+from xray_runtime.store.ref import CheckpointRef
 
 STATEMENT, DIFF, EVALUATED_CARD = "statement.json", "code.diff", "card.md"
 
@@ -76,7 +76,7 @@ def publish_card(evaluation: Path, policy: Path) -> None:
     if not card.is_file():
         return
     content = read_bounded(card)
-    write_whole(policy / CARD, content)
+    write_atomic(policy / CARD, content)
 
 
 def read_statement(directory: Path) -> Statement:

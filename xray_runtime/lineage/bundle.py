@@ -15,16 +15,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import CHECKPOINTS
-from xray_runtime.config_io import ConfigError
-from xray_runtime.lineage.audit import Audit, audit
-from xray_runtime.lineage.evaluation_audit import RESULTS
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.lineage.audit.checkpoints import Audit, audit
+from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
 from xray_runtime.lineage.reference import Place, check_tracking_uri, open_place
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.lineage.signing import public_key
+from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.ref import CheckpointRef
 
 
 def export(place: Place, node: Node, path: Path) -> int:
@@ -52,14 +52,14 @@ def export(place: Place, node: Node, path: Path) -> int:
 
 
 @contextlib.contextmanager
-def opened(path: Path, beside: Path | None = None) -> Iterator[Place]:
+def opened(path: Path, same_node: Path | None = None) -> Iterator[Place]:
     """The content of a bundle as an output directory, in a temporary place.
 
     Raises:
         ConfigError: it is no bundle, or holds links, devices, files with holes or names that lead out of it, or does
             not fit on the disk.
     """
-    with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=beside) as temporary:
+    with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_node) as temporary:
         output = Path(temporary)
         try:
             with tarfile.open(path, "r:") as archive:
@@ -97,7 +97,7 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
     check_tracking_uri(tracking_uri)
     store = output / CHECKPOINTS
     store.mkdir(parents=True, exist_ok=True)
-    with opened(path, beside=output) as place:
+    with opened(path, same_node=output) as place:
         result = audit(place, public=public)
         if not result.is_sound:
             return result
@@ -115,8 +115,8 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
 
 def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) -> None:
     """Log what MLflow does not know yet, parents first, with the same inputs and params as where it was made."""
-    from xray_runtime.lineage.tracking import Tracker
-    from xray_runtime.lineage.tracking_audit import Snapshot
+    from xray_runtime.lineage.audit.registry import Snapshot
+    from xray_runtime.tracking.mlflow_tracker import Tracker
 
     tracker = Tracker(tracking_uri, experiment, place.artifacts)
     snapshot = Snapshot(tracking_uri)

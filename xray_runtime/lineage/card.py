@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from xray_runtime.checkpoints.manifest import Manifest
 from xray_runtime.lineage.statement import Statement
+from xray_runtime.store.manifest import Manifest
 
 MODEL_KINDS = {
     "base": "the model everything starts from",

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xray_runtime.checkpoints.identity import file_sha256
-from xray_runtime.checkpoints.manifest import Sha256
-from xray_runtime.checkpoints.store import read_bounded
-from xray_runtime.lineage.findings import Finding
+from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
 from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import Sha256
 
 FOLDER = "decisions"
 START = "0" * 64

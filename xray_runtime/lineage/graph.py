@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.checkpoints.manifest import Manifest
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import read_bounded, read_manifest
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
+from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.manifest import Manifest
+from xray_runtime.store.ref import CheckpointRef
 
 IGNORED = (".building-", ".damaged-")
 """Directories that are no checkpoints: being built, or moved aside."""

@@ -23,11 +23,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.checkpoints.manifest import Sha256
-from xray_runtime.checkpoints.shared import SharedStore
-from xray_runtime.checkpoints.store import read_bounded
-from xray_runtime.config_io import ConfigError
-from xray_runtime.files import write_whole
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.files import write_atomic
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
@@ -44,6 +41,9 @@ from xray_runtime.lineage.signing import (
     signing_key,
 )
 from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.manifest import Sha256
+from xray_runtime.store.shared import SharedStore
 
 RETIRED, TRUSTED = "retired", "trusted"
 NEXT = "signing.next.pem"
@@ -94,7 +94,7 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
         if not private.exists():
             make_key(private)
         _record(output, old, private, by, note)
-        write_whole(public_key(output), public_bytes(private))
+        write_atomic(public_key(output), public_bytes(private))
     if new_key is None:
         os.replace(private, keys / PRIVATE)
         private = keys / PRIVATE
@@ -228,7 +228,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     retired, successor = fingerprint(public_key(output)), key_digest(public_bytes(new))
     name = retired[:DIGITS]
-    write_whole(folder / f"{name}.pub", read_bounded(public_key(output)))
+    write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
     # The successor's key is not in its place yet; whoever checks the record finds it there.
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
@@ -237,6 +237,6 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
         mode="json", by_alias=True
     )
     path = folder / f"{name}.json"
-    write_whole(path, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

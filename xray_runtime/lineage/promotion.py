@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xray_runtime.config import PromotionConfig
-from xray_runtime.config_io import ConfigError
-from xray_runtime.lineage.audit import audit
+from xray_runtime.config.lifecycle import PromotionConfig
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.audit.contamination import DATASET_KINDS
 from xray_runtime.lineage.decisions import Action, Decision, current, decide
-from xray_runtime.lineage.evaluation_audit import DATASET_KINDS
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import Place
 from xray_runtime.lineage.signing import signing_key
@@ -266,7 +266,7 @@ def _decide_move(
 
 def _follow(place: Place, name: str) -> None:
     """Point MLflow's aliases to what was decided."""
-    from xray_runtime.lineage.tracking import set_aliases
+    from xray_runtime.tracking.mlflow_tracker import set_aliases
 
     decisions = current(place.output)
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
@@ -280,7 +280,7 @@ def _uri(place: Place) -> str:
 
 
 def _version(uri: str, name: str, sha256: str) -> str:
-    from xray_runtime.lineage.tracking import registered_version
+    from xray_runtime.tracking.mlflow_tracker import registered_version
 
     version = registered_version(uri, name, sha256)
     if version is None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from xray_runtime.checkpoints.identity import digest, file_sha256
 from xray_runtime.credentials import bare
+from xray_runtime.store.identity import digest, file_sha256
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "xray_runtime")

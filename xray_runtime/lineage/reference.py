@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from xray_runtime.checkpoints.manifest import MANIFEST
-from xray_runtime.checkpoints.store import CHECKPOINTS, read_manifest
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.credentials import bare, has_login, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
+from xray_runtime.store.manifest import MANIFEST
 
 LANGUAGE_MODELS = ("base", "sft", "ppo")
 """Kinds of checkpoint that reply to a prompt."""
@@ -101,7 +101,7 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[Place, Nod
 
 
 def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
-    from xray_runtime.lineage.tracking_audit import registered_checkpoint
+    from xray_runtime.lineage.audit.registry import registered_checkpoint
 
     uri = tracking_uri
     if uri is None and output is not None and (output / "mlflow.db").is_file():

@@ -16,8 +16,8 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from xray_runtime.checkpoints.store import read_bounded
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.store.checkpoints import read_bounded
 
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
 PRIVATE, PUBLIC = "signing.pem", "signing.pub"

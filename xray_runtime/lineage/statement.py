@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xray_runtime.checkpoints.manifest import Manifest, Sha256
-from xray_runtime.checkpoints.store import read_bounded
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.manifest import Manifest, Sha256
 
 STATEMENT_TYPE: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from xray_runtime.config_engines import LoRAConfig
+from xray_runtime.config.engines import LoRAConfig
 
 ADAPTER = "default"
 

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from xray_runtime.config import FreshBase, LifecycleConfig, PretrainedBase
-from xray_runtime.config_io import ConfigError, validate
+from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig, PretrainedBase
+from xray_runtime.config.loading import ConfigError, validate
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Group, Placement, Plan, RolePlan
 from xray_runtime.planning.workload import Machine, Role, Workload, from_config, trained_so
@@ -37,7 +37,7 @@ GENERATOR_SHARE = 0.9
 """Of a GPU that vLLM has to itself."""
 
 
-def settle(config: LifecycleConfig, machine: Machine) -> tuple[LifecycleConfig, Plan]:
+def choose_layouts(config: LifecycleConfig, machine: Machine) -> tuple[LifecycleConfig, Plan]:
     """`config` with every engine chosen for `machine` and nothing left to choose; and the plan behind it.
 
     Raises:

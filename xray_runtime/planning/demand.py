@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xray_runtime.config import FreshBase, GoldPreferences, LifecycleConfig
-from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, RuntimeConfig
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, RuntimeConfig
+from xray_runtime.config.lifecycle import FreshBase, GoldPreferences, LifecycleConfig
+from xray_runtime.config.loading import ConfigError
 
 Resources = Mapping[str, float]
 """Ray's names of resources ("CPU", "GPU") → amount."""

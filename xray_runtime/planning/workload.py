@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import psutil
 
-from xray_runtime.config import FreshBase, LifecycleConfig
-from xray_runtime.config_engines import EngineConfig, LoRAConfig
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.engines import EngineConfig, LoRAConfig
+from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,

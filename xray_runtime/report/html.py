@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from xray_runtime.files import write_whole
+from xray_runtime.files import write_atomic
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def write_report(
         samples=samples,
         config=config_yaml,
     )
-    write_whole(path, html)
+    write_atomic(path, html)
 
 
 def _svg(figure: Figure) -> Markup:

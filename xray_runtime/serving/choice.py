@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xray_runtime.config_io import ConfigError
-from xray_runtime.lineage.audit import audit
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import CHAMPION, champion_of

@@ -8,13 +8,13 @@ from typing import Any
 
 from ray import serve
 
-from xray_runtime.checkpoints.store import verify
-from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.engines.vllm_server import VLLMServer, arguments
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import Tagged
 from xray_runtime.serving.router import GENERATION
+from xray_runtime.store.checkpoints import verify
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Replica:
         damages = verify(model.directory, model.sha256)
         if damages:
             raise NotServedError(f"{model.directory.name}: {damages[0]}")
-        told = arguments(model.directory, list(model.names), model.sha256, model.runtime, model.device)
-        self._server = VLLMServer(told, model.runtime, model.device)
+        error_summary = arguments(model.directory, list(model.names), model.sha256, model.runtime, model.device)
+        self._server = VLLMServer(error_summary, model.runtime, model.device)
 
     async def __serve_build_asgi_app__(self) -> Any:
         return Tagged(await self._server.start(), self._model.sha256, self._model.key)

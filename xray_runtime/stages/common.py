@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.workhorse import GeneratorSpec
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config_engines import GeneratorConfig, LayoutConfig, TrainingConfig
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.stages.spec import StageSpec
+from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.workhorse import GeneratorSpec
 
 
 def trainable_layers(spec: StageSpec) -> int | None:

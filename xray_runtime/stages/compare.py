@@ -14,15 +14,12 @@ import numpy as np
 import ray
 import torch
 
-from xray_runtime.actors.rows import pad
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import ModelSpec
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
-from xray_runtime.config import EvaluateConfig
+from xray_runtime.config.lifecycle import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import RewardObjective
 from xray_runtime.seeding import derive_seed
@@ -30,6 +27,9 @@ from xray_runtime.stages.common import frozen_layout, generator_spec, max_prompt
 from xray_runtime.stages.evaluate import record_replies
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import SEEN_BY_CHAMPION, Recorder, StageSpec
+from xray_runtime.workers.rows import pad
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import ModelSpec
 
 SIDES = {"champion": "champion", "candidate": "policy"}
 """Side → role of the parent that stands on it."""

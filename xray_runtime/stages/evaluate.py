@@ -11,16 +11,13 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from xray_runtime.actors.rows import Rows, pad
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, wins
-from xray_runtime.config import EvaluateConfig
+from xray_runtime.config.lifecycle import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective, RewardObjective
 from xray_runtime.seeding import derive_seed
@@ -34,7 +31,10 @@ from xray_runtime.stages.common import (
 )
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
-from xray_runtime.weights.plasma import pack
+from xray_runtime.weights.object_store import pack
+from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 SIDES = ("before", "after")
 """The SFT model and the tuned policy."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from xray_runtime.actors.rows import Rows
 from xray_runtime.algorithms.advantages import gae, masked_mean, place_rewards, whiten
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.config import PPOStageConfig
+from xray_runtime.config.lifecycle import PPOStageConfig
+from xray_runtime.workers.rows import Rows
 
 
 @dataclass(frozen=True)

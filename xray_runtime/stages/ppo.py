@@ -19,17 +19,14 @@ from typing import Any
 import numpy as np
 import ray
 
-from xray_runtime.actors.rows import Rows, pad, take
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.actors.workhorse import GeneratorSpec, ModelSpec
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.config import PPOStageConfig
+from xray_runtime.config.lifecycle import PPOStageConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective, RewardObjective
 from xray_runtime.seeding import derive_seed
@@ -48,6 +45,9 @@ from xray_runtime.stages.experience import Experience, build_experience
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward import HEAD_FILE as REWARD_HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
+from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 HEAD_FILE = (
     "value_head/head.safetensors"  # in a directory of its own: vLLM loads every safetensors file beside config.json

@@ -9,9 +9,7 @@ import numpy as np
 import ray
 from pydantic import BaseModel
 
-from xray_runtime.actors.rows import pad
-from xray_runtime.actors.whole_model import open_models
-from xray_runtime.config import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
+from xray_runtime.config.lifecycle import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
 from xray_runtime.data.preferences import (
@@ -23,11 +21,13 @@ from xray_runtime.data.preferences import (
 )
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation import Sampling
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import generator_spec, max_prompt_tokens, unique_prompts
 from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS, Recorder, StageSpec
+from xray_runtime.workers.rows import pad
+from xray_runtime.workers.whole_model import open_models
 
 GENERATION_BATCH = 512
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.config import FreshBase, GoldPreferences, LifecycleConfig
-from xray_runtime.config_engines import RuntimeConfig
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.lifecycle import FreshBase, GoldPreferences, LifecycleConfig
+from xray_runtime.store.ref import CheckpointRef
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from xray_runtime.checkpoints.snapshots import Snapshot
+    from xray_runtime.store.snapshots import Snapshot
 
 
 SEEN_BY_CHAMPION = "seen-by-champion-"

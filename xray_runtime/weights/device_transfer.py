@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.config_engines import GeneratorConfig
+    from xray_runtime.config.engines import GeneratorConfig
 
 Transport = Literal["plasma", "nccl", "ipc"]
 

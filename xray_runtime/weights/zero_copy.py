@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xray_runtime.weights.plasma import WeightUpdate, pack, unpack
+from xray_runtime.weights.object_store import WeightUpdate, pack, unpack
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.allowed_imports import VARIABLE, check_import
+from xray_runtime.config.allowed_imports import VARIABLE, check_import
 from xray_runtime.data.gold import load_gold
 
 

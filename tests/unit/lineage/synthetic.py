@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.checkpoints.identity import stage_key
-from xray_runtime.checkpoints.ref import CheckpointRef
-from xray_runtime.checkpoints.store import Store, load_manifest
 from xray_runtime.lineage.attestation import attest, publish_card
+from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.decisions import decide
-from xray_runtime.lineage.evaluation_audit import RESULTS
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.lineage.tracking import Tracker
+from xray_runtime.store.checkpoints import Store, load_manifest
+from xray_runtime.store.identity import stage_key
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.mlflow_tracker import Tracker
 
 NAME, ALIAS = "synthetic-policy", "candidate"
 

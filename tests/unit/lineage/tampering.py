@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.unit.lineage.synthetic import ALIAS, NAME
-from xray_runtime.checkpoints.manifest import ATTESTATION, MANIFEST, SIGNATURE
 from xray_runtime.lineage.keys import rotate
 from xray_runtime.lineage.signing import fingerprint, make_key, sign, signing_key
+from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
 
 Tampering = Callable[[random.Random, Path], set[str]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
+from xray.cli.main import app
 
 
 def xray(*arguments: object) -> Result:

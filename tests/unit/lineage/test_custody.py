@@ -13,9 +13,9 @@ import mlflow
 import pytest
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle, jsonl
-from xray_runtime.config import PromotionConfig
-from xray_runtime.config_io import ConfigError
-from xray_runtime.lineage.audit import audit
+from xray_runtime.config.lifecycle import PromotionConfig
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.promotion import (
     NotPromoted,

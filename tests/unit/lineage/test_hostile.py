@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.tampering import checkpoints
-from xray_runtime.checkpoints.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
-from xray_runtime.lineage.audit import audit
-from xray_runtime.lineage.drawing import lineage_text, write_html
+from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.render import lineage_text, write_html
+from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
 
 opened: list[str] | None = None
 
 
-def _watch(event: str, arguments: tuple[object, ...]) -> None:
+def _health(event: str, arguments: tuple[object, ...]) -> None:
     if event == "open" and opened is not None:
         opened.append(os.path.realpath(arguments[0]) if isinstance(arguments[0], str | os.PathLike) else "")
 
 
-sys.addaudithook(_watch)
+sys.addaudithook(_health)
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
 from tests.unit.lineage.test_commands import place, xray
-from xray_runtime.config import LifecycleConfig
-from xray_runtime.config_engines import RuntimeConfig
-from xray_runtime.config_io import ConfigError
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.data.pairs import read_preferences
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import judged_dataset, publish
 from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
-from xray_runtime.lineage.audit import audit
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.reference import open_place
-from xray_runtime.lineage.tracking_audit import Snapshot
 from xray_runtime.stages import preferences
 from xray_runtime.stages.spec import StageSpec
 
@@ -97,7 +97,7 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("xray_runtime.lineage.tracking.StageRun.log_checkpoint", lost)
+        patch.setattr("xray_runtime.tracking.mlflow_tracker.StageRun.log_checkpoint", lost)
         with pytest.raises(KeyboardInterrupt):
             published(output)
     assert "mlflow-model-missing" in {f.code for f in audit(open_place(output, None)).findings}

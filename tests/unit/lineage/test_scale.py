@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.lineage.audit import audit
-from xray_runtime.lineage.drawing import lineage_text, write_html
+from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node, read_graph
 from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.render import lineage_text, write_html
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def stored(output: Path, count: int) -> Place:
 
 
 def test_an_audit_without_reading_grows_linearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xray_runtime.checkpoints.store.sync", lambda path: None)
+    monkeypatch.setattr("xray_runtime.store.checkpoints.sync", lambda path: None)
     large = int(os.environ.get("XRAY_AUDIT_CHECKPOINTS", "160"))
     work = []
     for count in (large // 4, large):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.lineage.test_custody import promoted, second_candidate
-from xray_runtime.config_io import ConfigError
+from xray.cli.main import app
+from xray_runtime.config.loading import ConfigError
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.choice import (

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES
-from xray_runtime.lineage.audit import Audit, audit
+from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import open_place
 
 COUNT = int(os.environ.get("XRAY_TAMPER_CASES", "60"))

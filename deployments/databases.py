@@ -1,0 +1,113 @@
+"""Where `xray up` keeps the records of Prefect and of MLflow: SQLite files in its home, or PostgreSQL.
+
+The addresses, passwords in them, come from the environment under the names the two programs gave them. They reach the
+one process that needs them, through its environment; written down and shown are host, port and name alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Mapping
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from xray_runtime.config.loading import ConfigError
+
+VARIABLES = {"prefect": "PREFECT_API_DATABASE_CONNECTION_URL", "mlflow": "MLFLOW_BACKEND_STORE_URI"}
+"""Service → the variable with its database's address."""
+DRIVERS = {"prefect": ("postgresql+asyncpg",), "mlflow": ("postgresql", "postgresql+psycopg2")}
+EXTENSION = "pg_trgm"
+"""What Prefect's migrations need, of PostgreSQL's own extensions."""
+CONNECT_SECONDS = 15.0
+
+
+def databases(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Service → `HOST:PORT/NAME` of its PostgreSQL, of the services that have one.
+
+    Raises:
+        ConfigError: an address is none, or of something else; it is not repeated, for its password.
+    """
+    return {name: _shown(_url(name, environment)) for name, variable in VARIABLES.items() if environment.get(variable)}
+
+
+def check_databases(remembered: Mapping[str, str], running: set[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """`databases`, of which each that will be started on can be used.
+
+    Args:
+        remembered: what `databases` was when the services were last started.
+        running: services that run.
+
+    Raises:
+        ConfigError: one cannot be used, or records would be left behind unseen.
+    """
+    found = databases(environment)
+    for name, variable in VARIABLES.items():
+        before, now = remembered.get(name), found.get(name)
+        if before and not now:
+            raise ConfigError(f"{variable}: nothing is not allowed: the records are in PostgreSQL at {before}")
+        if now and name in running and before != now:
+            raise ConfigError(f"{variable}: {now} is not allowed while {name} is up: `xray down` first")
+        if now and name not in running:
+            reason = _why_not(name, _url(name, environment))
+            if reason:
+                raise ConfigError(f"{variable}: {now} cannot be used: {reason}")
+    return found
+
+
+def address(name: str, otherwise: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that tells service `name` where its records are; `otherwise`: where none is set."""
+    return {VARIABLES[name]: environment.get(VARIABLES[name]) or otherwise}
+
+
+def _url(name: str, environment: Mapping[str, str]) -> URL:
+    allowed = " or ".join(f"{driver}://USER:PASSWORD@HOST/NAME" for driver in DRIVERS[name])
+    try:
+        url = make_url(environment[VARIABLES[name]])
+    except ArgumentError:
+        raise ConfigError(f"{VARIABLES[name]}: not an address: must be {allowed}") from None
+    if url.drivername not in DRIVERS[name]:
+        raise ConfigError(f"{VARIABLES[name]}: {url.drivername}:// is not allowed: must be {allowed}")
+    return url
+
+
+def _host(url: URL) -> str:
+    named = url.query.get("host")
+    return url.host or (named if isinstance(named, str) else "localhost")
+
+
+def _shown(url: URL) -> str:
+    return f"{_host(url)}:{url.port or 5432}/{url.database or url.username or ''}"
+
+
+def _why_not(name: str, url: URL) -> str | None:
+    """Why PostgreSQL cannot be used by service `name`; None where it can."""
+    if name == "mlflow" and importlib.util.find_spec("psycopg2") is None:
+        return "the package psycopg2-binary is not installed (it comes with xray-rlhf[cluster])"
+    try:
+        return asyncio.run(_ask(url, name == "prefect"))
+    except Exception as error:
+        # Of many kinds: the network's, the server's, the driver's. None of them holds the password.
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+async def _ask(url: URL, needs_extension: bool) -> str | None:
+    import asyncpg
+
+    connection = await asyncpg.connect(
+        host=_host(url),
+        port=url.port or 5432,
+        user=url.username,
+        password=url.password,
+        database=url.database,
+        timeout=CONNECT_SECONDS,
+    )
+    try:
+        query = "select count(*) from pg_available_extensions where name = $1"
+        if needs_extension and not await connection.fetchval(query, EXTENSION):
+            return f"it lacks the extension {EXTENSION} (Debian has it in postgresql-contrib)"
+        return None
+    finally:
+        await connection.close()

@@ -1,0 +1,227 @@
+"""The one directory `xray up` keeps everything in, and what it remembers there.
+
+    HOME/state.json          what was started: ports, processes
+    HOME/output/             what lifecycles make: checkpoints, records, decisions, the key that signs
+    HOME/prefect/, mlflow/   the servers' databases and artifacts
+    HOME/ray-token           guards the ports of Ray
+    HOME/logs/               what every service said
+
+Only Ray's sessions lie elsewhere: the paths of its sockets must be short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from xray.deployments.databases import VARIABLES, check_databases
+from xray.tasks.preflight import is_loopback
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.files import write_atomic
+from xray_runtime.processes import QUIET
+
+PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
+LOOPBACK = "127.0.0.1"
+SAME_SECONDS = 1.0
+"""A process is the one recorded when its start differs by less: the system's clock may have been set."""
+
+
+class ProcessRecord(BaseModel):
+    """A process of ours: its id alone may have become somebody else's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pid: int
+    created: float
+    """Seconds since 1970."""
+
+    def find(self) -> psutil.Process | None:
+        """The process, where it still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < SAME_SECONDS
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+class State(BaseModel):
+    """What is remembered between commands."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mark: str
+    """Start of the mark (`xray_runtime.processes.MARK`) that everything started from this home carries."""
+    host: str = LOOPBACK
+    ports: dict[str, int] = PORTS
+    started: dict[str, ProcessRecord] = {}
+    databases: dict[str, str] = {}
+    """Service → `HOST:PORT/NAME` of the PostgreSQL its records are in; no user, no password."""
+
+
+@dataclass(frozen=True)
+class ServerHome:
+    """The directory."""
+
+    path: Path
+
+    @staticmethod
+    def ray_sessions(state: State) -> Path:
+        return Path(tempfile.gettempdir()) / f"xray-{state.mark[:12]}"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output"
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def make(self) -> None:
+        """Make it, with an empty store that can already be audited, and the token.
+
+        Raises:
+            ConfigError: it cannot be one.
+        """
+        try:
+            for name in ("logs", "prefect", "mlflow", "output/checkpoints"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--home: {str(self.path)!r} is not allowed: {error.strerror}") from None
+        self.path.chmod(0o700)
+        if not self._token.exists():
+            write_atomic(self._token, secrets.token_hex(32))
+            self._token.chmod(0o600)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Only one `up` or `down` at a time; the system lets go with the process. Raises ConfigError."""
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"--home: another xray up or down is at work in {str(self.path)!r}") from None
+            yield
+
+    def load(self) -> State | None:
+        """What is remembered; None where nothing was ever started. Raises ConfigError where it cannot be read."""
+        path = self.path / "state.json"
+        try:
+            return State.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+            raise ConfigError(f"{path}: cannot be used ({reason})") from None
+
+    def save(self, state: State) -> None:
+        write_atomic(self.path / "state.json", state.model_dump_json(indent=2))
+
+    def environment(self, state: State) -> dict[str, str]:
+        """What every service, and every flow run, finds in its environment; where databases are, only their servers."""
+        # A token of the shell's would stand before the file of this home's.
+        hidden = {"RAY_AUTH_TOKEN", *VARIABLES.values()}
+        known = {name: value for name, value in os.environ.items() if name not in hidden}
+        port = state.ports["prefect"]
+        origins = [f"http://{host}:{port}" for host in (clients_address(state.host), "localhost")]
+        return (
+            QUIET
+            | {
+                # Messages of ours show up on the flow run's page.
+                "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,xray_runtime",
+                # In memory, the slots taken would stay taken after a server that was killed.
+                "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            }
+            # Pages of others, open in the same browser, need not ask Prefect anything.
+            | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins)}
+            | known
+            | {
+                # Into the services' logs; for the terminal, less is asked for.
+                "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+                "XRAY_HOME": str(self.path),
+                "PREFECT_HOME": str(self.path / "prefect"),
+                "PREFECT_API_URL": f"http://{clients_address(state.host)}:{port}/api",
+                "MLFLOW_TRACKING_URI": f"http://{LOOPBACK}:{state.ports['mlflow']}",
+                "RAY_ADDRESS": f"{LOOPBACK}:{state.ports['ray']}",
+                # Ray listens on every interface, whatever it is told.
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": str(self._token),
+            }
+        )
+
+    @property
+    def _token(self) -> Path:
+        return self.path / "ray-token"
+
+
+def find_server_home(home: Path | None, environment: Mapping[str, str] = os.environ) -> ServerHome:
+    """--home, else XRAY_HOME, else ~/.xray."""
+    return ServerHome((home or Path(environment.get("XRAY_HOME") or "~/.xray")).expanduser().absolute())
+
+
+def new_state(
+    old: State | None, host: str | None, ports: Mapping[str, int | None], environment: Mapping[str, str] = os.environ
+) -> State:
+    """What `up` should bring about: what was asked for, else what is remembered, else the defaults.
+
+    Raises:
+        ConfigError: something that runs would have to move, or a database cannot be used.
+    """
+    state = old.model_copy(deep=True) if old is not None else State(mark=uuid.uuid4().hex)
+    asked: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
+    running = {name for name, started in state.started.items() if started.find()}
+    if running:
+        if host is not None and host != state.host:
+            raise ConfigError(f"--host: {host!r} is not allowed while it is up on {state.host!r}: `xray down` first")
+        for name, port in asked.items():
+            if port != state.ports[name]:
+                text = f"--{name}-port: {port} is not allowed while it is up on {state.ports[name]}: `xray down` first"
+                raise ConfigError(text)
+    state.host = host or state.host
+    state.ports = state.ports | asked
+    for name, port in state.ports.items():
+        same = [other for other, taken in state.ports.items() if taken == port and other != name]
+        if same:
+            raise ConfigError(f"--{name}-port: {port} is not allowed: it is the port of {same[0]} too")
+    state.databases = check_databases(state.databases, running, environment)
+    return state
+
+
+def check_free(host: str, name: str, port: int) -> None:
+    """Raises ConfigError where somebody else listens on what the service `name` needs."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--{name}-port: {port} is not allowed: {error.strerror} on {host}") from None
+
+
+def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where Prefect's pages would be open to others without a password."""
+    if is_loopback(host):
+        return
+    names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
+    missing = [name for name in names if not all(environment.get(name, "").partition(":"))]
+    if missing:
+        raise ConfigError(
+            f"--host: {host!r} is not allowed without authentication: set {' and '.join(missing)} to USER:PASSWORD"
+        )
+    if len({environment[name] for name in names}) > 1:
+        raise ConfigError(f"--host: {host!r} is not allowed while {' and '.join(names)} differ")
+
+
+def clients_address(host: str) -> str:
+    """Where programs on this machine reach what listens on `host`."""
+    return LOOPBACK if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

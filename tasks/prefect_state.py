@@ -1,0 +1,46 @@
+"""Prefect's records of runs whose process is gone: they say so, instead of Running for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Crashed
+
+log = logging.getLogger(__name__)
+
+MESSAGE = "Its process was lost; another run of the same lifecycle goes on from what was there."
+
+
+def crash_lost_task_run(task_run_id: UUID) -> None:
+    """Set a task run Crashed that lost its worker: the worker cannot say so, and Prefect does not notice."""
+    with get_client(sync_client=True) as client, contextlib.suppress(ObjectNotFound):
+        state = client.read_task_run(task_run_id).state
+        if state is None or not state.is_final():
+            client.set_task_run_state(task_run_id, Crashed(message="Its Ray worker was lost."), force=True)
+
+
+def crash_lost_flow_run(flow_run_id: str | None, present: str | None) -> None:
+    """Set the flow run, and its task runs, Crashed where they are not over.
+
+    Args:
+        present: the flow run at work. Where it is the same, retried, only its lost task runs are set.
+    """
+    if flow_run_id is None:
+        return
+    with get_client(sync_client=True) as client:
+        try:
+            flow_run = client.read_flow_run(UUID(flow_run_id))
+        except ObjectNotFound:
+            return
+        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+        for task in tasks:
+            if task.state is None or not task.state.is_final():
+                client.set_task_run_state(task.id, Crashed(message=MESSAGE), force=True)
+        if flow_run_id != present and (flow_run.state is None or not flow_run.state.is_final()):
+            client.set_flow_run_state(flow_run.id, Crashed(message=MESSAGE), force=True)
+            log.info("flow run %s was lost; it is marked as crashed", flow_run.name)

@@ -1,0 +1,52 @@
+"""Whether the parts of a run on a cluster can reach each other: where not, it is refused before it computes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.credentials import bare
+
+SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
+
+
+def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where RAY_ADDRESS asks for Ray's client: what drives a run is a node's own process."""
+    address = environment.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS: {address!r} is not allowed: must be HOST:PORT of a cluster this machine is a node of "
+            "(`ray start --address=HOST:PORT --num-cpus=0` joins it without giving it any CPU)"
+        )
+
+
+def check_servers(machines: set[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Stages run on any node, and tell Prefect and MLflow themselves.
+
+    Args:
+        machines: addresses of those the nodes are on.
+
+    Raises:
+        ConfigError: there are several, and a server that only this one can reach.
+    """
+    if len(machines) < 2:
+        return
+    for name, what in SERVERS.items():
+        address = environment.get(name, "")
+        host = urlsplit(address).hostname
+        if host is None or is_loopback(host):
+            raise ConfigError(
+                f"{name}: {bare(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, "
+                f"whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches this machine alone. A name other than localhost may be anybody's."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

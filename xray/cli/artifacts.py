@@ -1,0 +1,86 @@
+"""`xray prune`, `xray export` and `xray import`: what is kept, what travels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xray.cli.lineage import AsJson, Output, Ref, Tracking, checked, report
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for name, command in (("prune", prune), ("export", export), ("import", import_)):
+        app.command(name)(command)
+
+
+def prune(
+    output: Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")],
+    keep: Annotated[list[str] | None, typer.Option("--keep", metavar="REF", help="Keep this too; repeatable.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove. Without it, only what would go is shown.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove checkpoints that no alias, no --keep and no evaluation needs; chains stay whole.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.render import printable
+    from xray_runtime.lineage.retention import plan_prune
+    from xray_runtime.lineage.retention import prune as run_prune
+
+    place = checked(lambda: open_place(output, None))
+    kept = checked(lambda: [resolve(ref, output, None)[1] for ref in keep or []])
+    plan = plan_prune(place, kept)
+    if yes:
+        checked(lambda: run_prune(place, plan))
+    if as_json:
+        names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
+        print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
+        return
+    for node in plan.remove:
+        print(f"{'removed' if yes else 'would go'}  {printable(node.name)}")
+    hint = "" if yes or not plan.remove else "; --yes removes them"
+    print(f"{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} checkpoints, {plan.bytes / 1e6:,.1f} MB{hint}")
+
+
+def export(
+    ref: Ref,
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive to write, a .tar.")],
+    output: Output = None,
+    tracking_uri: Tracking = None,
+) -> None:
+    """Write a checkpoint with all it came from, its records and the public key to one archive.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.bundle import export as run_export
+    from xray_runtime.lineage.reference import resolve
+
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
+    count = checked(lambda: run_export(place, node, bundle))
+    print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
+
+
+def import_(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
+    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", help="The key it must be signed with. Default: the bundle's own.")
+    ] = None,
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a bundle into an output directory and its MLflow, if its audit is sound.
+
+    Exit codes: 0 done, 1 the audit found something and nothing was brought in, 2 bad input.
+    """
+    from xray_runtime.lineage.bundle import import_bundle
+
+    uri = tracking_uri or f"sqlite:///{(output / 'mlflow.db').absolute()}"
+    result = checked(lambda: import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key))
+    report(result, True, as_json)

@@ -1,0 +1,269 @@
+"""`xray compare` and `xray preferences`: people judge replies of two models blindly, and train on what they said."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown
+from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
+from xray.tasks.workspace import file_lock, saved_config
+
+if TYPE_CHECKING:
+    from xray_runtime.data.pairs import Messages
+    from xray_runtime.feedback.comparison import Comparison, Sampler
+    from xray_runtime.feedback.judgements import Question
+    from xray_runtime.feedback.session import Session
+    from xray_runtime.lineage.graph import Node
+    from xray_runtime.lineage.reference import Place
+
+KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(compare)
+    app.command()(preferences)
+
+
+def compare(
+    first: Ref,
+    second: Ref,
+    output: Output = None,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
+    ] = "heldout",
+    count: Annotated[int, typer.Option("--count", min=1, help="How many prompts, of those there are.")] = 50,
+    judge: Annotated[str | None, typer.Option("--judge", help="Who judges: a claim. Default: this user.")] = None,
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: Seed = 0,
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge replies of two models side by side, without knowing which is which.
+
+    Each verdict is kept at once; the same command goes on where it was left. `xray preferences` publishes the verdicts.
+    Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
+    """
+    from xray_runtime.feedback.comparison import plan_comparison, require_two
+    from xray_runtime.feedback.prompts import checked_source
+    from xray_runtime.feedback.session import open_session, session_directory
+    from xray_runtime.lineage.reference import resolve
+
+    console = Console(stderr=as_json, highlight=False)
+    a = checked(lambda: resolve(first, output, tracking_uri))
+    b = checked(lambda: resolve(second, output, tracking_uri))
+    place = checked(lambda: require_two(a, b))
+    config = checked(lambda: saved_config(place.output))
+    warmth, longest = checked(lambda: sampling_of(config, temperature, max_new_tokens))
+    sampling: dict[str, Any] = {"temperature": warmth, "max_new_tokens": longest, "seed": seed}
+    models = (a[1], b[1])
+    source = checked(lambda: checked_source(prompts))
+    _require_sound(place, models, console)
+    comparison = checked(lambda: plan_comparison(place, models, config, source, **sampling))
+    directory = session_directory(place.output, comparison.setup)
+    with checked(lambda: file_lock(directory)):
+        session = checked(lambda: open_session(directory))
+        checked(lambda: _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console))
+    result = comparison.result(session)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_result(result, place, console)
+
+
+def preferences(
+    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish all that was judged in an output directory: a signed dataset to train reward models on.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.feedback.publication import publish
+    from xray_runtime.lineage.reference import open_place
+
+    place = checked(lambda: open_place(output, tracking_uri))
+    project = checked(lambda: saved_config(output)).project
+    done = checked(lambda: publish(place, project, getpass.getuser()))
+    if as_json:
+        print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
+        return
+    counts = done.stats
+    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_people(counts)}")
+    if done.heldout:
+        print(f"{done.heldout} of them have held-out prompts, which no lifecycle on the same data trains on")
+    print(f"{'published' if done.is_new else 'there already'}: {done.checkpoint.uri}")
+    print(f"train on it: xray run CONFIG --set preferences.source=dataset --set preferences.path={done.checkpoint.uri}")
+
+
+def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
+    """Ask `judge` what has no verdict of theirs yet, until they quit."""
+    from xray_runtime.feedback.comparison import Sampler
+
+    done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
+    with ThreadPoolExecutor(1) as pool:
+        sampler = Sampler(comparison, session, pool)
+        try:
+            if comparison.setup.prompts == "typed":
+                _ask_typed(comparison, session, sampler, judge, done, console)
+            else:
+                _ask_listed(session, sampler, prompts, judge, done, console)
+        except (KeyboardInterrupt, EOFError):
+            console.print("stopped; the same command goes on from here")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ask_listed(
+    session: Session, sampler: Sampler, prompts: list[Messages], judge: str, done: set[int], console: Console
+) -> None:
+    from xray_runtime.feedback.comparison import BATCH
+
+    there = len(session.questions)
+    coming = [sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
+    asked: list[int] = []
+    number = 0
+    while number < len(prompts):
+        if number >= there:
+            _wait(coming[(number - there) // BATCH], console)
+        question = session.questions[number]
+        # Two equal replies say nothing about which is better.
+        if number in done or question.a == question.b:
+            number += 1
+            continue
+        if _judge(session, question, judge, f"{number + 1} of {len(prompts)}", console):
+            done.add(number)
+            asked.append(number)
+        elif asked:
+            number = asked.pop()
+            done.discard(number)
+
+
+def _ask_typed(
+    comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
+) -> None:
+    from xray_runtime.data.sources import clean
+
+    for question in list(session.questions):
+        # Asked before, and not answered.
+        if question.number not in done and question.a != question.b:
+            _judge_typed(session, question, judge, console)
+    while True:
+        line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
+        if not clean(line):
+            return
+        prompt = [{"role": "user", "content": clean(line)}]
+        if any(limits.excess(prompt) > 0 for limits in comparison.limits):
+            console.print("too long for these models: say less", style="red")
+            continue
+        _wait(sampler.submit([prompt]), console)
+        question = session.questions[-1]
+        if question.a == question.b:
+            console.print(Text(f"both say: {shown(question.a)}"))
+        else:
+            _judge_typed(session, question, judge, console)
+
+
+def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
+    while not _judge(session, question, judge, str(question.number + 1), console):
+        console.print("there is no question before this one to go back to", style="red")
+
+
+def _wait(coming: Future[None], console: Console) -> None:
+    with console.status("the models are answering"):
+        coming.result()
+
+
+def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
+    """Show one question and keep the verdict; False where the person wants to go back instead."""
+    from xray_runtime.data.pairs import prompt_text
+    from xray_runtime.feedback.judgements import KEYS as VERDICTS
+    from xray_runtime.feedback.judgements import Judgement, left_model, verdict_of
+
+    left = left_model(session.setup.seed, judge, question.number)
+    replies = (question.a, question.b) if left == "a" else (question.b, question.a)
+    console.print()
+    console.print(Panel(Text(shown(prompt_text(question.prompt))), title=progress, title_align="left"))
+    sides = Table.grid(expand=True)
+    for _ in replies:
+        sides.add_column(ratio=1)
+    sides.add_row(*(Panel(Text(shown(reply)), title=f"[bold]{n}[/bold]") for n, reply in enumerate(replies, start=1)))
+    console.print(sides)
+    console.print(KEYS, style="dim")
+    while True:
+        key = _key()
+        if key == "q":
+            raise KeyboardInterrupt
+        if key == "u":
+            return False
+        if key in VERDICTS:
+            break
+        console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    verdict = verdict_of(key, left)
+    session.add_judgement(Judgement(number=question.number, left=left, verdict=verdict, judge=judge, at=now))
+    console.print(Text(f"  {VERDICTS[key]}"), style="green")
+    return True
+
+
+def _key() -> str:
+    """The key a person pressed; through a pipe, the next line."""
+    if sys.stdin.isatty():
+        key: str = typer.getchar()
+        return key.lower()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.strip().lower()
+
+
+def _require_sound(place: Place, models: tuple[Node, Node], console: Console) -> None:
+    """What is judged here is trained on later: a model that is not what it was must not get that far."""
+    from xray_runtime.lineage.audit.checkpoints import audit
+
+    with console.status("auditing both"):
+        result = audit(place, models)
+    if not result.is_sound:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
+        raise typer.Exit(BROKEN)
+
+
+def _print_result(result: dict[str, Any], place: Place, console: Console) -> None:
+    verdicts, rate = result["verdicts"], result["win_rate"]
+    console.print()
+    if rate is None:
+        console.print("nothing was judged yet")
+        return
+    low, high = result["win_rate_ci95"]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("model", "preferred", "win rate", "95%"):
+        table.add_column(column)
+    rows = {"a": (rate, low, high), "b": (1 - rate, 1 - high, 1 - low)}
+    for side, (share, least, most) in rows.items():
+        interval = f"{least:.2f} to {most:.2f}"
+        table.add_row(Text(shown(result["models"][side])), str(verdicts[side]), f"{share:.2f}", interval)
+    console.print(table)
+    console.print(
+        f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
+        f"{verdicts['skip']} skipped, {result['same_reply']} not asked (the same reply twice)"
+    )
+    console.print(Text(f"judged by: {_people(result)}"))
+    console.print(Text(f"publish them as a dataset: xray preferences --output {place.output}"), soft_wrap=True)
+
+
+def _people(counts: dict[str, Any]) -> str:
+    return ", ".join(f"{shown(name)} {number}" for name, number in counts["judges"].items())

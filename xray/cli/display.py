@@ -1,0 +1,173 @@
+"""What the person at the terminal sees: one line a stage with rate and time left, then where to look next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.table import Table
+
+from xray.flows.search import plans_until
+from xray_runtime.credentials import tracking_address
+
+if TYPE_CHECKING:
+    from xray.flows.tune import Event
+
+POLL_SECONDS = 0.5
+PLAIN_SECONDS = 15.0
+"""Without a terminal, a stage prints a line this often."""
+
+
+class LiveStages:
+    """Live progress of all stages, read from the progress board; plain lines where there is no terminal."""
+
+    def __init__(self, console: Console, heartbeat: Path) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:12}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeLeftColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._heartbeat, self._latest = heartbeat, dict[str, Any]()
+        self._tasks: dict[str, Any] = {}
+        self._printed: dict[str, tuple[float, bool]] = {}
+        self._started: dict[str, float] = {}
+
+    def note(self, text: str) -> None:
+        self._console.print(f"[dim]{text}[/dim]", highlight=False)
+
+    def _beat(self, latest: dict[str, Any]) -> None:
+        if latest != self._latest:
+            self._latest = latest
+            self._heartbeat.touch()
+
+    @contextlib.contextmanager
+    def watching(self, stages: list[str]) -> Iterator[None]:
+        """Follow `stages` while the context lasts."""
+        from xray_runtime.progress import open_progress
+
+        board = open_progress()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(board, stages, ended), daemon=True)
+        self._progress.start()
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._progress.stop()
+
+    def _follow(self, board: Any, stages: list[str], ended: threading.Event) -> None:
+        import ray
+
+        while True:
+            last = ended.wait(POLL_SECONDS)
+            with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
+                latest = ray.get(board.read.remote(), timeout=5)
+                self._beat(latest)
+                for stage in stages:
+                    if stage in latest:
+                        self._show(stage, *latest[stage])
+            if last:
+                return
+
+    def _show(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
+        if self._console.is_terminal:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._progress.add_task(stage, total=None, note="")
+            self._progress.update(self._tasks[stage], completed=done, total=total or None, note=f"{unit} {note}")
+            return
+        if not total:
+            return
+        now = time.monotonic()
+        started = self._started.setdefault(stage, now)
+        printed, finished = self._printed.get(stage, (0.0, False))
+        ends = done == total
+        if (finished if ends else now - printed < PLAIN_SECONDS) or (finished and ends):
+            return
+        self._printed[stage] = (now, ends)
+        elapsed = now - started
+        rate = f" {done / elapsed:.2f}/s, {(total - done) * elapsed / done:.0f} s left" if done and elapsed > 1 else ""
+        self._console.print(f"{stage}: {done}/{total} {unit}{rate} {note}", highlight=False, soft_wrap=True)
+
+
+class LiveTrials:
+    """A line for each trial of a search that begins or ends, and live progress of its stages in between."""
+
+    def __init__(self, console: Console, heartbeat: Path) -> None:
+        self._console, self._heartbeat = console, heartbeat
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def error_summary(self, event: Event) -> None:
+        number, trial, record = event
+        self._heartbeat.touch()
+        self._stack.close()
+        if record is None:
+            values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in trial.values.items())
+            self._console.print(f"trial {number}: {values}", highlight=False, soft_wrap=True, markup=False)
+            stages = [plan.name for plan in plans_until(trial.config, trial.search.until)]
+            self._stack.enter_context(LiveStages(self._console, self._heartbeat).watching(stages))
+            return
+        outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
+        text = f"trial {number}: {outcome} {record.error or ''}".rstrip()
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
+    """Stages, headline numbers, and where to look next."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "seconds", "", "checkpoint"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for stage in content["stages"]:
+        cached = "cached" if stage["cached"] else ""
+        table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
+    console.print(table)
+    e, registered = content["evaluation"], content["registered"]
+    lines = [f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"]
+    if e["gold_after"] is not None:
+        lines.append(
+            f"gold score  {e['gold_before']:+.3f} → {e['gold_after']:+.3f}  difference {e['gold_delta']:+.3f}  "
+            f"{_interval(e['gold_delta_ci95'])}"
+        )
+    lines += [
+        f"reward      {e['reward_before']:+.3f} → {e['reward_after']:+.3f}",
+        f"KL          {e['kl']:.2f} nats a reply to the SFT model",
+        "",
+        f"registered  {registered['name']} version {registered['version']} @{registered['alias']}",
+        f"report      {output / 'report.html'}",
+        f"record      {output / 'lifecycle.json'}",
+        f"lineage     {where_lineage_is_seen(output)}",
+    ]
+    console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def where_lineage_is_seen(output: Path) -> str:
+    """The MLflow server's address, or the command that starts one on the store in `output`."""
+    # Once it has been used, MLflow's client keeps the address of a store without a server in the environment too.
+    address = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
+    return address if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
+
+
+def _interval(pair: list[float]) -> str:
+    return f"(95%: {pair[0]:+.3f} to {pair[1]:+.3f})"

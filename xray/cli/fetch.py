@@ -1,0 +1,84 @@
+"""`xray fetch`: what lies in the shared store comes into an output directory, verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xray.cli.lineage import checked
+from xray.tasks.workspace import saved_config
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.credentials import bare, has_login
+
+FAILED = 1
+PATIENCE_S = 20.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(fetch)
+
+
+def fetch(
+    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    storage: Annotated[
+        str | None, typer.Option("--storage", help="The store's URL. Default: what the directory was last run with.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
+    ] = False,
+) -> None:
+    """Bring checkpoints that are missing here, or damaged, from the shared store, and the public keys of who signed.
+
+    Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
+    """
+    missing = checked(lambda: _fetch(output.absolute(), storage, everything))
+    raise typer.Exit(FAILED if missing else 0)
+
+
+def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
+    """Fetch, and say what is done; returns the names of what could not be had."""
+    from xray_runtime.lineage.keys import exchange_keys
+    from xray_runtime.lineage.signing import signing_key
+    from xray_runtime.store.checkpoints import CHECKPOINTS, Store, verify
+    from xray_runtime.store.shared import SharedStore, StorageError
+
+    if storage is not None and has_login(storage):
+        raise ConfigError(
+            f"--storage: a login before {bare(storage)!r} is not allowed: credentials come from the environment"
+        )
+    url = storage or saved_config(output).runtime.storage
+    if url is None:
+        raise ConfigError("--storage: nothing is not allowed: must be a URL, the directory's config.yaml names none")
+    try:
+        shared = SharedStore(url, PATIENCE_S)
+        names = shared.names(CHECKPOINTS) if everything else _recorded(output)
+        output.mkdir(parents=True, exist_ok=True)
+        signing_key(output)
+        exchange_keys(output, shared)
+        store, missing = Store(output / CHECKPOINTS, shared), []
+        for name in names:
+            place = store.root / name
+            sound = place.exists() and not verify(place)
+            fetched = not sound and store.fetch(place)
+            if not sound and not fetched:
+                missing.append(name)
+            print(f"{'here' if sound else 'fetched' if fetched else 'missing'}  {name}")
+    except StorageError as error:
+        raise ConfigError(f"--storage: {error}") from None
+    return missing
+
+
+def _recorded(output: Path) -> list[str]:
+    """Directories of the checkpoints that lifecycle.json names."""
+    from xray.tasks.run_summary import LIFECYCLE
+
+    path = output / LIFECYCLE
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return [f"{stage['name']}-{stage['key'][:12]}" for stage in stages]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to go by: say --all") from None

@@ -1,0 +1,171 @@
+"""`xray lineage`, `xray diff` and `xray audit`: where a model came from, and whether that is still true."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from xray.deployments.local_services import quiet_environment
+from xray_runtime.config.loading import ConfigError
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.audit.checkpoints import Audit
+
+T = TypeVar("T")
+
+BROKEN, BAD_INPUT = 1, 2
+
+Ref = Annotated[str, typer.Argument(metavar="REF", help="Directory, sha256 or stage, or registered name@alias.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", help="Output directory of the lifecycle REF is looked for in.")
+]
+Tracking = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow's address, if not the output's own.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for command in (lineage, diff, audit):
+        app.command()(command)
+
+
+def lineage(
+    ref: Ref,
+    output: Output = None,
+    tracking_uri: Tracking = None,
+    descendants: Annotated[bool, typer.Option("--descendants", help="Also what was made from it.")] = False,
+    as_json: AsJson = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one page with a graph one can click.")] = None,
+) -> None:
+    """Where a checkpoint came from.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.lineage.render import lineage_json, lineage_text, write_html
+
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
+    if html is not None:
+        checked(lambda: write_html(html, place, node, descendants))
+    if as_json:
+        print(json.dumps(lineage_json(place.graph, node, descendants), indent=2))
+    else:
+        sys.stdout.writelines(line + "\n" for line in lineage_text(place.graph, node, descendants))
+
+
+def diff(
+    first: Ref, second: Ref, output: Output = None, tracking_uri: Tracking = None, as_json: AsJson = False
+) -> None:
+    """What differs between the histories of two checkpoints: config, data, code, versions, results.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.diff import difference, difference_text
+    from xray_runtime.lineage.reference import resolve
+
+    left = checked(lambda: resolve(first, output, tracking_uri))
+    right = checked(lambda: resolve(second, output, tracking_uri))
+    content = difference(*left, *right)
+    if as_json:
+        print(json.dumps(content, indent=2))
+    else:
+        sys.stdout.writelines(line + "\n" for line in difference_text(content))
+
+
+def audit(
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="As in `xray lineage`, or a bundle; or use --all.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything in --output DIR.")] = False,
+    output: Output = None,
+    tracking_uri: Tracking = None,
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
+    ] = None,
+    hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Whether to read the weights.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
+
+    Exit codes: 0 sound, 1 something was found, 2 bad input.
+    """
+    from xray_runtime.lineage.audit.checkpoints import audit as run_audit
+    from xray_runtime.lineage.bundle import audit_bundle
+    from xray_runtime.lineage.reference import open_place, resolve
+
+    if ref is not None and not everything and Path(ref).is_file():
+        bundle = Path(ref)
+        report(checked(lambda: audit_bundle(bundle, public_key, hashing=hashing)), hashing, as_json)
+        return
+
+    unreadable = _unreadable(Path(ref)) if ref is not None and not everything else None
+    if unreadable is not None:
+        report(unreadable, hashing, as_json)
+        return
+
+    def chosen() -> tuple[Any, Any]:
+        if everything == (ref is not None):
+            raise ConfigError("REF or --all: one of the two is required, and not both")
+        if public_key is not None and not public_key.is_file():
+            raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
+        if ref is None:
+            if output is None:
+                raise ConfigError("--all: needs --output DIR")
+            return open_place(output, tracking_uri), None
+        place, node = resolve(ref, output, tracking_uri)
+        return place, [node]
+
+    place, starts = checked(chosen)
+    report(run_audit(place, starts, public=public_key, hashing=hashing), hashing, as_json)
+
+
+def _unreadable(directory: Path) -> Audit | None:
+    """The audit of a checkpoint whose manifest cannot even be read: that is a finding, no mistake of the user's."""
+    from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.lineage.audit.findings import Finding
+    from xray_runtime.store.checkpoints import read_manifest
+    from xray_runtime.store.manifest import MANIFEST
+
+    if not directory.is_dir() or not os.path.lexists(directory / MANIFEST):
+        return None
+    try:
+        read_manifest(directory)
+    except ValueError as error:
+        return Audit(findings=[Finding(directory.name, "manifest-malformed", str(error))])
+    return None
+
+
+def report(result: Audit, hashing: bool, as_json: bool) -> None:
+    """Print an audit and exit by what it found."""
+    from xray_runtime.lineage.render import printable
+
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+        raise typer.Exit(0 if result.is_sound else BROKEN)
+    for finding in result.findings:
+        content = finding.to_json()
+        print(f"{'BROKEN' if finding.is_broken else 'note  '} {finding.code}: {printable(finding.subject)}")
+        print(f"       {printable(finding.detail)}")
+        print(f"       {content['meaning']} {content['mend']}".rstrip())
+    size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
+    checked = "read" if hashing else "looked at, contents not read"
+    print(f"{'sound' if result.is_sound else 'NOT SOUND'}: {size} {checked}")
+    raise typer.Exit(0 if result.is_sound else BROKEN)
+
+
+def checked(call: Callable[[], T]) -> T:
+    """What `call` returns; bad input is one line and exit code 2."""
+    quiet_environment()
+    try:
+        return call()
+    except (ConfigError, OSError) as error:
+        text = str(error).replace("[", "\\[")
+        Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
+        raise typer.Exit(BAD_INPUT) from None

@@ -1,0 +1,117 @@
+"""`xray promote`: the flow of `flows/promote.py`, with whoever started it as the one who is asked."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from xray.cli.lineage import BROKEN, Tracking, checked
+from xray.deployments.local_services import prefect_server, private_ray
+from xray.tasks.workspace import saved_config
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.errors import root_cause
+from xray_runtime.processes import kill_tagged, start_reaper
+
+if TYPE_CHECKING:
+    from xray.flows.promote import Approval
+
+GATES = "promotion."
+
+
+def promote(
+    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
+    name: Annotated[str, typer.Option("--name", help="Registered model.")],
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`. Default: NAME@candidate.")
+    ] = None,
+    by: Annotated[str | None, typer.Option("--by", help="Who decides: a claim. Default: this user.")] = None,
+    note: Annotated[
+        str | None, typer.Option("--note", help="Yes, and why: recorded with the decision. Without it you are asked.")
+    ] = None,
+    gates: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="promotion.GATE=VALUE", help="Another bound; `null` is none; repeatable."),
+    ] = None,
+    rollback: Annotated[bool, typer.Option("--rollback", help="Back to the previous champion.")] = False,
+    tracking_uri: Tracking = None,
+) -> None:
+    """Make a candidate champion: audit, comparison with the champion, gates, your word, signed decision, aliases.
+
+    Exit codes: 0 promoted, 1 the audit, a gate or you stopped it, 2 bad input.
+    """
+    candidate = None if rollback else ref or f"{name}@candidate"
+    checked(lambda: _check(output, candidate, note, gates or [], tracking_uri))
+    mark = start_reaper()
+    try:
+        with prefect_server(output.absolute()), private_ray():
+            checked(lambda: _run(str(output), name, ref, by or getpass.getuser(), note, gates, rollback, tracking_uri))
+    finally:
+        kill_tagged(mark)
+
+
+def _check(output: Path, candidate: str | None, note: str | None, gates: list[str], tracking_uri: str | None) -> None:
+    """Notice bad input before a server is started for it."""
+    from xray_runtime.lineage.reference import open_place, resolve
+
+    for entry in gates:
+        if not entry.startswith(GATES):
+            raise ConfigError(f"--set {entry!r} is not allowed: must be {GATES}GATE=VALUE")
+    if note is None and not sys.stdin.isatty():
+        raise ConfigError("--note: is required where nobody can be asked")
+    open_place(output, tracking_uri)
+    saved_config(output, gates)
+    if candidate is not None:
+        resolve(candidate, output, tracking_uri)
+
+
+def _run(
+    output: str,
+    name: str,
+    ref: str | None,
+    by: str,
+    note: str | None,
+    gates: list[str] | None,
+    rollback: bool,
+    tracking_uri: str | None,
+) -> None:
+    from xray.flows import promote as flows
+    from xray_runtime.lineage.promotion import NotPromoted
+
+    flows.ask_here.set(lambda text: _ask(text, by, note))
+    try:
+        if rollback:
+            note = note or typer.prompt("Why")
+            done = flows.rollback(output, name, by, note, tracking_uri)
+        else:
+            bounds = saved_config(Path(output), gates or []).promotion
+            done = flows.promote(output, name, ref, bounds, tracking_uri)
+    except NotPromoted as error:
+        print("not promoted:")
+        for reason in error.reasons:
+            print(f"  {reason}")
+        raise typer.Exit(BROKEN) from None
+    except (ConfigError, OSError, typer.Abort):
+        raise
+    except Exception as error:
+        cause = root_cause(error)
+        text = f"failed: {type(cause).__name__}: {cause}; logs: {Path(output) / 'logs'}"
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
+        raise typer.Exit(BROKEN) from None
+    for gate in done.get("gates", []):
+        print(f"  {gate['name']}: {gate['reason']}")
+    print(f"champion of {name}: version {done['version']} {done['checkpoint'][:12]}")
+
+
+def _ask(text: str, by: str, note: str | None) -> Approval:
+    from xray.flows.promote import Approval
+
+    if note is not None:
+        return Approval(approve=True, name=by, note=note)
+    print(text)
+    approve = typer.confirm("Make it champion?")
+    return Approval(approve=approve, name=typer.prompt("Your name", default=by), note=typer.prompt("Why"))

@@ -1,0 +1,196 @@
+"""`xray serve`: a model behind an OpenAI-compatible server, and the champion wherever it goes.
+
+This process audits, decides and waits; Ray Serve's proxy and replicas answer. What it starts carries its mark and ends
+with it, also by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from xray.cli.lineage import BROKEN, Output, Tracking, checked
+from xray.deployments.local_services import Health, running_ray
+from xray.deployments.server_home import LOOPBACK, clients_address
+from xray.tasks.preflight import check_ray_address, is_loopback
+from xray.tasks.workspace import saved_config
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.serving import NotServedError
+
+if TYPE_CHECKING:
+    from xray_runtime.serving.choice import Choice
+    from xray_runtime.serving.server import Server
+
+API_KEY = "XRAY_API_KEY"
+POLL_SECONDS = 2.0
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(
+    ref: Annotated[
+        str,
+        typer.Argument(metavar="[REF]", help="`champion` or NAME@champion, which are followed; or as `xray lineage`."),
+    ] = "champion",
+    output: Output = None,
+    host: Annotated[str, typer.Option("--host", help=f"Another than loopback needs a key in {API_KEY}.")] = LOOPBACK,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1024, help="Engines that share the work.")] = 1,
+    tracking_uri: Tracking = None,
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
+    ] = None,
+) -> None:
+    """Serve a model whose audit is sound, OpenAI-compatible, under Ray Serve; follow the champion without a pause.
+
+    Exit codes: 0 stopped (Ctrl-C, SIGTERM), 1 refused, 2 bad input.
+    """
+    for number in STOPS:
+        signal.signal(number, signal.default_int_handler)
+    # What is started inherits the environment, and has no need of the key.
+    key = os.environ.pop(API_KEY, None) or None
+    order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, key)
+    try:
+        name, choice = checked(lambda: _chosen(order))
+        mark = start_reaper()
+        try:
+            checked(lambda: _run(order, name, choice))
+        finally:
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)
+            kill_tagged(mark)
+    except NotServedError as error:
+        _say(f"[red]refused:[/red] {escape(str(error))}", to_errors=True)
+        raise typer.Exit(BROKEN) from None
+    except KeyboardInterrupt:
+        _say("stopped at once")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the command was asked for."""
+
+    ref: str
+    output: Path | None
+    tracking_uri: str | None
+    public: Path | None
+    host: str
+    port: int
+    replicas: int
+    key: str | None
+
+
+def _chosen(order: _Order) -> tuple[str | None, Choice]:
+    """(registered model whose champion is followed, what is served first), audited."""
+    from xray_runtime.serving.choice import champion, fixed, followed, require_sound
+
+    if not is_loopback(order.host) and order.key is None:
+        raise ConfigError(f"--host: {order.host!r} is not allowed without a key: set {API_KEY}")
+    if order.public is not None and not order.public.is_file():
+        raise ConfigError(f"--public-key: {str(order.public)!r} is not a file")
+    _check_free(order.host, order.port)
+    check_ray_address()
+    name = followed(order.ref, order.output)
+    if name is None:
+        choice = fixed(order.ref, order.output, order.tracking_uri)
+    else:
+        assert order.output is not None
+        choice = champion(name, order.output, order.tracking_uri)
+    saved_config(choice.place.output)
+    require_sound(choice, order.public)
+    return name, choice
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--port: {port} is not allowed: {error.strerror} on {host}") from None
+
+
+def _run(order: _Order, name: str | None, choice: Choice) -> None:
+    # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+    with running_ray(), Health().watching(None):
+        # Starting Ray put a handler of its own in place.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        from xray_runtime.serving.server import Server, runs_already
+
+        if runs_already():
+            raise ConfigError("RAY_ADDRESS: Ray Serve runs on this cluster already, and has one port for all")
+        server = Server(order.host, order.port, order.replicas, ray_stays=bool(os.environ.get("RAY_ADDRESS")))
+        try:
+            _serve(server, order, name, choice)
+        except KeyboardInterrupt:
+            _say("finishing the requests at hand; Ctrl-C again to stop at once")
+        finally:
+            server.stop()
+    _say("stopped")
+
+
+def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> None:
+    from xray_runtime.serving.choice import Follower
+    from xray_runtime.serving.middleware import key_digest
+    from xray_runtime.serving.replica import ServedModel
+    from xray_runtime.workers.placement import device
+
+    place = choice.place
+    runtime = saved_config(place.output).runtime
+
+    def model(choice: Choice, generation: int) -> ServedModel:
+        return ServedModel(
+            directory=choice.node.directory.absolute(),
+            sha256=choice.node.sha256,
+            names=choice.names,
+            generation=generation,
+            runtime=runtime,
+            device=device(runtime),
+            key=key_digest(order.key) if order.key else None,
+            logs=place.output.absolute() / "logs" / "serve",
+        )
+
+    served, generation = model(choice, 0), 0
+    server.deploy(served)
+    _say(f"serving {choice.title} at http://{clients_address(order.host)}:{order.port}/v1")
+    if name is None:
+        threading.Event().wait()
+        return
+    follower = Follower(name, place.output, place.tracking_uri, order.public, served.sha256)
+    while True:
+        time.sleep(POLL_SECONDS)
+        try:
+            news = follower.news()
+            if news is None:
+                continue
+            generation += 1
+            _say(f"{_now()} {news.title} is champion, and sound: loading it")
+            server.deploy(model(news, generation))
+        except NotServedError as error:
+            _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {choice.title}", to_errors=True)
+            # Where it was not loaded, this is what Ray Serve goes back to; its replicas are up.
+            server.deploy(served)
+            continue
+        choice, served = news, model(news, generation)
+        follower.serving = served.sha256
+        _say(f"{_now()} serving {choice.title}")
+
+
+def _now() -> str:
+    return datetime.now().isoformat(sep=" ", timespec="seconds")
+
+
+def _say(text: str, *, to_errors: bool = False) -> None:
+    Console(stderr=to_errors).print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,81 @@
+"""The process a person starts: it watches over the run, which is its child, and starts it again when it is lost.
+
+Everything a run has finished is found again under its key, and a stage at work goes on from its snapshot, so starting
+again is all that is ever needed, whatever died: the driver, Ray, a server, the machine's patience (a run that makes no
+progress for `runtime.stall_timeout_s` is ended). This is the one place where that is decided.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from xray.deployments.local_services import LOST
+from xray_runtime.processes import kill_tagged, start_reaper
+
+FAILED, INTERRUPTED = 1, 130
+POLL_SECONDS = 0.2
+HEARTBEAT = "heartbeat"
+
+
+def supervise(
+    output: Path,
+    *,
+    as_json: bool,
+    restarts: int,
+    stall_timeout_s: float,
+    console: Console,
+    search: str | None = None,
+) -> int:
+    """Run the lifecycle in `output` (its config lies there), or the search of that name, to an end.
+
+    Returns:
+        The exit code.
+    """
+    command = [sys.executable, "-m", "xray.cli.runner", str(output)]
+    command += [*(["--json"] if as_json else []), *(["--search", search] if search is not None else [])]
+    mark = start_reaper()
+    for attempt in range(restarts + 1):
+        code = _run_once(output, command, stall_timeout_s, console)
+        kill_tagged(mark)
+        if 0 <= code < LOST or code == INTERRUPTED:
+            return code
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "Ray or Prefect died"
+        again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else "giving up"
+        console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False)
+    return FAILED
+
+
+def _run_once(output: Path, command: list[str], stall_timeout_s: float, console: Console) -> int:
+    heartbeat = output / HEARTBEAT
+    heartbeat.touch()
+    # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
+    child = subprocess.Popen(command, process_group=0)
+    asked = 0
+
+    def ask(*_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            console.print("stopping after the step at hand, with a snapshot; Ctrl-C again to stop at once")
+            child.send_signal(signal.SIGINT)
+        else:
+            child.kill()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while (code := child.poll()) is None:
+            if time.time() - heartbeat.stat().st_mtime > stall_timeout_s:
+                console.print(f"no progress for {stall_timeout_s:.0f} s: ending what hangs", style="yellow")
+                child.kill()
+            time.sleep(POLL_SECONDS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return INTERRUPTED if asked else code

@@ -1,0 +1,162 @@
+"""`xray up`, `xray down` and `xray status`: what a team's runs need, on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from xray.cli.lineage import AsJson, checked
+from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
+from xray.deployments.servers import (
+    NotUpError,
+    Service,
+    end_of,
+    find,
+    servers,
+    start_missing,
+    stop,
+    wait_healthy,
+    worker,
+)
+from xray.deployments.status import service_status, show
+
+FAILED = 1
+INTERRUPTED = 130
+Where = Annotated[
+    Path | None, typer.Option("--home", help="Directory of everything it keeps. Default: XRAY_HOME, else ~/.xray.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for command in (up, down, status):
+        app.command()(command)
+
+
+def up(
+    home: Where = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Where Prefect listens; other than loopback, only with a password.")
+    ] = None,
+    prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
+    mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
+    ray_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 6379.")] = None,
+    dashboard_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Ray's pages. Default: 8265.")] = None,
+) -> None:
+    """Start what is missing: Prefect, MLflow, Ray, a worker; deployments, schedules, automations. Safe to repeat.
+
+    Hosts and ports are remembered. Exit codes: 0 everything is up, 1 something is not, 2 bad input.
+    """
+    place = find_server_home(home)
+    ports = {"prefect": prefect_port, "mlflow": mlflow_port, "ray": ray_port, "dashboard": dashboard_port}
+    _guarded(lambda: _up(place, host, ports))
+
+
+def down(home: Where = None) -> None:
+    """Stop exactly what `xray up` started; runs at work make a snapshot first.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    place = find_server_home(home)
+    _guarded(lambda: _down(place))
+
+
+def status(home: Where = None, as_json: AsJson = False) -> None:
+    """What is up, which runs are on, what is champion.
+
+    Exit codes: 0 everything is up, 1 something is not, 2 bad input.
+    """
+    place = find_server_home(home)
+    content = checked(lambda: service_status(place, place.load()))
+    if as_json:
+        print(json.dumps(content, indent=2))
+    else:
+        show(Console(), content)
+    raise typer.Exit(0 if content["up"] else FAILED)
+
+
+def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:
+    home.make()
+    with home.held():
+        state = new_state(home.load(), host, ports)
+        check_host(state.host)
+        home.save(state)
+        base, hands = servers(home, state), worker(home, state)
+        _bring_up(home, state, base)
+        _install(home, state)
+        _bring_up(home, state, [hands])
+    address = home.environment(state)
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        _say(f"export {name}={address[name]}")
+    for name, database in state.databases.items():
+        _say(f"{name:8} keeps its records in PostgreSQL at {database}")
+    _say(f"output   {home.output}")
+
+
+def _bring_up(home: ServerHome, state: State, services: list[Service]) -> None:
+    there = [service.title for service in services if find(service, state) is not None]
+    started = start_missing(home, state, services)
+    if there:
+        _say(f"there already: {', '.join(there)}")
+    if started:
+        _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
+    wait_healthy(home, state, services, _say)
+
+
+def _install(home: ServerHome, state: State) -> None:
+    """Deployments and automations, by a process that has the servers' addresses in its environment from its start."""
+    log = home.log("install")
+    environment = home.environment(state) | {"XRAY_TIMEZONE": local_timezone()}
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "xray.deployments.installation"]
+        done = subprocess.run(
+            command, cwd=home.path, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    if done.returncode:
+        raise NotUpError(f"Prefect did not take the deployments. {end_of(log)}")
+    _say("deployments, schedules and automations are in place")
+
+
+def _down(home: ServerHome) -> None:
+    state = home.load() if home.path.is_dir() else None
+    if state is None:
+        _say(f"nothing was started in {home.path}")
+        return
+    with home.held():
+        # What asks goes before what is asked.
+        order = [worker(home, state), *reversed(servers(home, state))]
+        ended = stop(home, state, order)
+    _say(f"stopped {', '.join(ended)}" if ended else "nothing was up")
+
+
+def local_timezone(root: Path = Path("/")) -> str:
+    """Name of this machine's time zone, such as Europe/Berlin; UTC where it does not say."""
+    named = os.environ.get("TZ", "").removeprefix(":")
+    if named:
+        return named
+    target = str((root / "etc/localtime").resolve())
+    return target.split("/zoneinfo/", 1)[1] if "/zoneinfo/" in target else "UTC"
+
+
+def _guarded(action: Callable[[], Any]) -> None:
+    try:
+        checked(action)
+    except NotUpError as error:
+        Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        _say("interrupted; what was started runs on: the same command goes on, `xray down` stops it")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _say(text: str) -> None:
+    Console().print(text, markup=False, soft_wrap=True, highlight=False)

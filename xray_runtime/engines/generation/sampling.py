@@ -1,0 +1,157 @@
+"""One interface to every library that generates: sampled replies, with the log-probabilities they were sampled at.
+
+What all engines have in common, whichever library is under them:
+
+- each reply is drawn with a seed of its own, so it depends neither on its neighbours nor on the batch;
+- it ends with the end token or, marked as not `ended`, after `max_new_tokens`;
+- its log-probabilities are at the sampling temperature, over the whole vocabulary;
+- replies are of exactly the policy version asked for, or an error.
+
+Engines agree in log-probabilities (float rounding apart), and in replies as the temperature goes to 0; at higher
+temperatures each library draws from its own random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from xray_runtime.config.engines import GeneratorConfig, RuntimeConfig
+from xray_runtime.weights.versioned import Tensors, VersionedWeights
+
+if TYPE_CHECKING:
+    from xray_runtime.weights.object_store import WeightUpdate
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    eos_token_id: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sampled reply: its tokens, end token included, and their log-probabilities."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine's process is: its rank among the `world_size` that share one copy of the model."""
+
+    device: str
+    rank: int = 0
+    world_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+class Sampler(Protocol):
+    """One library, holding one model (or this rank's shard of it) in this process."""
+
+    def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
+        """One reply a prompt, in order."""
+
+    def write(self, tensors: Tensors, version: int) -> None:
+        """Put whole tensors into the model, by their Hugging Face names; see `weights.held.Write`."""
+
+
+class Generation:
+    """A sampler and the policy version it holds.
+
+    Args:
+        directory: Hugging Face checkpoint to start from, as weight version 0.
+        max_length: longest prompt and reply together, in tokens.
+    """
+
+    def __init__(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place
+    ) -> None:
+        self._shape = _shape(directory, max_length, config)
+        self._sampler = _open(directory, max_length, config, runtime, place)
+        self._held = VersionedWeights(directory, self._sampler.write)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights held."""
+        return self._held.version
+
+    def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
+        """Whether the checkpoint differs from the one this engine was started on in its weights alone."""
+        return _shape(directory, max_length, config) == self._shape
+
+    def restart(self, directory: Path) -> None:
+        """Hold the weights of `directory` as version 0, as if started on it."""
+        self._held.restart(directory)
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take over `update`'s weights, whole or not at all; see `HeldWeights.load`."""
+        self._held.load(update)
+
+    def revert(self) -> None:
+        """Go back to what was held before the last `load`."""
+        self._held.revert()
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
+        sampler: Any = self._sampler
+        if step == "init":
+            sampler.receive(step, info, version)
+        else:
+            run = partial(sampler.receive, step, info, version)
+            self._held.receive(run, version, first=step == "start", last=step == "finish")
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int
+    ) -> dict[str, np.ndarray]:
+        """Sample one reply a prompt with policy version `version`.
+
+        Returns arrays over B prompts and T = `max_new_tokens`: `response_ids` [B, T] int64 (padded),
+        `response_mask` [B, T] bool, `rollout_logprobs` [B, T] float32 (at the sampling temperature), `ended` [B] bool
+        (False: cut off at T).
+
+        Raises:
+            StaleWeightsError: another version is loaded, or a load failed half-way.
+        """
+        self._held.use(version)
+        replies = self._sampler.sample(prompts, seeds, sampling)
+        shape = (len(prompts), sampling.max_new_tokens)
+        ids = np.full(shape, sampling.pad_token_id, dtype=np.int64)
+        mask = np.zeros(shape, dtype=bool)
+        logprobs = np.zeros(shape, dtype=np.float32)
+        ended = np.zeros(shape[0], dtype=bool)
+        for row, reply in enumerate(replies):
+            n = len(reply.token_ids)
+            ids[row, :n], mask[row, :n], logprobs[row, :n] = reply.token_ids, True, reply.logprobs
+            ended[row] = n > 0 and reply.token_ids[-1] == sampling.eos_token_id
+        return {"response_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+
+
+def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place) -> Sampler:
+    # Each library is imported only where it is used.
+    if config.engine == "vllm":
+        from xray_runtime.engines.generation.vllm import VLLMSampler
+
+        return VLLMSampler(directory, max_length, runtime, place)
+    if config.engine == "deepspeed":
+        from xray_runtime.engines.generation.deepspeed_inference import DeepSpeedSampler
+
+        return DeepSpeedSampler(directory, max_length, runtime, place)
+    from xray_runtime.engines.generation.transformers_generate import TransformersSampler
+
+    return TransformersSampler(directory, place)
+
+
+def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[str, int, GeneratorConfig]:
+    known = (directory / "model.safetensors").is_file()
+    return (directory / "config.json").read_text() if known else str(directory), max_length, config

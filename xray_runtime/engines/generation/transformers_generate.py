@@ -1,0 +1,134 @@
+"""Generation by transformers' `generate`: any Hugging Face causal LM, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.weights.versioned import Tensors
+
+ROWS = 32
+"""Rows of every batch."""
+WIDTH_STEP = 32
+"""Prompts are padded to a multiple of this. Both are fixed since float rounding depends on a matrix's shape: the shapes
+a prompt goes through must depend on the prompt alone, not on those it is asked with."""
+
+
+class TransformersSampler:
+    """One model under `generate`."""
+
+    def __init__(self, directory: Path, place: Place) -> None:
+        self._lm: Any = load_model(directory).to(place.device).eval()
+        # Sampling is ours; whatever a checkpoint recommends (top-k, penalties, end tokens) would change it.
+        self._lm.generation_config = transformers.GenerationConfig()
+
+    def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
+        return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
+
+    def write(self, tensors: Tensors, version: int) -> None:
+        own = dict(self._lm.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                # A tied output layer may arrive under its own name too, with the same bytes.
+                parameter = own[name] if name in own else self._lm.get_parameter(name)
+                parameter.copy_(tensor)
+
+
+class SeededSampling(transformers.LogitsProcessor):
+    """Draws each row's token with that row's own random numbers, and remembers its log-probability.
+
+    Gumbel-max: argmax of log p + g, g standard Gumbel, is a sample of p (Gumbel 1954). What it gives back leaves
+    `generate`'s own argmax no choice.
+    """
+
+    def __init__(self, seeds: list[int], temperature: float, device: torch.device) -> None:
+        self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
+        self._temperature = temperature
+        self.logprobs: list[torch.Tensor] = []
+        """By step: [B] float32."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        logprobs = torch.log_softmax(scores.float() / self._temperature, -1)
+        draws = [torch.rand(scores.shape[1], generator=g, device=scores.device) for g in self._generators]
+        gumbel = -torch.log(-torch.log(torch.stack(draws).clamp_(1e-20, 1 - 2**-24)))
+        chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
+    """The tokens of one reply as they are sampled, end token included: for a person who reads along."""
+    drawing = SeededSampling([seed], sampling.temperature, lm.device)
+    ids, cache = torch.tensor([prompt], device=lm.device), None
+    for _ in range(sampling.max_new_tokens):
+        # Not around the loop: whoever reads along does other things between two tokens.
+        with torch.inference_mode():
+            out = lm(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = drawing(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
+        token = int(ids)
+        yield token
+        if token == sampling.eos_token_id:
+            return
+
+
+def sample(
+    generate: Callable[..., Any],
+    device: torch.device,
+    prompts: list[list[int]],
+    seeds: list[int],
+    sampling: Sampling,
+) -> list[Reply]:
+    """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
+    widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]
+    replies: dict[int, Reply] = {}
+    for width in sorted(set(widths)):
+        alike = [row for row, w in enumerate(widths) if w == width]
+        for start in range(0, len(alike), ROWS):
+            rows = alike[start : start + ROWS]
+            # Rows that fill up the batch repeat its first prompt; nobody reads their replies.
+            filled = rows + rows[:1] * (ROWS - len(rows))
+            batch = _batch(generate, device, [prompts[r] for r in filled], [seeds[r] for r in filled], width, sampling)
+            replies |= zip(rows, batch, strict=False)
+    return [replies[row] for row in range(len(prompts))]
+
+
+def _batch(
+    generate: Callable[..., Any],
+    device: torch.device,
+    prompts: list[list[int]],
+    seeds: list[int],
+    width: int,
+    sampling: Sampling,
+) -> list[Reply]:
+    ids = torch.full((len(prompts), width), sampling.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    drawing = SeededSampling(seeds, sampling.temperature, device)
+    with torch.inference_mode():
+        tokens = generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=sampling.eos_token_id,
+                pad_token_id=sampling.pad_token_id,
+            ),
+            logits_processor=[drawing],
+        )[:, width:].tolist()
+    logprobs = torch.stack(drawing.logprobs, 1).tolist()
+    replies = []
+    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+        ended = sampling.eos_token_id in row_tokens
+        n = row_tokens.index(sampling.eos_token_id) + 1 if ended else len(row_tokens)
+        replies.append(Reply(row_tokens[:n], row_logprobs[:n]))
+    return replies

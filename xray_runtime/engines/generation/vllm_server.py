@@ -1,0 +1,82 @@
+"""vLLM's OpenAI-compatible server as an ASGI application in this process; who listens is not its business."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.engines.generation.vllm import PREFILL_TOKENS, load_vllm
+
+
+def arguments(directory: Path, names: list[str], sha256: str, runtime: RuntimeConfig, device: str) -> list[str]:
+    """What `vllm serve` would be told to serve the model in `directory` as we do.
+
+    Args:
+        names: by which requests may call the model; answers carry the first.
+        sha256: goes into every answer as `system_fingerprint`.
+        runtime: the share of the device, as for the generator of a lifecycle.
+        device: "cpu" or "cuda".
+    """
+    options = [str(directory), "--served-model-name", *names, "--load-format", "safetensors"]
+    options += ["--fingerprint-mode", "custom", "--fingerprint-value", sha256]
+    if device == "cuda":
+        return [*options, "--dtype", "bfloat16", "--gpu-memory-utilization", str(runtime.gpu_memory_fraction)]
+    config = json.loads((directory / "config.json").read_bytes())
+    length = min(config.get("max_position_embeddings", PREFILL_TOKENS), PREFILL_TOKENS)
+    # As in the generator: a seeded request whose prompt was cut in two fails on CPU.
+    options += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--max-num-batched-tokens"]
+    return [
+        *options,
+        str(PREFILL_TOKENS),
+        "--max-model-len",
+        str(length),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
+
+
+class VLLMServer:
+    """One engine, in a process of its own that ends with this one, and the application in front of it."""
+
+    def __init__(self, options: list[str], runtime: RuntimeConfig, device: str) -> None:
+        self._told = options
+        # Ray has set it to the CPUs the actor reserves, and the engine inherits it.
+        os.environ["OMP_NUM_THREADS"] = str(runtime.threads)
+        load_vllm(runtime, device)
+
+    async def start(self) -> Any:
+        """Load the model; returns the FastAPI application."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.fingerprint import set_default_fingerprint_mode
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *self._told])
+        validate_parsed_serve_args(args)
+        set_default_fingerprint_mode(args.fingerprint_mode, args.fingerprint_value)
+        context = UsageContext.OPENAI_API_SERVER
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
+        self._engine = AsyncLLM.from_vllm_config(vllm_config=config, usage_context=context)
+        tasks = await self._engine.get_supported_tasks()
+        app = build_app(args, tasks, self._engine.model_config)
+        await init_app_state(self._engine, app.state, args, tasks)
+        # vLLM's handler of a dead engine tells its own launcher to stop; here Ray Serve notices through `check`.
+        app.state.server = SimpleNamespace()
+        return app
+
+    async def check(self) -> None:
+        """Raises where the engine has died."""
+        await self._engine.check_health()
+
+    def stop(self) -> None:
+        """End the engine."""
+        self._engine.shutdown()

@@ -1,0 +1,44 @@
+"""GPU memory that a trained model gives to others while it has nothing to do. CUDA only.
+
+vLLM's allocator unmaps memory and maps it again at the same addresses, so flat buffers, and the views that every
+ZeRO stage keeps of them, stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+TAG = "training"
+
+
+@contextmanager
+def can_offload(wanted: bool) -> Iterator[None]:
+    """What is allocated on the GPU inside, by this thread, is what `lend` gives away."""
+    if not wanted:
+        yield
+        return
+    with _allocator().use_memory_pool(TAG):
+        yield
+
+
+def lend() -> None:
+    """Move it to host memory, and give the GPU back what the allocator keeps for later."""
+    torch.cuda.synchronize()
+    _allocator().sleep(offload_tags=(TAG,))
+    torch.cuda.empty_cache()
+
+
+def take_back() -> None:
+    """Move it to the GPU again."""
+    _allocator().wake_up()
+    torch.cuda.synchronize()
+
+
+def _allocator() -> Any:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance()

@@ -1,0 +1,181 @@
+"""Training engine: Megatron-core's tensor-parallel layers, pipeline schedules and distributed optimizer, for Llamas.
+
+On CPU (gloo) it trains with tensor and data parallelism and torch's AdamW, through Megatron's own layers. Its pipeline
+schedules and its distributed optimizer (ZeRO-1) allocate on CUDA whatever they are told, and run there alone.
+`EngineConfig.cuda_only` knows; a run that asks for them on CPU is refused before it starts.
+
+Losses and gradients are sums, as in `zero`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from xray_runtime.config.engines import TrainingConfig
+from xray_runtime.engines import states
+from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.shard_loading import read
+from xray_runtime.engines.topology import Topology
+from xray_runtime.engines.training.megatron.model import MegatronLM
+from xray_runtime.engines.training.megatron.optimizers import Replicated, Sharded, Updates
+from xray_runtime.engines.training.megatron.weights import check_llama, llama
+from xray_runtime.engines.training.zero import MOMENTS
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import sequences
+
+
+class MegatronEngine:
+    """One rank of a Llama under Megatron-core.
+
+    Args:
+        module: the model, or its skeleton; this rank's part of its weights is copied.
+        training: optimizer settings and layout. `training.lr` is a placeholder: each step brings its own.
+        checkpoint: where the weights of a skeleton are read from.
+        device: where this rank computes.
+    """
+
+    def __init__(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> None:
+        check_llama(module, training.engine, device)
+        topology = Topology.of(training.engine)
+        # Groups are global to the process, which may have held another model before.
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(topology.tensor, topology.pipeline, create_gloo_process_groups=False)
+        rank, config, has_head = dist.get_rank(), module.lm.config, module.scalar is not None
+        self._stage, data_rank, self._tensor_rank = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        # Rows are dealt by our grid, so Megatron's must be the same.
+        assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
+        self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
+        self.writes = data_rank == self._tensor_rank == 0
+        self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
+        self.module.to(device).eval()
+        layers = topology.layers(self._stage, config.num_hidden_layers)
+        self._fused = llama(config, layers, topology.tensor, scalar=has_head)
+        self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        assert self._parameters.keys() == self._fused.keys()
+        given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
+        for name, fused in self._fused.items():
+            parameter = self._parameters[name]
+            # Megatron's norms count by these.
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
+            pieces = [read(checkpoint, piece) if given[piece].is_meta else given[piece] for piece in fused.pieces]
+            parameter.data.copy_(self._part(name, pieces))
+        self._updates: Updates = (Sharded if training.engine.zero_stage else Replicated)(self.module, training)
+        self._num_steps = 0
+
+    @property
+    def optimizer(self) -> Any:
+        """What steps the parameters."""
+        return self._updates.optimizer
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """See `Scorer.forward`."""
+        return self.module(task, *args)
+
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """See `Scorer.evaluate`."""
+        if self._num_stages == 1:
+            for batch in batches:
+                yield batch, self.forward(task, batch.tensors)
+            return
+        held = list(batches)
+        scores = self._pipeline(lambda batch: self.forward(task, batch.tensors), held, forward_only=True)
+        yield from zip(held, scores, strict=self.module.post_process)
+
+    def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
+        """See `Engine.step`."""
+        self._updates.begin()
+        if self._num_stages == 1:
+            for batch in batches:
+                loss(batch).backward()
+        else:
+            self._pipeline(loss, list(batches), forward_only=False)
+        self._num_steps += 1
+        return self._updates.apply(lr)
+
+    def _pipeline(
+        self, task: Callable[[MicroBatch], Any], batches: list[MicroBatch], *, forward_only: bool
+    ) -> list[Any]:
+        """Megatron's own 1F1B schedule; what `task` gave for each micro-batch, on the last stage of a forward pass."""
+
+        def forward(coming: Iterator[MicroBatch], module: MegatronLM) -> tuple[Any, Any]:
+            batch = next(coming)
+            return task(batch) if module.post_process else module.states(sequences(batch.tensors)), result
+
+        def result(out: Any, non_loss_data: bool = False) -> Any:
+            # Of a loss also a token count, which would divide the sum of losses if it were asked for.
+            return out if non_loss_data else (out, torch.zeros((), dtype=torch.int), {})
+
+        scores: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[self.module],
+            num_microbatches=len(batches),
+            # Stages tell one another each micro-batch's shape.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return scores
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.weights`."""
+        for name in self._owned():
+            yield from self._whole(name, self._parameters[name].data)
+
+    def save(self, directory: Path) -> None:
+        """See `Engine.save`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"stage-{self._stage}.safetensors" if self.writes else None
+        owned = [self._fused[name] for name in self._owned()]
+        shapes = {p: shape for fused in owned for p, shape in zip(fused.pieces, fused.shapes, strict=True)}
+
+        def whole() -> Iterator[tuple[str, str, Tensor]]:
+            for name in self._owned():
+                parameter = self._parameters[name]
+                held = {states.WEIGHT: parameter.data} | {key: self._updates.moment(parameter, key) for key in MOMENTS}
+                for kind, tensor in held.items():
+                    yield from ((kind, piece, value) for piece, value in self._whole(name, tensor))
+
+        states.write(file, shapes, (states.WEIGHT, *MOMENTS), self._num_steps, whole())
+
+    def load(self, directory: Path) -> None:
+        """See `Engine.load`."""
+        with states.Reader(directory) as saved:
+            for name, fused in self._fused.items():
+                parameter = self._parameters[name]
+                for kind in (states.WEIGHT, *MOMENTS):
+                    part = self._part(name, [saved.part(kind, piece, None, 0) for piece in fused.pieces])
+                    if kind == states.WEIGHT:
+                        parameter.data.copy_(part)
+                    else:
+                        self._updates.set_moment(parameter, kind, part)
+            self._num_steps = saved.step
+            self._updates.set_step(saved.step)
+
+    def _owned(self) -> list[str]:
+        return [name for name, fused in self._fused.items() if not fused.borrowed]
+
+    def _part(self, name: str, pieces: list[Tensor]) -> Tensor:
+        """What this rank holds of a parameter's whole Hugging Face tensors."""
+        return self._fused[name].part(pieces, self._tensor_rank, self._peers.size())
+
+    def _whole(self, name: str, part: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor)s of a parameter of which every tensor-parallel peer brings its part."""
+        fused, parts = self._fused[name], [part]
+        if fused.dim is not None and self._peers.size() > 1:
+            parts = [torch.empty_like(part) for _ in range(self._peers.size())]
+            dist.all_gather(parts, part.contiguous(), group=self._peers)
+        yield from zip(fused.pieces, fused.whole(parts), strict=True)

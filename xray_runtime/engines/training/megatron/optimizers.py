@@ -1,0 +1,155 @@
+"""From gradients to a step: two optimizers for Megatron's layers, chosen by the ZeRO stage.
+
+`Replicated` is torch's AdamW and runs anywhere. `Sharded` is Megatron's own distributed optimizer, whose buffers are
+allocated on CUDA whatever it is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+
+from xray_runtime.config.engines import TrainingConfig
+from xray_runtime.engines.training.megatron.model import MegatronLM
+from xray_runtime.engines.training.zero import MOMENTS, decay_groups
+
+
+class Updates(Protocol):
+    """How gradients become an optimizer step, and where Adam keeps its moments."""
+
+    optimizer: Any
+
+    def begin(self) -> None:
+        """Make ready for the gradients of a step."""
+
+    def apply(self, lr: float) -> float:
+        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping."""
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """One of Adam's moments, in the parameter's shape."""
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Go on from this moment, in the parameter's shape."""
+
+    def set_step(self, step: int) -> None:
+        """How many steps Adam has made."""
+
+
+class Replicated:
+    """Every data-parallel rank holds all of its part's optimizer states: torch's AdamW, on CPU and CUDA alike."""
+
+    def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
+        self._parameters, self._grad_clip = list(module.parameters()), training.grad_clip
+        shared = module.shared_embedding_or_output_weight()
+        # First and last pipeline stage have a copy each; both step by the sum of their gradients.
+        self._tied = shared if getattr(shared, "shared_embedding", False) else None
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
+        )
+        for parameter in self._parameters:
+            # As Adam itself begins: a snapshot can then be loaded before the first step.
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | {
+                key: torch.zeros_like(parameter) for key in MOMENTS
+            }
+
+    def begin(self) -> None:
+        # Not None: what a loss does not touch (a value loss, the output layer) decays, as under DeepSpeed.
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def apply(self, lr: float) -> float:
+        if self._tied is not None:
+            dist.all_reduce(self._tied.grad, group=parallel_state.get_embedding_group())
+        for parameter in self._parameters:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        norm = self._norm()
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return float(norm)
+
+    def _norm(self) -> Tensor:
+        # Each number of the model counts once.
+        once = tensor_parallel.param_is_not_tensor_parallel_duplicate
+        grads = [p.grad for p in self._parameters if param_is_not_shared(p) and once(p)]
+        square = torch.nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square, group=parallel_state.get_model_parallel_group())
+        return square.sqrt()
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        state: Tensor = self.optimizer.state[parameter][key]
+        return state
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        self.optimizer.state[parameter][key].copy_(value)
+
+    def set_step(self, step: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+
+
+class Sharded:
+    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. On CUDA alone."""
+
+    def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
+        self._weight_decay = training.weight_decay
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self._ddp = DistributedDataParallel(module.config, ddp, module)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.betas[0],
+            adam_beta2=training.betas[1],
+            clip_grad=training.grad_clip,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self._ddp], use_gloo_process_groups=False)
+        distributed = self.optimizer.chained_optimizers[0]
+        self._adam = distributed.optimizer
+        # Parameter → which of its elements this rank steps, and the view of them that Adam knows.
+        self._shares: dict[nn.Parameter, tuple[slice, Tensor]] = {}
+        for parameter, (group, place) in distributed.model_param_group_index_map.items():
+            share = self._adam.param_groups[group]["params"][place]
+            span = distributed._get_model_param_range_map(parameter)["param"]
+            self._shares[parameter] = (slice(span.start, span.end), share)
+            self._adam.state[share] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(share) for key in MOMENTS}
+
+    def begin(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def apply(self, lr: float) -> float:
+        finalize_model_grads([self._ddp])
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, self._weight_decay * group["wd_mult"]
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        whole = torch.zeros_like(parameter.data).flatten()
+        if parameter in self._shares:
+            where, share = self._shares[parameter]
+            whole[where] = self._adam.state[share][key]
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+        return whole.view_as(parameter)
+
+    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if parameter in self._shares:
+            where, share = self._shares[parameter]
+            self._adam.state[share][key].copy_(value.flatten()[where])
+
+    def set_step(self, step: int) -> None:
+        for state in self._adam.state.values():
+            state["step"].fill_(step)
+        for group in self._adam.param_groups:
+            # Where Transformer Engine's Adam counts, which Megatron takes where it is installed.
+            group["step"] = step

@@ -1,0 +1,155 @@
+"""Llama's weights as Megatron-core holds them, and back: names, fused matrices, tensor-parallel parts.
+
+Pure tensor code: Megatron itself is not imported.
+
+One rule makes every Megatron parameter. Its Hugging Face tensors ("pieces") are each cut along `dim` into the same
+number of blocks; the blocks are laid piece by piece, block number by block number; peers share out the block numbers:
+
+    linear_qkv   one block a key-value head   q₀ k₀ v₀ | q₁ k₁ v₁ | …   (q₀: the query heads that share k₀ and v₀)
+    linear_fc1   one block a peer             gate₀ up₀ | gate₁ up₁ | …
+    all others   one piece, one block a peer
+
+The vocabulary is padded with zeros to a multiple of the number of peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.models.heads import HeadedLM
+
+PLAIN_ROPE = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies do not depend on the sequence."""
+
+
+def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) -> None:
+    """Raises ValueError where Megatron cannot train the model under this layout there; the message names the field."""
+    config, refused = module.lm.config, "engine.library: 'megatron' is not allowed"
+    if module.has_trunk:
+        raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
+    plain = config.model_type == "llama" and not config.attention_bias and not config.mlp_bias
+    if not plain or config.hidden_act != "silu":
+        raise ValueError(f"{refused} for this {type(module.lm).__name__}: it takes Llamas without biases, with SiLU")
+    if module.lm.model.rotary_emb.rope_type not in PLAIN_ROPE:
+        raise ValueError(f"{refused} with the model's rotary embedding: it must be one of {', '.join(PLAIN_ROPE)}")
+    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
+    parts = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    if any(part % tensor for part in parts):
+        raise ValueError(
+            f"engine.tensor_parallel: {tensor} is not allowed: it must divide the model's {parts[0]} heads, {parts[1]} "
+            f"key-value heads and intermediate size {parts[2]}"
+        )
+    if config.num_hidden_layers % stages:
+        raise ValueError(
+            f"engine.pipeline_parallel: {stages} is not allowed: with library 'megatron' it must divide the model's "
+            f"{config.num_hidden_layers} layers"
+        )
+    if engine.cuda_only and device.type == "cpu":
+        raise ValueError(f"engine.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One Megatron parameter: what it is made of and how it is cut."""
+
+    pieces: tuple[str, ...]
+    """Hugging Face names."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes."""
+    dim: int | None = None
+    """Along which it is cut; None: every peer has it whole."""
+    blocks: int = 1
+    """How many blocks each piece is cut into: a multiple of the number of peers."""
+    borrowed: bool = False
+    """A tied embedding's copy on the last pipeline stage: the first stage is who exports and saves it."""
+
+    def part(self, pieces: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """What tensor-parallel peer `rank` of `size` holds of the whole pieces."""
+        if self.dim is None:
+            return pieces[0]
+        cut = [_padded(piece, self.dim, self.blocks).chunk(self.blocks, self.dim) for piece in pieces]
+        mine = range(self.blocks * rank // size, self.blocks * (rank + 1) // size)
+        return torch.cat([blocks[number] for number in mine for blocks in cut], self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of which every peer brings its part."""
+        if self.dim is None:
+            return [parts[0]]
+        widths = [shape[self.dim] for shape in self.shapes]
+        blocks = torch.cat(list(parts), self.dim).split([-(-w // self.blocks) for w in widths] * self.blocks, self.dim)
+        each = [torch.cat(blocks[number :: len(widths)], self.dim) for number in range(len(widths))]
+        return [piece.narrow(self.dim, 0, width) for piece, width in zip(each, widths, strict=True)]
+
+
+def _padded(piece: Tensor, dim: int, blocks: int) -> Tensor:
+    shape = list(piece.shape)
+    shape[dim] = -shape[dim] % blocks
+    return torch.cat([piece, piece.new_zeros(shape)], dim) if shape[dim] else piece
+
+
+def padded_vocabulary(vocab_size: int, peers: int) -> int:
+    """Rows of the embedding over all peers."""
+    return -(-vocab_size // peers) * peers
+
+
+def llama(config: Any, layers: range, peers: int, *, scalar: bool = False) -> dict[str, Fused]:
+    """Megatron's name → what it is made of, for the pipeline stage that has `layers` of a Llama.
+
+    Args:
+        config: the model's `LlamaConfig`.
+        peers: tensor-parallel degree.
+        scalar: whether the last stage has the scalar head of a `HeadedLM`.
+    """
+    hidden, wide, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    heads, groups = config.num_attention_heads * head, config.num_key_value_heads
+
+    def split(dim: int, blocks: int, **pieces: tuple[int, ...]) -> Fused:
+        return Fused(tuple(pieces), tuple(pieces.values()), dim, blocks)
+
+    def kept(name: str, *shape: int) -> Fused:
+        return Fused((name,), (shape,))
+
+    stage: dict[str, Fused] = {}
+    embedding = Fused(("model.embed_tokens.weight",), ((vocab, hidden),), 0, peers)
+    if layers.start == 0:
+        stage["embedding.word_embeddings.weight"] = embedding
+    for local, number in enumerate(layers):
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{number}."
+        attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+        stage |= {
+            f"{ours}input_layernorm.weight": kept(f"{theirs}input_layernorm.weight", hidden),
+            f"{ours}self_attention.linear_qkv.weight": split(
+                0,
+                groups,
+                **{
+                    f"{attention}q_proj.weight": (heads, hidden),
+                    f"{attention}k_proj.weight": (groups * head, hidden),
+                    f"{attention}v_proj.weight": (groups * head, hidden),
+                },
+            ),
+            f"{ours}self_attention.linear_proj.weight": split(
+                1, peers, **{f"{attention}o_proj.weight": (hidden, heads)}
+            ),
+            f"{ours}pre_mlp_layernorm.weight": kept(f"{theirs}post_attention_layernorm.weight", hidden),
+            f"{ours}mlp.linear_fc1.weight": split(
+                0, peers, **{f"{mlp}gate_proj.weight": (wide, hidden), f"{mlp}up_proj.weight": (wide, hidden)}
+            ),
+            f"{ours}mlp.linear_fc2.weight": split(1, peers, **{f"{mlp}down_proj.weight": (hidden, wide)}),
+        }
+    if layers.stop < config.num_hidden_layers:
+        return stage
+    stage["decoder.final_layernorm.weight"] = kept("model.norm.weight", hidden)
+    if not config.tie_word_embeddings:
+        stage["output_layer.weight"] = Fused(("lm_head.weight",), ((vocab, hidden),), 0, peers)
+    elif layers.start > 0:
+        stage["output_layer.weight"] = Fused(embedding.pieces, embedding.shapes, 0, peers, borrowed=True)
+    if scalar:
+        stage |= {"scalar.weight": kept("scalar.weight", 1, hidden), "scalar.bias": kept("scalar.bias", 1)}
+    return stage

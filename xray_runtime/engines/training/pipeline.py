@@ -1,0 +1,186 @@
+"""Pipeline parallelism: each rank holds some layers; hidden states go up, their gradients come down (1F1B).
+
+Micro-batches are ragged: each has a shape of its own, which every stage knows from its rows. The schedules of
+`torch.distributed.pipelining` want one shape for all, so this is a small one of our own: a stage's backward pass is
+DeepSpeed's, of Σ output · gradient. ZeRO and tensor parallelism work inside a stage as they do without one.
+
+A tied embedding belongs to the first stage. The last stage borrows it: after every step it is sent up, and before every
+step's end its gradient comes down and joins the first stage's, as one more loss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.training.mesh import Mesh
+from xray_runtime.engines.training.scorer import PlainScorer
+from xray_runtime.engines.training.zero import ZeroEngine
+from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
+from xray_runtime.models.objectives import sequences
+
+
+def check_stages(module: HeadedLM, stages: int, field: str) -> None:
+    """Raises ValueError where the model cannot be dealt to so many stages, as `field` asks."""
+    refused = f"{field}.pipeline_parallel: {stages} is not allowed"
+    if not built_like_llama(module.lm):
+        raise ValueError(f"{refused}: only models built like Llama are taken apart, not a {type(module.lm).__name__}")
+    if module.has_trunk:
+        raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
+    if len(module.lm.model.layers) < stages:
+        raise ValueError(f"{refused}: the model has {len(module.lm.model.layers)} layers")
+
+
+class StageScorer(PlainScorer):
+    """One pipeline stage of a frozen model."""
+
+    def __init__(self, module: Any, mesh: Mesh) -> None:
+        super().__init__(module)
+        self._mesh = mesh
+        parameter = next(self.module.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._hidden: int = self.module.lm.config.hidden_size
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """See `Scorer.evaluate`."""
+        for batch in batches:
+            states = self._receive_states(batch)
+            if self._mesh.is_last:
+                yield batch, self.forward(task, self._entered(batch, states))
+            else:
+                self._send_up(self._through(batch, states))
+        self._sent()
+
+    def _entered(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
+        assert states is not None
+        return batch.tensors | {"trunk": states}
+
+    def _through(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
+        ids = sequences(batch.tensors) if states is None else None
+        out: Tensor = self.forward(type(self.module).stage_states, ids, states)
+        return out
+
+    def _receive_states(self, batch: MicroBatch) -> Tensor | None:
+        if self._mesh.is_first:
+            return None
+        shape = (*sequences(batch.tensors).shape, self._hidden)
+        states = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(states, self._mesh.at_stage(self._mesh.stage - 1), group=self._mesh.up_group)
+        return states
+
+    def _send_up(self, states: Tensor) -> None:
+        self._send(states, self._mesh.stage + 1, self._mesh.up_group)
+
+    def _send(self, tensor: Tensor, stage: int, group: Any) -> None:
+        # Without waiting, or two stages could each wait for the other; the tensor is kept until it has left.
+        tensor = tensor.contiguous()
+        self._sends.append((dist.isend(tensor, self._mesh.at_stage(stage), group=group), tensor))
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+
+    def _sent(self) -> None:
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+
+class PipelineEngine(StageScorer):
+    """One pipeline stage of a trained model, around the engine that holds its layers."""
+
+    def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
+        super().__init__(inner.module, mesh)
+        self._inner, self.writes = inner, inner.writes
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """See `Scorer.forward`."""
+        return self._inner.forward(task, *args)
+
+    def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
+        """See `Engine.step`. A stage runs ahead of its backward passes by as many micro-batches as stages follow it."""
+        ahead = self._mesh.topology.pipeline - 1 - self._mesh.stage
+        under_way: deque[tuple[Tensor | None, Tensor]] = deque()
+        for batch in batches:
+            under_way.append(self._up(loss, batch))
+            if len(under_way) > ahead:
+                self._down(*under_way.popleft())
+        while under_way:
+            self._down(*under_way.popleft())
+        self._return_head_gradient()
+        norm = self._inner.apply(lr)
+        self._lend_head()
+        self._sent()
+        return norm
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.weights`."""
+        return self._inner.weights()
+
+    def save(self, directory: Path) -> None:
+        """See `Engine.save`."""
+        self._inner.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """See `Engine.load`."""
+        self._inner.load(directory)
+        self._lend_head()
+        self._sent()
+
+    def _up(self, loss: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> tuple[Tensor | None, Tensor]:
+        """A micro-batch's forward pass: (states that came in, states or loss that came out)."""
+        states = self._receive_states(batch)
+        if states is not None:
+            states.requires_grad_()
+        if self._mesh.is_last:
+            return states, loss(MicroBatch(batch.rows, self._entered(batch, states)))
+        out = self._through(batch, states)
+        self._send_up(out.detach())
+        return states, out
+
+    def _down(self, states: Tensor | None, out: Tensor) -> None:
+        """Its backward pass."""
+        if self._mesh.is_last:
+            self._inner.backward(out * self._inner.data_parallel)
+        else:
+            gradient = torch.empty_like(out)
+            dist.recv(gradient, self._mesh.at_stage(self._mesh.stage + 1), group=self._mesh.down_group)
+            self._inner.backward((out * gradient).sum())
+        if states is not None:
+            assert states.grad is not None
+            self._send(states.grad, self._mesh.stage - 1, self._mesh.down_group)
+
+    def _tied(self) -> bool:
+        return bool(self.module.lm.config.tie_word_embeddings)
+
+    def _lend_head(self) -> None:
+        if self._tied() and self._mesh.is_first:
+            # The borrower keeps it in float32, whatever the precision.
+            self._send(self._embedding().detach().float(), self._mesh.topology.pipeline - 1, self._mesh.up_group)
+        elif self._tied() and self._mesh.is_last:
+            dist.recv(self._borrowed().weight.data, self._mesh.at_stage(0), group=self._mesh.up_group)
+
+    def _return_head_gradient(self) -> None:
+        if self._tied() and self._mesh.is_last:
+            weight = self._borrowed().weight
+            # A value loss alone does not touch the head.
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = None
+            self._send(gradient, 0, self._mesh.down_group)
+        elif self._tied() and self._mesh.is_first:
+            gradient = torch.empty_like(self._embedding(), dtype=torch.float32)
+            dist.recv(gradient, self._mesh.at_stage(self._mesh.topology.pipeline - 1), group=self._mesh.down_group)
+            self._inner.backward(self.forward(lambda module: (module.lm.model.embed_tokens.weight * gradient).sum()))
+
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.module.lm.model.embed_tokens.weight
+        return weight
+
+    def _borrowed(self) -> BorrowedHead:
+        head: BorrowedHead = self.module.lm.lm_head
+        return head

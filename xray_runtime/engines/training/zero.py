@@ -1,0 +1,310 @@
+"""Training engine: DeepSpeed ZeRO 0 to 3 over data-parallel ranks, of whole models or of slices of them.
+
+The caller owns normalization: micro-batch losses arrive already divided by *global* counts and are simply summed over
+micro-batches and ranks, so a step does not depend on how a batch was split. DeepSpeed averages gradients over
+data-parallel ranks; the engine multiplies that back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xray_runtime.config.engines import EngineConfig, TrainingConfig
+from xray_runtime.engines import states
+from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.training.mesh import Mesh
+from xray_runtime.engines.training.tensor import Split, join
+from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
+
+REDUCE_BUCKET = 500_000_000
+"""Most gradient elements that are reduced at a time."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's two moments, as torch names them."""
+
+
+class ZeroEngine:
+    """One rank of a model under DeepSpeed ZeRO.
+
+    Args:
+        module: this rank's part of the model; ZeRO-3 partitions it here.
+        training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step brings its own.
+        mesh: who holds the other parts; None where every rank has a whole replica.
+        splits: parameters of which this rank holds a slice.
+    """
+
+    def __init__(
+        self,
+        module: HeadedLM,
+        training: TrainingConfig,
+        mesh: Mesh | None = None,
+        splits: dict[str, Split] | None = None,
+    ) -> None:
+        import deepspeed
+
+        self.stage = training.engine.zero_stage
+        self._mesh, self._splits, self._grad_clip = mesh, splits or {}, training.grad_clip
+        self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
+        )
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "managed_gradient_accumulation": False,
+            "zero_optimization": {
+                "stage": self.stage,
+                "overlap_comm": False,
+                # DeepSpeed allocates the whole bucket: 2 GB for its default of 5e8 elements, however small the model.
+                "reduce_bucket_size": min(REDUCE_BUCKET, sum(p.numel() for p in trainable)),
+                **_offload(training.engine),
+            },
+            "zero_allow_untested_optimizer": True,
+            # torch's AdamW steps offloaded states too: to the same bits, and without a C++ build.
+            "zero_force_ds_cpu_optimizer": False,
+            # ZeRO 0 clips in our hook below, which also tells the norm; DeepSpeed's own clipping there does not.
+            "gradient_clipping": training.grad_clip if self.stage else 0.0,
+            "steps_per_print": 2**31,
+            **_mixed_precision(training.engine),
+        }
+        mixed = training.engine.precision != "float32"
+        masters = {name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad and mixed}
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, mpu=mesh
+        )
+        self.module: Any = self.engine.module
+        self.data_parallel = training.engine.data_parallel
+        self._norm = 0.0
+        self._moments = self._begin_moments()
+        # DeepSpeed makes float32 masters of weights that it has already rounded.
+        for name, parameter in self._trained() if mixed else []:
+            self._set_value(parameter, masters.pop(name).to(parameter.device))
+        if not self.stage:
+            optimizer.register_step_pre_hook(lambda *_: self._clip())
+
+    def _clip(self) -> None:
+        # Each number of the model counts once: what every tensor-parallel peer holds, on the first of them.
+        first = self._mesh is None or self._mesh.tensor_rank == 0
+        trained = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for n, p in trained if first or n in self._splits])
+        if self._mesh is not None:
+            square = norm.square()
+            dist.all_reduce(square, group=self._mesh.replica_group)
+            norm = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
+        self._norm = float(norm)
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """Run `task(module, *args)` inside DeepSpeed's forward, where sharded parameters are gathered."""
+        return self.engine(task, *args)
+
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        """See `Scorer.evaluate`."""
+        for batch in batches:
+            yield batch, self.forward(task, batch.tensors)
+
+    def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
+        """See `Engine.step`."""
+        for batch in batches:
+            self.backward(loss(batch) * self.data_parallel)
+        return self.apply(lr)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, of which DeepSpeed will take the mean over data-parallel ranks."""
+        self.engine.backward(loss)
+
+    def apply(self, lr: float) -> float:
+        """Make the optimizer's step with the gradients added so far; returns their global norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm() if self.stage else self._norm
+        return float(norm if norm is not None else 0.0)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.weights`."""
+        adapters = self.module.adapters
+        for name, parameter in self._trained():
+            plain = states.hugging_face_name(name)
+            if adapters is None or plain.startswith(HEAD_PREFIX):
+                yield plain, self._whole(name, self._value(parameter))
+        if adapters is not None:
+            yield from adapters.merged(self._value)
+
+    def save(self, directory: Path) -> None:
+        """See `Engine.save`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"stage-{self._mesh.stage if self._mesh else 0}.safetensors"
+        shapes = {states.hugging_face_name(n): self._whole_shape(n, p) for n, p in self._trained()}
+        step = int(self._moments[0]["step"])
+
+        def whole() -> Iterator[tuple[str, str, Tensor]]:
+            for name, parameter in self._trained():
+                plain = states.hugging_face_name(name)
+                yield states.WEIGHT, plain, self._whole(name, self._value(parameter))
+                for key in MOMENTS:
+                    yield key, plain, self._whole(name, self._moment(parameter, key))
+
+        states.write(file if self.writes else None, shapes, (states.WEIGHT, *MOMENTS), step, whole())
+
+    def load(self, directory: Path) -> None:
+        """See `Engine.load`."""
+        with states.Reader(directory) as saved:
+            for name, parameter in self._trained():
+                plain, split = states.hugging_face_name(name), self._splits.get(name)
+                rank = self._mesh.tensor_rank if self._mesh else 0
+                self._set_value(parameter, saved.part(states.WEIGHT, plain, split, rank).to(parameter.device))
+                for key in MOMENTS:
+                    self._set_moment(parameter, key, saved.part(key, plain, split, rank).to(parameter.device))
+            for moments in self._moments:
+                moments["step"].fill_(saved.step)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._splits:
+            return tensor
+        assert self._mesh is not None
+        return join(tensor, self._splits[name], self._mesh)
+
+    def _whole_shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))
+        if name in self._splits:
+            shape[self._splits[name].dim] = sum(self._splits[name].sizes)
+        return tuple(shape)
+
+    def _adam(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _begin_moments(self) -> list[dict[str, Tensor]]:
+        # Adam keeps its states by parameter, or by DeepSpeed's flat float32 partitions of them. They are made here, as
+        # zeros, like Adam's own at its first step: a snapshot can then be loaded before that. (ZeRO 1 and 2 link
+        # parameters to them after the step of the first group of several, too early for the others.)
+        adam = self._adam()
+        stepped = [tensor for group in adam.param_groups for tensor in group["params"]]
+        tensors = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else stepped
+        state = adam.state
+        for number, tensor in enumerate(tensors):
+            swapped = self.stage == 3 and self.optimizer._swappable_optimizer_subgroup(number)
+            if swapped:
+                self.optimizer._optimizer_states_and_gradient_swap_in(number)
+            state[tensor] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+            if swapped:
+                self.optimizer._optimizer_states_and_gradient_swap_out(number)
+        if self.stage in (1, 2):
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        return [state[tensor] for tensor in tensors]
+
+    def _value(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # ZeRO 1 and 2 keep whole parameters beside the float32 partitions they step; after a step both are the same.
+        if self.stage < 3 and parameter.dtype == torch.float32:
+            return parameter.data
+        value: Tensor = safe_get_full_fp32_param(parameter)
+        return value
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state = self._adam().state
+        moment: Tensor = safe_get_full_optimizer_state(parameter, key) if self.stage else state[parameter][key]
+        return moment
+
+    def _set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        if self.stage < 3:
+            parameter.data.copy_(value)
+            if self.stage:
+                safe_set_full_fp32_param(parameter, value)
+            return
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+        safe_set_local_fp32_param(parameter, self._partition(parameter, value))
+
+    def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if not self.stage:
+            self._adam().state[parameter][key].copy_(value)
+        elif self.stage < 3:
+            safe_set_full_optimizer_state(parameter, value, key)
+        else:
+            safe_set_local_optimizer_state(parameter, self._partition(parameter, value), key)
+
+    def _partition(self, parameter: Any, value: Tensor) -> Tensor:
+        # This rank's equal share of the flat tensor, the last one padded, as ZeRO-3 cuts it.
+        size = parameter.ds_tensor.numel()
+        flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
+        return flat.narrow(0, size * dist.get_rank(), size)
+
+
+def check_offload(engine: EngineConfig) -> None:
+    """Raises ValueError where this node lacks what `engine.offload` needs."""
+    if engine.offload == "nvme":
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible():
+            raise ValueError("engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not here")
+
+
+def _offload(engine: EngineConfig) -> dict[str, Any]:
+    if engine.offload == "none":
+        return {}
+    place: dict[str, str] = {"device": engine.offload}
+    if engine.nvme_path is not None:
+        place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
+    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero_stage == 3 else {})
+
+
+def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
+    if engine.precision == "float32":
+        return {}
+    # Sums over micro-batches and ranks are float32. A gradient that is not finite must show, not be passed over (ZeRO 1
+    # leaves such a step out all the same, and tells a norm of infinity).
+    return {
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: norms and biases are not decayed, as is usual for transformers."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def load_deepspeed(device: str) -> Any:
+    """The library, imported with the settings that it reads at import."""
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    # An operator that is never called here (it needs LOCAL_SIZE). Its build takes a minute at first use, and a rank
+    # killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
+    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
+    )
+    deepspeed = load_deepspeed(device.type)
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)

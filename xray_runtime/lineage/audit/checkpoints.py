@@ -1,0 +1,287 @@
+"""The audit: is every byte, every record and every pointer still what it was when it was made?
+
+Nothing is loaded as a model and nothing outside of the store is opened. Weights are hashed as they stream by, on all
+cores. Whatever an intruder may have written into the store gives a finding, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
+from xray_runtime.lineage.audit.contamination import Prompts, check_dataset, check_evaluation
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.card import MODEL_KINDS
+from xray_runtime.lineage.decisions import check_chain, pruned
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.keys import read_rotations, trusted_keys
+from xray_runtime.lineage.provenance import ROOT
+from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.signing import SignatureProblem, Verifier
+from xray_runtime.lineage.statement import Statement
+from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
+from xray_runtime.store.identity import digest, file_sha256
+from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE
+
+WORKERS = 8
+"""Checkpoints looked at side by side: much of it is waiting."""
+
+RECORD_FILES = {STATEMENT, DIFF, EVALUATED_CARD}
+
+
+@dataclass
+class Audit:
+    """What was audited and what was found."""
+
+    checkpoints: int = 0
+    files: int = 0
+    bytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.broken
+
+    @property
+    def broken(self) -> list[str]:
+        """What is not as recorded, in words: code and subject, each once."""
+        return sorted({f"{finding.code} ({finding.subject})" for finding in self.findings if finding.is_broken})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sound": self.is_sound,
+            "checkpoints": self.checkpoints,
+            "files": self.files,
+            "bytes": self.bytes,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def audit(
+    place: Place, starts: Iterable[Node] | None = None, *, public: Path | None = None, hashing: bool = True
+) -> Audit:
+    """Audit checkpoints, their ancestors and their evaluations.
+
+    Args:
+        starts: None audits everything in the store, and looks for records of what is no longer there.
+        public: the public key to trust; by default the one in the output directory's `keys/`.
+        hashing: False judges weights by their size alone.
+    """
+    graph, result = place.graph, Audit()
+    everything = starts is None
+    chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
+    if not everything:
+        judged = {child for sha in chosen for role, child in graph.children.get(sha, []) if role == "policy"}
+        chosen += [sha for sha in sorted(judged) if graph.nodes[sha].manifest.kind == "evaluate"]
+    order = graph.ancestors(chosen)
+    found = result.findings
+    found += _structure(place, order, everything)
+    verifier = _verifier(place, public, found)
+    prompts = Prompts(graph)
+    commits: set[str] = set()
+    nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for findings in pool.map(lambda node: _node(place, node, verifier, hashing), nodes):
+            found += findings
+    for node in nodes:
+        result.checkpoints += 1
+        result.files += len(node.manifest.files)
+        result.bytes += sum(entry.size for entry in node.manifest.files)
+        if node.statement is not None and node.statement.predicate.build.internal.code.git_commit:
+            commits.add(node.statement.predicate.build.internal.code.git_commit)
+        if hashing:
+            found += check_dataset(node, prompts)
+            found += check_evaluation(node, graph, prompts)
+    found += _commits(sorted(commits))
+    if everything:
+        found += _record(place)
+    found += check_chain(place.output, verifier)
+    if place.tracking_uri is not None:
+        from xray_runtime.lineage.audit.registry import check_tracking
+
+        found += check_tracking(place, nodes, everything)
+    result.findings = sorted(set(found))
+    return result
+
+
+def _node(place: Place, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
+    """What one checkpoint's own files say."""
+    damages = inspect(node.directory, node.sha256, hashing=hashing)
+    found = [Finding(node.name, damage.code, damage.text) for damage in damages]
+    found += _identity(node)
+    attested = list(_attestation(place, node, verifier))
+    found += attested
+    if hashing and verifier is not None and not any(finding.is_broken for finding in attested):
+        found += _sources(node)
+    return found
+
+
+def _structure(place: Place, order: list[str], everything: bool) -> Iterator[Finding]:
+    graph = place.graph
+    position = {sha: i for i, sha in enumerate(order)}
+    for sha in order:
+        node = graph.nodes.get(sha)
+        if node is None:
+            continue
+        if not node.is_at_home:
+            yield Finding(node.name, "misplaced", f"it lies in {node.directory.name}")
+        for role, parent in graph.parents(sha):
+            if parent not in graph.nodes:
+                yield Finding(node.name, "parent-missing", f"{role} {parent[:12]} is not in the store")
+            elif position[parent] >= position[sha]:
+                yield Finding(node.name, "cycle", f"its {role} {parent[:12]} comes from it")
+    for copy in graph.duplicates:
+        if everything or copy.sha256 in position:
+            yield Finding(copy.name, "duplicate", f"there is another copy in {copy.directory.name}")
+    if everything:
+        for directory, reason in graph.unreadable.items():
+            yield Finding(directory.name, "manifest-malformed", reason)
+
+
+def _verifier(place: Place, public: Path | None, found: list[Finding]) -> Verifier | None:
+    found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(place.output)[1]]
+    try:
+        return Verifier(trusted_keys(place.output, public))
+    except (OSError, ValueError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        found.append(Finding("keys", "key-missing", reason))
+        return None
+
+
+def _identity(node: Node) -> Iterator[Finding]:
+    manifest = node.manifest
+    key = digest(
+        {
+            "stage": manifest.stage,
+            "kind": manifest.kind,
+            "sections": manifest.sections,
+            "parents": manifest.parents,
+            "code": manifest.code_digest,
+            "versions": manifest.versions,
+        }
+    )
+    if key != manifest.key:
+        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from what it says")
+    if digest(manifest.sections) != manifest.config_digest:
+        yield Finding(node.name, "manifest-inconsistent", "its config digest is not that of its config")
+
+
+def _attestation(place: Place, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
+    directory, record = node.directory, node.directory / ATTESTATION
+    if record.is_symlink() or not record.is_dir():
+        yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
+        return
+    for path in sorted(record.iterdir()):
+        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
+            yield Finding(node.name, "file-added", f"{ATTESTATION}/{path.name} does not belong there")
+            return
+        if path.stat().st_size > MAX_RECORD_BYTES and path.name != DIFF:
+            yield Finding(node.name, "statement-malformed", f"{ATTESTATION}/{path.name} is too large")
+            return
+    if verifier is not None:
+        try:
+            made = node.statement.predicate.details.metadata.finished if node.statement is not None else None
+            verifier.check(record, directory / SIGNATURE, made)
+        except SignatureProblem as problem:
+            yield Finding(node.name, f"signature-{problem.code}", str(problem))
+    statement = node.statement
+    if statement is None:
+        missing = not (record / STATEMENT).exists()
+        code = "statement-missing" if missing else "statement-malformed"
+        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is no statement'}")
+        return
+    differing = statement.contradicts(node.manifest, node.sha256)
+    if differing:
+        yield Finding(node.name, "statement-contradicts", f"they differ in: {', '.join(differing)}")
+    yield from _code(node, statement)
+    if node.manifest.kind in MODEL_KINDS:
+        yield from _card(place, node, statement)
+
+
+def _code(node: Node, statement: Statement) -> Iterator[Finding]:
+    recorded = statement.predicate.build.internal.code.diff_sha256
+    diff = node.directory / ATTESTATION / DIFF
+    actual = file_sha256(diff) if diff.is_file() else None
+    if actual != recorded:
+        yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
+    if recorded is not None:
+        yield Finding("code", "code-uncommitted", f"changes {recorded[:12]}")
+
+
+def _card(place: Place, node: Node, statement: Statement) -> Iterator[Finding]:
+    path = node.directory / CARD
+    allowed = {subject.digest.sha256 for subject in statement.subject if subject.name == CARD}
+    if not allowed and not path.exists():
+        return
+    for role, child in place.graph.children.get(node.sha256, []):
+        card = place.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
+        if role == "policy" and card.is_file() and not card.is_symlink() and not card.parent.is_symlink():
+            allowed.add(file_sha256(card))
+    if path.is_symlink() or not path.is_file():
+        yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
+    elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
+        yield Finding(node.name, "card-changed", f"{CARD} was changed")
+
+
+def _sources(node: Node) -> Iterator[Finding]:
+    """Local files the stage read, where they are still there. Only what a sound signature vouches for is opened."""
+    if node.statement is None:
+        return
+    for dependency in node.statement.predicate.build.dependencies:
+        if dependency.digest is None or not dependency.uri or dependency.uri.startswith("xray:"):
+            continue
+        path = Path(dependency.uri)
+        if path.is_absolute() and path.is_file() and not path.is_symlink():
+            try:
+                actual = file_sha256(path)
+            except OSError:
+                continue
+            if actual != dependency.digest.sha256:
+                yield Finding(node.name, "source-changed", f"{dependency.name} {dependency.uri}")
+
+
+def _commits(commits: list[str]) -> Iterator[Finding]:
+    if not (ROOT / ".git").exists():
+        return
+    for commit in commits:
+        if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
+            yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
+            continue
+        command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
+        try:
+            known = subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        except (OSError, subprocess.SubprocessError):
+            return
+        if not known:
+            yield Finding("code", "code-unavailable", f"commit {commit[:12]}")
+
+
+def _record(place: Place) -> Iterator[Finding]:
+    """lifecycle.json against the checkpoints it names."""
+    path = place.output / "lifecycle.json"
+    if not path.exists():
+        return
+    try:
+        content = json.loads(read_bounded(path))
+        stages = {s["name"]: (str(s["checkpoint"]["sha256"]), sorted(s["parents"])) for s in content["stages"]}
+        evaluation = content.get("evaluation")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield Finding("lifecycle.json", "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
+        return
+    removed = pruned(place.output)
+    for name, (sha, parents) in stages.items():
+        node = place.graph.nodes.get(sha)
+        if node is None and sha in removed:
+            continue
+        if node is None:
+            yield Finding("lifecycle.json", "record-differs", f"{name} {sha[:12]} is not in the store")
+        elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
+            yield Finding("lifecycle.json", "record-differs", f"{name}: stage or parents are not the checkpoint's")
+        elif node.manifest.kind == "evaluate" and evaluation is not None and evaluation != node.results:
+            yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")

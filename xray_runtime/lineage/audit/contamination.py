@@ -1,0 +1,97 @@
+"""Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
+
+Of a comparison the same is asked for both policies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from xray_runtime.data.pairs import prompt_text
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.store.checkpoints import read_bounded
+
+DATASET_KINDS = ("prepare", "preferences")
+RESULTS = {"evaluate": "evaluation.json", "compare": "comparison.json"}
+"""Kind of a judgement → its file of numbers."""
+MAX_LINE = 2**24
+
+
+class Prompts:
+    """Prompts of datasets, each file read once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._read: dict[tuple[str, str], frozenset[str] | None] = {}
+
+    def of(self, dataset: str, side: str) -> frozenset[str] | None:
+        """Prompts of the `train` or `heldout` side; None where they cannot be read."""
+        key = (dataset, side)
+        if key not in self._read:
+            self._read[key] = self._load(dataset, side)
+        return self._read[key]
+
+    def _load(self, dataset: str, side: str) -> frozenset[str] | None:
+        node = self._graph.nodes.get(dataset)
+        path = node.directory / f"{side}.jsonl" if node else None
+        if path is None or path.is_symlink() or not path.is_file():
+            return None
+        found = set()
+        try:
+            with path.open("rb") as file:
+                while line := file.readline(MAX_LINE):
+                    found.add(prompt_text(json.loads(line)["prompt"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return frozenset(found)
+
+
+def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
+    """No prompt on both sides of a dataset."""
+    if node.manifest.kind not in DATASET_KINDS:
+        return
+    train, heldout = prompts.of(node.sha256, "train"), prompts.of(node.sha256, "heldout")
+    if train is None or heldout is None:
+        return
+    both = train & heldout
+    if both:
+        yield Finding(node.name, "heldout-overlap", f"{len(both)} prompts, for example {min(both)[:80]!r}")
+
+
+def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Finding]:
+    """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any."""
+    if node.manifest.kind not in RESULTS:
+        return
+    try:
+        asked = _json(node, "prompts.json")
+        samples = [str(sample["prompt"]) for sample in _json(node, "samples.json")]
+        count = _json(node, RESULTS[node.manifest.kind])["samples"]
+        if not isinstance(asked, list) or not all(isinstance(prompt, str) for prompt in asked):
+            raise ValueError("prompts.json is not a list of texts")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        yield Finding(node.name, "evaluation-inconsistent", f"its files cannot be read ({type(error).__name__})")
+        return
+    if count != len(asked) or not set(samples) <= set(asked):
+        yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not fit together")
+    questions = frozenset(asked)
+    heldout = prompts.of(node.manifest.parents.get("dataset", ""), "heldout")
+    if heldout is not None and not questions <= heldout:
+        foreign = questions - heldout
+        yield Finding(node.name, "evaluation-foreign", f"{len(foreign)} prompts, for example {min(foreign)[:80]!r}")
+    judged = [node.manifest.parents[role] for role in ("policy", "champion") if role in node.manifest.parents]
+    for sha in graph.ancestors(judged):
+        ancestor = graph.nodes.get(sha)
+        if ancestor is None or ancestor.manifest.kind not in DATASET_KINDS:
+            continue
+        overlap = questions & (prompts.of(sha, "train") or frozenset())
+        if overlap:
+            example = min(overlap)[:80]
+            detail = f"{len(overlap)} prompts stand in the training part of {ancestor.name}, for example {example!r}"
+            yield Finding(node.name, "evaluation-overlap", detail)
+
+
+def _json(node: Node, name: str) -> Any:
+    return json.loads(read_bounded(node.directory / name))

@@ -1,0 +1,196 @@
+"""The lineage of a checkpoint as text, as JSON, and as one HTML page with a graph one can click."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.reference import Place
+from xray_runtime.tracking.mlflow_tracker import flatten
+
+MAX_INDENT = 16
+"""Levels drawn by indentation; deeper ones say their level, so that the text grows with the number of checkpoints."""
+
+MAX_VALUE_CHARS = 120
+MAX_MERMAID = 150
+"""Boxes of a flowchart: it is laid out in a browser, and has to be read."""
+
+
+def printable(text: str) -> str:
+    """`text` without characters that could move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def lineage_text(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
+    """The ancestor tree, then what was made from it. What stands in several places is expanded in the first."""
+    yield from _tree(graph, node.sha256, up=True)
+    if descendants:
+        yield ""
+        yield f"made from {printable(node.name)}:"
+        yield from _tree(graph, node.sha256, up=False)
+
+
+def _tree(graph: Graph, start: str, *, up: bool) -> Iterator[str]:
+    seen: set[str] = set()
+    pending: list[tuple[int, str, str]] = [(0, "", start)]
+    while pending:
+        level, role, sha = pending.pop()
+        shown = f"[{level}] " if level > MAX_INDENT else ""
+        node = graph.nodes.get(sha)
+        name = printable(node.name) if node else f"{sha[:12]} (not in the store)"
+        line = f"{'  ' * min(level, MAX_INDENT)}{shown}{role + ': ' if role else ''}{name}"
+        following = graph.parents(sha) if up else sorted(graph.children.get(sha, []))
+        if sha in seen:
+            yield line + (" (see above)" if following else "")
+            continue
+        seen.add(sha)
+        yield line + _summary(node)
+        grouped: dict[str, list[str]] = {}
+        for other_role, other in following:
+            grouped.setdefault(other, []).append(other_role)
+        pending += [(level + 1, "+".join(roles), other) for other, roles in reversed(grouped.items())]
+
+
+def _summary(node: Node | None) -> str:
+    results = node.results if node else {}
+    shown = [f"{k} {results[k]:.3g}" for k in ("win_rate", "kl", "accuracy") if isinstance(results.get(k), int | float)]
+    shown += [
+        f"{results[k]:,} {k}" for k in ("pairs", "train_pairs", "heldout_pairs") if isinstance(results.get(k), int)
+    ]
+    return f"  ({', '.join(shown)})" if shown else ""
+
+
+def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
+    """The graph as a Mermaid flowchart, as Prefect's pages draw it; of very many checkpoints the nearest alone."""
+    chosen = selection(graph, node, descendants)[-MAX_MERMAID:]
+    names = {sha: f"n{number}" for number, sha in enumerate(chosen)}
+    yield "flowchart LR"
+    for sha, name in names.items():
+        # Quotes would end the label; Mermaid and the page read the rest as text.
+        stage = re.sub(r"[^\w .-]", "?", _stage(graph, sha))
+        yield f'  {name}["{stage}<br/>{sha[:12]}"]'
+    for sha, name in names.items():
+        roles: dict[str, list[str]] = {}
+        for role, parent in graph.parents(sha):
+            roles.setdefault(parent, []).append(re.sub(r"[^\w.-]", "?", role))
+        yield from (f"  {names[parent]} -->|{', '.join(r)}| {name}" for parent, r in roles.items() if parent in names)
+
+
+def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
+    """Digests to show, each after what it was made from."""
+    chosen = graph.ancestors([node.sha256])
+    if descendants:
+        chosen = graph.ancestors([*chosen, *graph.descendants([node.sha256])])
+    return chosen
+
+
+def lineage_json(graph: Graph, node: Node, descendants: bool) -> dict[str, Any]:
+    """`checkpoints` in order of making, each with its parents by role; a missing one has `directory: null`."""
+    return {"of": node.sha256, "checkpoints": [_entry(graph, sha) for sha in selection(graph, node, descendants)]}
+
+
+def _entry(graph: Graph, sha: str) -> dict[str, Any]:
+    node = graph.nodes.get(sha)
+    if node is None:
+        return {"sha256": sha, "directory": None}
+    manifest, statement = node.manifest, node.statement
+    run = statement.predicate.details if statement else None
+    return {
+        "sha256": sha,
+        "directory": str(node.directory),
+        "stage": manifest.stage,
+        "kind": manifest.kind,
+        "step": manifest.step,
+        "seed": manifest.seed,
+        "parents": manifest.parents,
+        "results": node.results,
+        "finished": run.metadata.finished if run else None,
+        "git_commit": statement.predicate.build.internal.code.git_commit if statement else None,
+        "mlflow_run_id": run.run.mlflow_run_id if run else None,
+    }
+
+
+def write_html(path: Path, place: Place, node: Node, descendants: bool) -> None:
+    """One self-contained page: a graph whose boxes lead to what is known of each checkpoint."""
+    from jinja2 import Environment, PackageLoader
+
+    from xray_runtime.report.html import lineage_graph
+
+    graph = place.graph
+    chosen = selection(graph, node, descendants)
+    stages = [
+        {
+            "name": graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing",
+            "checkpoint": {"sha256": sha},
+            "parents": sorted({parent for _, parent in graph.parents(sha)}),
+            "cached": False,
+        }
+        for sha in chosen
+    ]
+    siblings = _siblings(graph, chosen)
+    shown = set(chosen)
+    sections = [_section(graph, sha, siblings.get(sha), shown) for sha in chosen]
+    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
+    stream = environment.get_template("lineage.html").stream(of=node, graph=lineage_graph(stages), sections=sections)
+    temporary = path.with_name(f"{path.name}.writing")
+    stream.dump(str(temporary), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
+    """Digest → the checkpoint of the same stage made just before it, of the whole store."""
+    by_stage: dict[str, list[tuple[str, str]]] = {}
+    stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}
+    for node in graph.nodes.values():
+        if node.manifest.stage in stages:
+            finished = node.statement.predicate.details.metadata.finished if node.statement else ""
+            by_stage.setdefault(node.manifest.stage, []).append((finished, node.sha256))
+    found: dict[str, str] = {}
+    for made in by_stage.values():
+        found |= {sha: before for (_, before), (_, sha) in itertools.pairwise(sorted(made))}
+    return found
+
+
+def _section(graph: Graph, sha: str, sibling: str | None, shown: set[str]) -> dict[str, Any]:
+    node = graph.nodes.get(sha)
+    if node is None:
+        return {"sha": sha, "name": "missing", "missing": True}
+    entry = _entry(graph, sha)
+    other = graph.nodes.get(sibling) if sibling else None
+    children = [(role, child) for role, child in graph.children.get(sha, []) if child in shown]
+    return entry | {
+        "sha": sha,
+        "name": node.manifest.stage,
+        "made_from": [(role, parent, _stage(graph, parent)) for role, parent in graph.parents(sha)],
+        "used_by": [(role, child, _stage(graph, child)) for role, child in children],
+        "link": node.directory.absolute().as_uri(),
+        "sibling": other.name if other else None,
+        "differences": _differences(other, node) if other else [],
+        "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.sections).items()],
+        "numbers": [(k, v) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
+    }
+
+
+def _stage(graph: Graph, sha: str) -> str:
+    return graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing"
+
+
+def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
+    """(field, before, after) of config, parents, code and seed."""
+
+    def facts(node: Node) -> dict[str, str]:
+        manifest = node.manifest
+        parents = {f"parent {role}": sha[:12] for role, sha in manifest.parents.items()}
+        return flatten(manifest.sections) | parents | {"code": manifest.code_digest[:12]}
+
+    a, b = facts(before), facts(after)
+    return [
+        (k, a.get(k, "")[:MAX_VALUE_CHARS], b.get(k, "")[:MAX_VALUE_CHARS])
+        for k in sorted({*a, *b})
+        if a.get(k) != b.get(k)
+    ]

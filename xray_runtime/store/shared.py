@@ -1,0 +1,244 @@
+"""The shared store: directories under any URL that fsspec knows (S3, GCS, SFTP, a mounted disk), whole or not there.
+
+    URL/NAME/INDEX          which copy counts, and the sha256 and size of every file of it
+    URL/NAME/COPY/FILE…     one copy, named by its files' digests
+
+An object store cannot rename, so the index is written last, in one object: a torn upload has none, and is never taken
+for whole. Uploading the same directory again goes to the same place. Whoever fetches hashes every byte.
+
+Whatever fails for a while (a server that is away, a request it turned down) is tried again for PATIENCE_S; what another
+attempt cannot help (no bucket, no permission, no room) is raised at once. Credentials come from the environment.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import posixpath
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import fsspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xray_runtime.files import sync
+from xray_runtime.store.identity import digest, file_sha256
+from xray_runtime.store.manifest import FileEntry
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+INDEX = "index.json"
+PATIENCE_S = 600.0
+"""How long a store that fails is asked again."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+TRANSFERS = 8
+"""Files on their way at the same time."""
+FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "NoRegionError"}
+"""Errors of botocore, which is not always there, that another attempt cannot help."""
+
+
+class StorageError(RuntimeError):
+    """The store cannot be used (any more); the message is one line with its URL and the reason."""
+
+
+class DamagedError(RuntimeError):
+    """What lies in the store is not what was put there; the message names the object."""
+
+
+class Index(BaseModel):
+    """What a directory in the store consists of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    copy_name: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+    files: list[FileEntry]
+
+    def sha256(self, path: str) -> str | None:
+        """Digest of one file; None where there is no such file."""
+        return next((entry.sha256 for entry in self.files if entry.path == path), None)
+
+
+@functools.cache
+def open_shared(url: str | None) -> SharedStore | None:
+    """The store at `url`, one a process; None where none is configured. Raises StorageError."""
+    return None if url is None else SharedStore(url)
+
+
+class SharedStore:
+    """Directories and small objects below one URL.
+
+    Raises:
+        StorageError: nothing here can open such a URL; says which package is missing where that is the reason.
+    """
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        self.url, self._patience_s = url.rstrip("/"), patience_s
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError, OSError) as error:
+            raise StorageError(f"{self.url!r} is not allowed: {_reason(error)}") from None
+        # Object stores (fsspec has them asynchronous) have no directories, and s3fs would make the bucket.
+        self._has_directories = not self._fs.async_impl
+
+    def check(self) -> None:
+        """Write, read and remove a small object. Raises StorageError with the reason, without trying again."""
+        probe, content = f"{self._root}/probe-{uuid.uuid4().hex}", b"xray"
+        try:
+            self._write(probe, content)
+            if self._fs.cat_file(probe) != content:
+                raise StorageError(f"{self.url!r} is not allowed: it does not give back what was written")
+            self._fs.rm_file(probe)
+        except StorageError:
+            raise
+        except Exception as error:
+            raise StorageError(f"{self.url!r} cannot be used: {_reason(error)}") from error
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None where there is none."""
+        try:
+            content: bytes = self._patiently(f"reading {name}", lambda: self._fs.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a small object in its place."""
+        self._patiently(f"writing {name}", lambda: self._write(self._path(name), content))
+
+    def names(self, folder: str) -> list[str]:
+        """What lies directly in `folder`, sorted; nothing where it does not exist."""
+
+        def listed() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                return sorted(
+                    {posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._path(folder), detail=False)}
+                )
+            except FileNotFoundError:
+                return []
+
+        return self._patiently(f"listing {folder}", listed)
+
+    def remove(self, name: str) -> None:
+        """Remove a directory; its index first, so that what is half removed is not there."""
+
+        def removed() -> None:
+            self._fs.invalidate_cache()
+            for path in (self._path(f"{name}/{INDEX}"), self._path(name)):
+                if self._fs.exists(path):
+                    self._fs.rm(path, recursive=True)
+
+        self._patiently(f"removing {name}", removed)
+
+    def index(self, name: str) -> Index | None:
+        """The index of a directory; None where no whole one was ever put there."""
+        content = self.read(f"{name}/{INDEX}")
+        try:
+            return None if content is None else Index.model_validate_json(content)
+        except ValidationError:
+            log.warning("%s/%s/%s: not an index; the directory counts as not there", self.url, name, INDEX)
+            return None
+
+    def put(self, name: str, directory: Path) -> None:
+        """Bring a directory here, in place of what was there under this name. Its files must not change meanwhile."""
+        paths = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+        files = [
+            FileEntry(path=p, sha256=sha256, size=(directory / p).stat().st_size)
+            for p, sha256 in zip(paths, _together(lambda p: file_sha256(directory / p), paths, True), strict=True)
+        ]
+        copy = digest([[entry.path, entry.sha256] for entry in files])[:12]
+
+        def send(path: str) -> None:
+            target = self._path(f"{name}/{copy}/{path}")
+            self._make_room(target)
+            self._patiently(f"writing {name}/{path}", lambda: self._fs.put_file(str(directory / path), target))
+
+        _together(send, paths, not self._has_directories)
+        self.write(f"{name}/{INDEX}", Index(copy_name=copy, files=files).model_dump_json().encode())
+
+    def get(self, name: str, into: Path) -> Index | None:
+        """Fetch a directory into the empty directory `into`, every byte verified; None where there is none.
+
+        Raises:
+            DamagedError: a file is missing or not what the index says.
+            StorageError: the store stayed away.
+        """
+        index = self.index(name)
+        if index is None:
+            return None
+        unsafe = [entry.path for entry in index.files if not is_safe(entry.path)]
+        if unsafe:
+            raise DamagedError(f"{self.url}/{name}/{INDEX}: unsafe path {unsafe[0]!r}")
+
+        def fetch(entry: FileEntry) -> None:
+            source, target = f"{name}/{index.copy_name}/{entry.path}", into / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._patiently(f"reading {source}", lambda: self._fs.get_file(self._path(source), str(target)))
+            except FileNotFoundError:
+                raise DamagedError(f"{self.url}/{source} is missing") from None
+            if target.stat().st_size != entry.size or file_sha256(target) != entry.sha256:
+                raise DamagedError(f"{self.url}/{source} was changed")
+            sync(target)
+
+        _together(fetch, index.files, not self._has_directories)
+        return index
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._make_room(path)
+        self._fs.pipe_file(path, content)
+
+    def _make_room(self, path: str) -> None:
+        if self._has_directories:
+            self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+
+    def _patiently(self, what: str, call: Callable[[], T]) -> T:
+        """`call()`, again and again while the store is away."""
+        wait, deadline = FIRST_WAIT_S, time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if _is_final(error) or time.monotonic() + wait > deadline:
+                    raise StorageError(f"{self.url}: {what}: {_reason(error)}") from error
+                log.warning("%s: %s: %s; trying again in %.0f s", self.url, what, _reason(error), wait)
+                time.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def is_safe(path: str) -> bool:
+    """Whether a relative path stays below where it starts."""
+    parts = path.split("/")
+    return "\0" not in path and not path.startswith("/") and all(part not in ("", ".", "..") for part in parts)
+
+
+def _is_final(error: Exception) -> bool:
+    return (
+        isinstance(error, PermissionError)
+        or (isinstance(error, OSError) and error.errno in FINAL_ERRNOS)
+        or type(error).__name__ in FINAL_NAMES
+    )
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _together(call: Callable[[T], R], items: Iterable[T], at_once: bool) -> list[R]:
+    with ThreadPoolExecutor(TRANSFERS if at_once else 1) as pool:
+        return list(pool.map(call, items))

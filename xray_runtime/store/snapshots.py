@@ -1,0 +1,203 @@
+"""Snapshots of a stage at work: from the newest whole one another attempt goes on as if nothing had happened.
+
+They lie under the stage's key, so only the same computation ever finds them. A snapshot is written beside its place,
+fsynced, its list of digests last, and renamed; the one before goes only then. Each attempt takes the directory over
+with a token of its own: what an older attempt still does (on a lost node, say) is refused.
+
+With a shared store every snapshot is brought there too, before the one before goes in either place, and an attempt on
+any machine goes on from the newest one it finds, here or there; the token lies there as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.files import sync, write_atomic
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.shared import DamagedError, SharedStore
+
+log = logging.getLogger(__name__)
+
+FILES = "files.json"
+STATE = "state.json"
+OWNER = "owner"
+SNAPSHOTS = "snapshots"
+MAX_SHARE = 0.04
+"""Largest share of a stage's time that periodic snapshots may take."""
+
+
+class FencedError(RuntimeError):
+    """Another attempt at the same stage has begun; this one must not write any more."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole snapshot on disk."""
+
+    directory: Path
+    step: int
+    """Steps done."""
+    state: dict[str, Any]
+
+
+class Snapshots:
+    """The snapshots of one stage under one key. Opening them fences every earlier attempt.
+
+    Args:
+        every: steps between periodic snapshots.
+        shared: where they are kept too, below `snapshots/` and the name of `directory`.
+    """
+
+    def __init__(self, directory: Path, every: int, shared: SharedStore | None = None) -> None:
+        self.directory, self._every = directory, every
+        self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._token = uuid.uuid4().hex
+        write_atomic(directory / OWNER, self._token)
+        if shared is not None:
+            shared.write(f"{self._folder}/{OWNER}", self._token.encode())
+        for left in directory.glob("step-*.writing-*"):
+            log.warning("%s: a snapshot that was never finished; removed", left)
+            shutil.rmtree(left, ignore_errors=True)
+        self._start, self._spent = time.monotonic(), 0.0
+
+    def check(self) -> None:
+        """Raises FencedError where another attempt has taken over."""
+        try:
+            owner = (self.directory / OWNER).read_text()
+        except FileNotFoundError:
+            owner = ""
+        if owner != self._token:
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+
+    def due(self, step: int) -> bool:
+        """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
+        return step % self._every == 0 and self._spent <= MAX_SHARE * (time.monotonic() - self._start)
+
+    def latest(self) -> Snapshot | None:
+        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log.
+
+        Raises:
+            StorageError: the shared store stayed away.
+        """
+        here = next(self._sound(), None)
+        place = self._fetch(here.name if here is not None else "") or here
+        if place is None:
+            return None
+        return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
+
+    def _sound(self) -> Iterator[Path]:
+        """The whole snapshots that lie here, newest first."""
+        for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
+            problem = _problem(place)
+            if problem is None:
+                yield place
+            else:
+                log.warning("%s: %s; the snapshot before it is used", place, problem)
+
+    def _fetch(self, newer_than: str) -> Path | None:
+        """The newest whole snapshot of the shared store, brought here, where it is newer than what lies here."""
+        tried: set[str] = set()
+        while self._shared is not None:
+            # Listed again each time: an attempt that has yet to notice this one may just have replaced it.
+            names = [name for name in self._shared.names(self._folder) if name.startswith("step-")]
+            name = max((name for name in names if name > newer_than and name not in tried), default=None)
+            if name is None:
+                break
+            tried.add(name)
+            place, temporary = self.directory / name, self.directory / f"{name}.writing-{self._token}"
+            try:
+                temporary.mkdir()
+                if self._shared.get(f"{self._folder}/{name}", temporary) is not None:
+                    shutil.rmtree(place, ignore_errors=True)
+                    os.rename(temporary, place)
+                    sync(self.directory)
+                    log.info("%s: fetched from %s", name, self._shared.url)
+                    return place
+            except DamagedError as error:
+                log.warning("%s; the snapshot before it is used", error)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return None
+
+    @contextlib.contextmanager
+    def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+        """A directory to write the snapshot after `step` steps into; published when the block ends well.
+
+        Raises:
+            OSError: it cannot be written (a full disk); the snapshot before is whole.
+            FencedError: another attempt has taken over.
+            StorageError: the shared store did not take it; it lies here.
+        """
+        start = time.monotonic()
+        place = self.directory / f"step-{step:010d}"
+        temporary = self.directory / f"{place.name}.writing-{self._token}"
+        try:
+            temporary.mkdir()
+            yield temporary
+            write_atomic(temporary / STATE, json.dumps(state))
+            paths = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+            with ThreadPoolExecutor() as pool:
+                digests = list(pool.map(lambda path: _synced_sha256(temporary / path), paths))
+            write_atomic(temporary / FILES, json.dumps(dict(zip(paths, digests, strict=True))))
+            self.check()
+            if place.exists():
+                # The same steps were done before, by an attempt whose snapshot did not pass.
+                shutil.rmtree(place)
+            os.rename(temporary, place)
+            sync(self.directory)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self.directory}: the snapshot after step {step} cannot be written ({error.strerror})"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self._share(place)
+        for old in self.directory.glob("step-" + "[0-9]" * 10):
+            if old != place:
+                shutil.rmtree(old, ignore_errors=True)
+        self._spent += time.monotonic() - start
+
+    def clear(self) -> None:
+        """The stage is published: nothing here is needed any more."""
+        if self._shared is not None:
+            self._shared.remove(self._folder)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _share(self, place: Path) -> None:
+        if self._shared is None:
+            return
+        if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+        self._shared.put(f"{self._folder}/{place.name}", place)
+        # Not the later ones: an attempt that took over since the check may have written them.
+        for name in self._shared.names(self._folder):
+            if name.startswith("step-") and name < place.name:
+                self._shared.remove(f"{self._folder}/{name}")
+
+
+def _problem(place: Path) -> str | None:
+    try:
+        digests = json.loads((place / FILES).read_text())
+        for path, sha256 in digests.items():
+            if file_sha256(place / path) != sha256:
+                return f"{path} was changed"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"torn ({error})"
+    return None
+
+
+def _synced_sha256(path: Path) -> str:
+    sync(path)
+    return file_sha256(path)

@@ -1,0 +1,299 @@
+"""MLflow behind one adapter: runs, metrics, tables, checkpoints as LoggedModels, datasets, the registry.
+
+A lifecycle is a parent run with one child run a stage. A checkpoint is a LoggedModel whose *params* hold its identity
+(params cannot be changed afterwards; tags can); it is an output of the run that made it and an input of every run that
+used it, so MLflow's own pages show what came from what.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.credentials import bare
+from xray_runtime.lineage.attestation import statement_sha256
+from xray_runtime.store.manifest import MANIFEST, Manifest
+from xray_runtime.store.ref import CheckpointRef
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_PARAM_CHARS = 6000
+MAX_BATCH = 900
+"""Metrics in one request (MLflow allows 1,000)."""
+
+PARENT_TAG = "mlflow.parentRunId"
+KEY_TAG = "xray.key"
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""Which artifacts of a run MLflow's pages show as tables."""
+
+
+class Tracker:
+    """One experiment of one MLflow store.
+
+    Args:
+        uri: tracking URI; `sqlite:///…` or a server's address.
+        experiment: its name; made where it does not exist.
+        artifact_root: directory of a new experiment's artifacts; None leaves that to the server.
+    """
+
+    def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        import mlflow
+        from mlflow.exceptions import MlflowException
+
+        # Registering a model resolves its source through the process-wide store, whatever the client was made with.
+        mlflow.set_tracking_uri(uri)
+        self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        found = self.client.get_experiment_by_name(experiment)
+        if found is None:
+            location = artifact_root.absolute().as_uri() if artifact_root is not None else None
+            try:
+                self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
+            except MlflowException:
+                # Somebody else made it in the meantime.
+                found = self.client.get_experiment_by_name(experiment)
+        if found is not None:
+            self.experiment_id = found.experiment_id
+        self.experiment = experiment
+        # People see it: on Prefect's pages.
+        self._shown = bare(uri).rstrip("/") if uri.startswith("http") else None
+
+    def start_lifecycle(
+        self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]
+    ) -> str:
+        """A parent run with the resolved config as params and as an artifact; returns its id.
+
+        Args:
+            run_id: the run of a lifecycle that was interrupted; it goes on where this store knows it.
+        """
+        if run_id is not None and self._reopen(run_id):
+            self._tags(run_id, tags)
+            return run_id
+        run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
+        self._params(run.info.run_id, flatten(config))
+        self.client.log_text(run.info.run_id, config_yaml, "config.yaml")
+        made: str = run.info.run_id
+        return made
+
+    def _reopen(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.update_run(run_id, status="RUNNING")
+        except MlflowException:
+            return False
+        return True
+
+    def finish(self, run_id: str, status: str) -> None:
+        """`status`: FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(run_id, status)
+
+    def log_files(self, run_id: str, *paths: Path) -> None:
+        for path in paths:
+            self.client.log_artifact(run_id, str(path))
+
+    def stage_run(
+        self,
+        parent_run_id: str,
+        stage: str,
+        key: str,
+        sections: Mapping[str, Any],
+        more_tags: Mapping[str, str] | None = None,
+    ) -> StageRun:
+        """The child run of `stage`: the same one for every attempt at the same key."""
+        query = f"tags.`{PARENT_TAG}` = '{parent_run_id}' and tags.`{KEY_TAG}` = '{key}'"
+        found = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
+        if found:
+            run = found[0]
+            self.client.update_run(run.info.run_id, status="RUNNING")
+            self._tags(run.info.run_id, more_tags or {})
+        else:
+            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage, **(more_tags or {})}
+            run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
+            self._params(run.info.run_id, flatten(sections) | {"key": key})
+        return StageRun(self, run.info.run_id)
+
+    def page(self, run_id: str) -> str | None:
+        """Where people see the run; None where no server shows it."""
+        # Its pages for training, which lead to models and the registry; those for agents, its default, do not.
+        page = f"#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
+        return f"{self._shown}/{page}" if self._shown else None
+
+    def image(self, run_id: str, name: str) -> str | None:
+        """Address of a figure of the run; None where no server shows it."""
+        return f"{self._shown}/get-artifact?path={name}.png&run_uuid={run_id}" if self._shown else None
+
+    def has_model(self, model_id: str) -> bool:
+        """Whether this store knows the LoggedModel."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.get_logged_model(model_id)
+        except MlflowException:
+            return False
+        return True
+
+    def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
+        """Register `ref` as a version of `name` and set `alias` to it; returns the version.
+
+        The same checkpoint is registered once: again only moves the alias.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self.client.search_model_versions(f"name = '{name}'")
+        version = next((v.version for v in versions if v.tags.get("xray.sha256") == ref.sha256), None)
+        if version is None:
+            made = self.client.create_model_version(
+                name,
+                source=f"models:/{ref.mlflow_model_id}",
+                run_id=run_id,
+                model_id=ref.mlflow_model_id,
+                tags={"xray.sha256": ref.sha256, "xray.uri": ref.uri},
+            )
+            version = made.version
+        self.client.set_registered_model_alias(name, alias, version)
+        return str(version)
+
+    def _tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self.client.set_tag(run_id, name, value)
+
+    def _params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(k, v[:MAX_PARAM_CHARS]) for k, v in params.items()]
+        for start in range(0, len(entries), 100):
+            self.client.log_batch(run_id, params=entries[start : start + 100])
+
+
+class StageRun:
+    """The MLflow run of one stage."""
+
+    def __init__(self, tracker: Tracker, run_id: str) -> None:
+        self._tracker, self.run_id = tracker, run_id
+
+    def metrics(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Log (step, time in ms, values) points. MLflow keeps one of equal points: sending again is harmless."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(name, value, ms, step) for step, ms, values in points for name, value in values.items()]
+        for start in range(0, len(metrics), MAX_BATCH):
+            self._tracker.client.log_batch(self.run_id, metrics=metrics[start : start + MAX_BATCH])
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        # In the form of MLflow's `log_table`, which would add to the rows of an attempt before.
+        client, entry = self._tracker.client, {"path": f"{name}.json", "type": "table"}
+        text = json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
+        client.log_text(self.run_id, text, entry["path"])
+        tables = json.loads(client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
+        if entry not in tables:
+            client.set_tag(self.run_id, TABLES_TAG, json.dumps([*tables, entry]))
+
+    def figure(self, name: str, figure: Figure) -> None:
+        self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")
+
+    def log_checkpoint(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> CheckpointRef:
+        """Make `ref` a LoggedModel and link it to its parents; returns `ref` with its `mlflow_model_id`."""
+        client = self._tracker.client
+        params = {
+            "sha256": ref.sha256,
+            "uri": ref.uri,
+            "key": manifest.key,
+            "config_digest": manifest.config_digest,
+            "code_digest": manifest.code_digest,
+            "seed": str(manifest.seed),
+            "dataset_sha256": manifest.dataset or "",
+            "statement_sha256": statement_sha256(ref.path) or "",
+        } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
+        made = client.search_logged_models([self._tracker.experiment_id], f"source_run_id = '{self.run_id}'")
+        # An attempt before this one may have come as far as here.
+        model = next((m for m in made if m.params.get("sha256") == ref.sha256), None)
+        if model is None:
+            model = client.create_logged_model(
+                self._tracker.experiment_id,
+                name=f"{self._tracker.experiment}-{ref.stage}",
+                source_run_id=self.run_id,
+                params=params,
+                model_type=ref.kind,
+            )
+        client.finalize_logged_model(model.model_id, "READY")
+        ref = ref.model_copy(update={"mlflow_model_id": model.model_id})
+        client.log_artifact(self.run_id, str(ref.path / MANIFEST))
+        self.link(ref, manifest, parents)
+        return ref
+
+    def link(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
+        """Parents (and the dataset among them) as inputs of this run, `ref` as its output."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, LoggedModelOutput
+
+        client = self._tracker.client
+        inputs = {p.mlflow_model_id: None for p in parents if p.mlflow_model_id}
+        datasets = [
+            DatasetInput(
+                # A digest holds at most 36 characters; the tag holds the whole one.
+                Dataset(p.stage, p.sha256[:36], "local", json.dumps({"uri": p.uri})),
+                [InputTag("xray.sha256", p.sha256), InputTag("mlflow.data.context", ref.stage)],
+            )
+            for p in parents
+            if p.sha256 == manifest.dataset
+        ]
+        client.log_inputs(self.run_id, models=[LoggedModelInput(model_id) for model_id in inputs], datasets=datasets)
+        # MLflow refuses an output it has; another attempt of the same stage may have linked it.
+        known = {output.model_id for output in client.get_run(self.run_id).outputs.model_outputs}
+        if ref.mlflow_model_id and ref.mlflow_model_id not in known:
+            client.log_outputs(self.run_id, [LoggedModelOutput(ref.mlflow_model_id, ref.step)])
+
+    def link_cached(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
+        """Nothing was computed in this run: it shows the model that was there, with the same parents."""
+        self._tracker.client.set_tag(self.run_id, "xray.cached", "true")
+        self.link(ref, manifest, parents)
+
+    def finish(self, status: str, attempts: int = 0) -> None:
+        """End the run as `status` after so many attempts (0: nothing was computed)."""
+        self._tracker.client.set_tag(self.run_id, "xray.attempts", str(attempts))
+        self._tracker.client.set_terminated(self.run_id, status)
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested config → dotted names and strings, list items by index."""
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, list):
+            item = {str(i): x for i, x in enumerate(item)}
+        if isinstance(item, Mapping) and item:
+            flat |= flatten(item, f"{name}.")
+        else:
+            flat[name] = str(item)
+    return flat
+
+
+def registered_version(uri: str, name: str, sha256: str) -> str | None:
+    """The version of the registered model `name` that is the checkpoint `sha256`."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    # A name with a quote in it cannot be asked for; ours have none.
+    versions = client.search_model_versions(f"name = '{name}'") if "'" not in name else []
+    return next((str(v.version) for v in versions if v.tags.get("xray.sha256") == sha256), None)
+
+
+def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:
+    """Point each alias of the registered model `name` to its version."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    for alias, version in aliases.items():
+        client.set_registered_model_alias(name, alias, version)

@@ -1,0 +1,163 @@
+"""Where a stage's reports go: files under the output directory, the stage's MLflow run, whoever watches progress.
+
+The file of metrics is the record; MLflow gets what a snapshot (or the published checkpoint) has made final, each point
+with the time of the file. So an attempt that goes on from a snapshot neither doubles a point nor leaves one out, and a
+tracking server that is away for a while only gets its points later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.errors import StageInterruptedError
+from xray_runtime.files import write_atomic
+from xray_runtime.store.shared import SharedStore
+from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from xray_runtime.tracking.mlflow_tracker import StageRun
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int, str, str], None]
+"""(stage, done, total, unit, note)."""
+
+PROGRESS_SECONDS = 0.2
+METRICS = "metrics.jsonl"
+RECORDS = "records"
+
+
+def records_directory(output: Path, stage: str, key: str) -> Path:
+    """Where the records of a stage lie: metrics.jsonl, tables, figures. Nothing in there enters a checkpoint."""
+    return output / RECORDS / f"{stage}-{key[:12]}"
+
+
+def snapshots_directory(output: Path, stage: str, key: str) -> Path:
+    """Where the snapshots of a stage at work lie."""
+    return output / SNAPSHOTS / f"{stage}-{key[:12]}"
+
+
+class StageRecorder:
+    """The `Recorder` of a real stage.
+
+    Args:
+        every: steps between periodic snapshots.
+        shared: where snapshots are kept too.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        stage: str,
+        key: str,
+        run: StageRun | None,
+        on_progress: OnProgress,
+        every: int,
+        shared: SharedStore | None = None,
+    ) -> None:
+        self.log_dir = output / "logs" / stage
+        self._interrupted = False
+        self._stage, self._run, self._on_progress = stage, run, on_progress
+        self._directory = records_directory(output, stage, key)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.metrics_path = self._directory / METRICS
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
+        self._metrics = self.metrics_path.open("ab")
+        self.attempt = self._count_attempt()
+        """How many times this stage has been begun under its key, this one included."""
+        self._newest: Snapshot | None = None
+        self._sent = 0
+        self._reported = 0.0
+
+    def _count_attempt(self) -> int:
+        path = self._directory / "attempts"
+        attempt = int(path.read_text()) + 1 if path.exists() else 1
+        write_atomic(path, str(attempt))
+        return attempt
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
+        if time.monotonic() - self._reported >= PROGRESS_SECONDS or done == total:
+            self._reported = time.monotonic()
+            self._on_progress(self._stage, done, total, unit, note)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self._snapshots.check()
+        line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
+        self._metrics.write(json.dumps(line).encode() + b"\n")
+        # Whoever watches the stage reads this file.
+        self._metrics.flush()
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        text = json.dumps({"columns": columns, "rows": rows}, ensure_ascii=False, indent=1)
+        (self._directory / f"{name}.json").write_text(text, encoding="utf-8")
+        if self._run is not None:
+            self._run.table(name, columns, rows)
+
+    def figure(self, name: str, figure: Figure) -> None:
+        figure.savefig(self._directory / f"{name}.png", dpi=120)
+        if self._run is not None:
+            self._run.figure(name, figure)
+
+    def interrupt(self) -> None:
+        """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""
+        self._interrupted = True
+
+    def begin(self) -> None:
+        """Start or go on: points recorded after the newest snapshot are forgotten."""
+        self._newest = self._snapshots.latest()
+        self._metrics.truncate(0)
+        if self._newest is not None:
+            self._metrics.write((self._newest.directory / METRICS).read_bytes())
+        self._secure()
+
+    def resume(self) -> Snapshot | None:
+        return self._newest
+
+    def snapshot_due(self, step: int) -> bool:
+        return self._interrupted or self._snapshots.due(step)
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        with self._snapshots.writing(step, state) as directory:
+            # With the snapshot, the points so far go wherever it goes.
+            self._secure()
+            shutil.copyfile(self.metrics_path, directory / METRICS)
+            save(directory)
+        try:
+            self.send()
+        except Exception:
+            log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
+        if self._interrupted:
+            raise StageInterruptedError(f"{self._stage}: stopped after step {step}; running again goes on from there")
+
+    def send(self) -> None:
+        """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""
+        self._secure()
+        if self._run is None:
+            return
+        with self.metrics_path.open("rb") as file:
+            file.seek(self._sent)
+            lines = file.read().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines]
+        self._run.metrics([(r["step"], r["time_ms"], r["metrics"]) for r in records])
+        self._sent += sum(map(len, lines))
+
+    def finished(self) -> None:
+        """The stage is published: its snapshots have done their work."""
+        self._snapshots.clear()
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def _secure(self) -> None:
+        """Bring the metrics to disk."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())

@@ -1,0 +1,121 @@
+"""Which weights a generator holds, and the way back to them: a transfer is taken over whole, or not at all.
+
+A `HeldWeights` knows, for every tensor, where its last good bytes are: in the checkpoint the engine started from, or in
+the object store, where the last update that carried it is kept alive by reference. Order of a load:
+
+1. verify every checksum of the update, before anything is touched;
+2. write it into the engine;
+3. where that fails half-way, write *all* weights held before back into the engine. Only if that fails too does the
+   engine hold nothing usable: it then refuses to generate, and the next load first repeats step 3.
+
+The update before the last is kept until the engine is used at the new version, so that a generator of several replicas
+can go back as one (`revert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.weights.object_store import Bucket, WeightUpdate, unpack, verify
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+Write = Callable[[Tensors, int], None]
+"""`write(tensors, version)`: put (Hugging Face name, whole tensor) pairs into an engine, which then is at `version`.
+What is not named stays. It may be called again after it failed, with all tensors."""
+
+
+class StaleWeightsError(RuntimeError):
+    """The generator does not hold the policy version it was asked to generate with."""
+
+
+class VersionedWeights:
+    """The weights of one engine, started on `directory` as version 0."""
+
+    def __init__(self, directory: Path, write: Write) -> None:
+        self.version = 0
+        self._directory, self._write = directory, write
+        self._kept_version = 0
+        self._arrived: dict[str, Bucket] = {}
+        self._before: tuple[int, dict[str, Bucket]] | None = None
+        self._whole = True
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take over `update`'s weights: all of them, or, where anything fails, none.
+
+        Raises:
+            WeightTransferError: a tensor is damaged or lost; nothing was touched.
+            Exception: whatever the engine raised; it holds again what it held before.
+        """
+        verify(update)
+        if not self._whole:
+            self._restore()
+        try:
+            self._whole = False
+            self._write((pair for bucket in update.buckets for pair in unpack(bucket)), update.version)
+            self._whole = True
+        except Exception:
+            self._restore()
+            raise
+        self._before = self._kept_version, self._arrived
+        self._arrived = self._arrived | {entry.name: bucket for bucket in update.buckets for entry in bucket.entries}
+        self.version = self._kept_version = update.version
+
+    def receive(self, step: Callable[[], None], version: int, *, first: bool, last: bool) -> None:
+        """A step of a transfer that goes past the object store: `version` is held after the `last` one.
+
+        Nothing of it is kept, so where a step fails the engine goes back to the last version of which something is.
+        """
+        if first and not self._whole:
+            self._restore()
+        self._whole = False
+        try:
+            step()
+        except Exception:
+            self._restore()
+            raise
+        if last:
+            self._whole, self.version, self._before = True, version, None
+
+    def revert(self) -> None:
+        """Go back to what was held before the last `load`; only until the engine was used since."""
+        if self._before is None:
+            raise StaleWeightsError(f"nothing to go back to from policy version {self.version}")
+        (self._kept_version, self._arrived), self._before = self._before, None
+        self._restore()
+
+    def restart(self, directory: Path) -> None:
+        """Hold the weights of `directory`, a checkpoint of the same shape, as version 0."""
+        self._directory, self._kept_version, self._arrived, self._before = directory, 0, {}, None
+        self._restore()
+
+    def use(self, version: int) -> None:
+        """Declare that the engine is about to be used at `version`; what was held before is let go.
+
+        Raises:
+            StaleWeightsError: another version is held, or nothing usable.
+        """
+        if not self._whole or self.version != version:
+            state = f"version {self.version}" if self._whole else "nothing usable (a load failed half-way)"
+            raise StaleWeightsError(f"asked to generate with policy version {version}, but the generator holds {state}")
+        self._before = None
+
+    def _restore(self) -> None:
+        self._whole = False
+        self._write(self._all(), self._kept_version)
+        self._whole, self.version = True, self._kept_version
+
+    def _all(self) -> Tensors:
+        from safetensors import safe_open
+
+        with safe_open(self._directory / WEIGHTS_FILE, framework="pt") as file:
+            for name in sorted(file.keys()):
+                if name not in self._arrived:
+                    yield name, file.get_tensor(name)
+        for bucket in {id(bucket): bucket for bucket in self._arrived.values()}.values():
+            for name, tensor in unpack(bucket):
+                if self._arrived[name] is bucket:
+                    yield name, tensor

@@ -1,0 +1,62 @@
+"""The Workhorse of a model that samples."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.workhorse import GeneratorSpec, Rank, Workhorse, resolve_device
+
+if TYPE_CHECKING:
+    from xray_runtime.engines.generation.sampling import Generation, Sampling
+    from xray_runtime.weights.object_store import WeightUpdate
+
+
+class Generator(Workhorse):
+    """One engine that samples, or one rank of an engine that is split over several Workhorses."""
+
+    _engine: Generation | None = None
+
+    def load_libraries(self, config: GeneratorConfig) -> None:
+        """Import ahead of the first model what takes seconds to import."""
+        if config.engine == "vllm":
+            from xray_runtime.engines.generation.vllm import load_vllm
+
+            load_vllm(self.runtime, resolve_device(self.runtime.device))
+
+    def build(self, spec: GeneratorSpec, place: Rank) -> None:
+        """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""
+        self._settle(place)
+        from xray_runtime.engines.generation.sampling import Generation, Place
+
+        if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
+            self._engine.restart(spec.directory)
+        else:
+            self._engine = None
+            gc.collect()
+            here = Place(self.device.type, place.rank, place.world_size, place.host, place.port)
+            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, here)
+
+    def load_weights(self, update: WeightUpdate) -> int:
+        """Verify and take over `update`; returns the version now held."""
+        assert self._engine is not None
+        self._engine.load(update)
+        return self._engine.version
+
+    def revert_weights(self) -> None:
+        """Undo the last `load_weights`: another replica could not follow."""
+        assert self._engine is not None
+        self._engine.revert()
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU that the trainer drives."""
+        assert self._engine is not None
+        self._engine.receive(step, info, version)
+
+    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+        """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `Generation.generate`."""
+        assert self._engine is not None
+        prompts = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
+        return self._engine.generate(prompts, rows["seed"].tolist(), sampling, version)

@@ -1,0 +1,154 @@
+"""The nodes of a Ray cluster: what each has, which were lost, and who lives where."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from xray_runtime.config.loading import ConfigError
+from xray_runtime.store.identity import OTHER_ENVIRONMENT, environment_digest
+
+PLACEMENT = "placement.jsonl"
+SETTLE_SECONDS = 120.0
+ANSWER_SECONDS = 20.0
+"""A node may have to start a process for its answer."""
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a process lives, and with which code."""
+
+    node: str
+    """Ray's id of the node."""
+    host: str
+    pid: int
+    environment_digest: str
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each node of the cluster has in all."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def num_lost() -> int:
+    """How many nodes this cluster had and has no more."""
+    return sum(not node["Alive"] for node in ray.nodes())
+
+
+def machines() -> set[str]:
+    """Addresses of the machines the nodes are on; several nodes may share one."""
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def is_on_all_nodes(directory: Path) -> bool:
+    """Whether all nodes share the disk that `directory` is on. Nodes that do not answer are not asked again."""
+    if len(ray.nodes()) < 2:
+        return True
+    with probe_file(directory) as mark:
+        there = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in ray.nodes() if n["Alive"]]
+        asked = [_sees.options(scheduling_strategy=strategy).remote(mark) for strategy in there]
+        answered = ray.wait(asked, num_returns=len(asked), timeout=SETTLE_SECONDS)[0]
+        return all(ray.get(ref) for ref in answered if _answered(ref))
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _sees(path: Path) -> bool:
+    return path.exists()
+
+
+@contextlib.contextmanager
+def probe_file(directory: Path) -> Iterator[Path]:
+    """A file in `directory`, for a while: who does not see it shares no disk with this process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # A new name: a network disk may remember for seconds that a file was not there.
+    mark = directory / f".seen-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        yield mark
+    finally:
+        mark.unlink()
+
+
+def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
+    """Until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
+
+    Ray takes some seconds to notice that a machine is gone, and would meanwhile place Workhorses there: an attempt that
+    begins right after the loss would fail as well.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if len(alive) < 2:
+            return
+        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
+        asked = [_answer.options(scheduling_strategy=strategy).remote() for strategy in there]
+        ready, silent = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+        for ref in silent:
+            ray.cancel(ref, force=True)
+        if not silent and all(map(_answered, ready)):
+            return
+        time.sleep(1)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _answer() -> None:
+    """Where this runs, a node is."""
+
+
+def _answered(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def here() -> str:
+    """Ray's id of the node this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def same_node() -> NodeAffinitySchedulingStrategy:
+    """Scheduling of an actor onto the node of the process that starts it: it is lost with that one or not at all."""
+    return NodeAffinitySchedulingStrategy(here(), soft=False)
+
+
+def worker_info() -> WorkerInfo:
+    """Where this process lives."""
+    return WorkerInfo(here(), socket.gethostname(), os.getpid(), environment_digest())
+
+
+def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
+    """Raises ConfigError where a process has other code or libraries than the stage it works for.
+
+    Its results would carry a key that is not theirs.
+    """
+    if there.environment_digest != wanted:
+        raise ConfigError(f"{what} on {there.host}: {OTHER_ENVIRONMENT}")
+
+
+def note_placement(log_dir: Path, lives: Mapping[str, Sequence[WorkerInfo]]) -> None:
+    """Append to `log_dir` which node the Workhorses of each role are on: one line an attempt.
+
+    Args:
+        lives: role → residence of each of its ranks.
+    """
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+    models = {
+        role: [{"node": names[r.node], "node_id": r.node, "host": r.host, "pid": r.pid} for r in ranks]
+        for role, ranks in lives.items()
+    }
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / PLACEMENT).open("a") as file:
+        file.write(json.dumps({"time": time.time(), "models": models}) + "\n")

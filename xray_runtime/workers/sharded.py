@@ -1,0 +1,132 @@
+"""A plain training step, planned and sharded: written for one device, run on all that are of use.
+
+    @sharded
+    def step(model, rows):
+        logits = model(input_ids=rows["input_ids"]).logits
+        ...
+        return losses  # [B]
+
+    step(model, rows)  # still the plain function
+    with step.on("models/mine", TrainingConfig(lr=1e-3), batch_size=32, sequence_tokens=128) as train:
+        loss = train(rows)
+        train.save(Path("models/trained"))
+
+The planner chooses the layout; each replica sees its share of the rows; gradients are those of the mean over all
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from xray_runtime.config.engines import EngineConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config.lifecycle import PretrainedBase
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.planning.auto import choose, engine_of
+from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.workload import Role, Workload, trained_so
+from xray_runtime.workers.placement import cluster_machine
+from xray_runtime.workers.rows import Rows, num_rows
+from xray_runtime.workers.whole_model import open_models
+from xray_runtime.workers.workhorse import ModelSpec
+
+Step = Callable[[Any, dict[str, Tensor]], Tensor]
+"""(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""
+
+
+@dataclass(frozen=True)
+class StepObjective:
+    """`step` as what a model is trained for."""
+
+    step: Step
+
+    def score(self, module: HeadedLM, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"losses": self.step(module.lm, rows)}
+
+    def loss(
+        self, module: HeadedLM, rows: dict[str, Tensor], totals: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        total = self.step(module.lm, rows).sum()
+        return total / totals["rows"], {"loss": total.detach()}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model at work under a step; see `Sharded.on`."""
+
+    engine: EngineConfig
+    """What the planner chose."""
+    _model: Any
+    _lr: float
+
+    def __call__(self, rows: Rows, lr: float | None = None) -> float:
+        """One optimizer step on the mean loss over `rows` (numpy columns as in `Step`); returns that mean."""
+        totals = {"rows": float(num_rows(rows))}
+        stats = ray.get(self._model.train.remote(rows, totals, self._lr if lr is None else lr))
+        return float(stats["loss"] / totals["rows"])
+
+    def save(self, directory: Path) -> None:
+        """Write the model in Hugging Face form."""
+        ray.get(self._model.save.remote(directory))
+
+
+class Sharded:
+    """A step that can be called as it is, or trained with `on` a cluster."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __call__(self, model: Any, rows: dict[str, Tensor]) -> Tensor:
+        return self._step(model, rows)
+
+    @contextlib.contextmanager
+    def on(
+        self,
+        model: Path | str,
+        training: TrainingConfig,
+        *,
+        batch_size: int,
+        sequence_tokens: int,
+        runtime: RuntimeConfig | None = None,
+        log_dir: Path | str = "logs",
+    ) -> Iterator[Trainer]:
+        """Train `model` (a directory in Hugging Face form) on the Ray cluster this process is connected to.
+
+        Args:
+            training: optimizer, adapters, engine; of that the layout is planned, the rest stays as written.
+            batch_size: rows of one step, at least.
+            sequence_tokens: longest row.
+
+        Raises:
+            ConfigError: nothing fits, or the model cannot be planned.
+        """
+        runtime = runtime or RuntimeConfig()
+        base, machine = PretrainedBase(model=str(model)), cluster_machine(runtime)
+        weight_bytes, options = trained_so([(training.lora, training.engine)], machine.device)
+        shape = from_pretrained(base)
+        workload = Workload(
+            roles=(Role(name="model", shape=shape, use="train", weight_bytes=weight_bytes, options=options),),
+            sequence_tokens=sequence_tokens,
+            response_tokens=sequence_tokens,
+            batch_size=batch_size,
+            rollout_size=batch_size,
+            micro_batch_tokens=training.engine.micro_batch_tokens,
+        )
+        plan = choose(workload, machine, base)
+        engine = training.engine.model_copy(update=engine_of(plan))
+        planned = training.model_copy(update={"engine": engine})
+        spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)
+        with open_models(runtime, Path(log_dir), {"model": spec}) as models:
+            yield Trainer(engine, models["model"], training.lr)
+
+
+def sharded(step: Step) -> Sharded:
+    """Decorator: make a plain step one that can be planned and sharded."""
+    return Sharded(step)

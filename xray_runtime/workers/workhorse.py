@@ -1,0 +1,153 @@
+"""Workhorses: Ray actors that hold one device and one shard of one model.
+
+`learner.Learner` holds a `HeadedLM` (trained or frozen), `generator.Generator` an engine that samples. A Workhorse
+knows its rank in its model and nothing of other models; everything between models goes through `WholeModel`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.processes import redirect_output
+from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
+from xray_runtime.workers.staging import FileReceiver
+
+if TYPE_CHECKING:
+    from xray_runtime.models.objectives import Objective
+    from xray_runtime.weights.device_transfer import Device
+    from xray_runtime.workers.nodes import WorkerInfo
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model a Learner holds and what it is for."""
+
+    directory: Path
+    """Checkpoint in Hugging Face form."""
+    objective: Objective
+    training: TrainingConfig | None = None
+    """None: frozen, only scored."""
+    frozen: LayoutConfig = field(default_factory=LayoutConfig)
+    """How it is spread without `training`."""
+    score_tokens: int = 8192
+    """Padded tokens in one scoring pass."""
+    head: Path | None = None
+    """File of the scalar head's weights; None with `new_head`: a fresh one."""
+    new_head: bool = False
+    trainable_layers: int | None = None
+    reference: Path | None = None
+    """Checkpoint whose top layers become the reference branch on the shared trunk."""
+    adapter_seed: int = 0
+    """Of LoRA adapters' first values, where `training` has them."""
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """How it is spread over Workhorses."""
+        return self.frozen if self.training is None else self.training.engine
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """Which model a Generator starts from."""
+
+    directory: Path
+    max_length: int
+    config: GeneratorConfig = field(default_factory=GeneratorConfig)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A Workhorse's place: its model's role, its rank, how many there are, where they meet, where its noise goes."""
+
+    role: str
+    number: int
+    """Which Workhorse of its model, the replicas of a generator counted through."""
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    log_dir: Path | None
+    """None: where Ray puts it, on a node that does not see the stage's logs."""
+
+
+class Workhorse(FileReceiver):
+    """What every Workhorse does first: settle its device and its threads."""
+
+    def __init__(self, runtime: RuntimeConfig) -> None:
+        # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
+        os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.runtime = runtime
+        self._heartbeat = HeartbeatSource()
+        self._meeting: socket.socket | None = None
+
+    def _settle(self, place: Rank) -> None:
+        """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
+        if place.log_dir is not None:
+            redirect_output(place.log_dir / f"{place.role}-{place.number}.log")
+        import torch
+
+        self.place = place
+        self._heartbeat.work_thread = threading.get_ident()
+        self.device = torch.device(resolve_device(self.runtime.device))
+        torch.set_num_threads(self.runtime.threads)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.manual_seed(0)
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self.drop()
+        self._heartbeat = HeartbeatSource()
+        self._forget_meeting()
+
+    def where(self) -> Device:
+        """The device it holds."""
+        import ray
+        import torch
+
+        from xray_runtime.weights.device_transfer import Device
+
+        on_gpu = self.device.type == "cuda"
+        return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
+
+    def worker_info(self) -> WorkerInfo:
+        """Where it lives."""
+        from xray_runtime.workers.nodes import worker_info
+
+        return worker_info()
+
+    def heartbeat(self) -> Heartbeat:
+        """A sign of life, given in a thread of its own."""
+        return self._heartbeat.heartbeat()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(host, free port) for this model's process group, asked of rank 0; the port stays free for it."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._forget_meeting()
+        # Imports come before the group: until then anybody's connection could be given the port. A socket that is bound
+        # and does not listen keeps it from all but those who bind its number with SO_REUSEADDR, as torch's store does.
+        self._meeting = socket.socket()
+        self._meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._meeting.bind((host, 0))
+        return host, int(self._meeting.getsockname()[1])
+
+    def _forget_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
+
+
+def resolve_device(wanted: str) -> str:
+    """ "cpu" or "cuda"; "auto" takes CUDA where this process has it. Imports torch only when it must look."""
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
