@@ -21,12 +21,13 @@ import numpy as np
 import ray
 
 from benchmarks.machine import line, machine, ratio, spread, start_ray, table, times
-from xray_runtime.config.engines import GeneratorConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.specs import GeneratorSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import GeneratorSpec
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),

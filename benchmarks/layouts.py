@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.held import held_bytes, innermost
 from benchmarks.ranks import run_ranks
+from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
-from xray_runtime.config.lifecycle import FreshBase, PPOStageConfig, PretrainedBase
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
@@ -31,7 +32,7 @@ from xray_runtime.planning.memory import Layout, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.workhorse import ModelSpec
+from xray_runtime.workers.specs import ModelSpec
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64

@@ -12,11 +12,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows, split
-from xray_runtime.workers.workhorse import ModelSpec, Rank
+from xray_runtime.workers.specs import ModelSpec
+from xray_runtime.workers.workhorse import Rank
 
 PRELOAD = [
     "deepspeed",

@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.machine import line, machine, spread, table
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm import environment
 from xray_runtime.engines.generation.vllm_server import arguments
 from xray_runtime.lineage.reference import resolve

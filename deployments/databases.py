@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 VARIABLES = {"prefect": "PREFECT_API_DATABASE_CONNECTION_URL", "mlflow": "MLFLOW_BACKEND_STORE_URI"}
 """Service → the variable with its database's address."""

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray.deployments.databases import VARIABLES, check_databases
 from xray.tasks.preflight import is_loopback
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.processes import QUIET
 

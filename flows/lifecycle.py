@@ -39,9 +39,9 @@ from xray.tasks.run_summary import RunSummary, unfinished
 from xray.tasks.sharing import share_result
 from xray.tasks.stage import RunContext, StageResult, forwarded_variables, stage
 from xray.tasks.workspace import CONFIG, LIFECYCLE_LOCK, file_lock
-from xray_runtime.config.engines import RuntimeConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import check_storage, resolved_yaml
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.credentials import bare, tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.feedback.publication import judged_dataset

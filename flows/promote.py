@@ -27,8 +27,8 @@ from pydantic import Field
 from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
 from xray.tasks.stage import RunContext, forwarded_variables
 from xray.tasks.workspace import saved_config
-from xray_runtime.config.lifecycle import PromotionConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.graph import Node

@@ -42,7 +42,7 @@ from xray.flows.trials import Trial, TrialRecord, search_directory, start_runner
 from xray.flows.tune_report import report, results_markdown
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import error_summary, root_cause
 from xray_runtime.files import write_atomic
 from xray_runtime.processes import redirect_output

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 
 from xray.tasks.results import PLAIN
 from xray.tasks.summary import StageResult, stage_markdown
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import FORWARDED
 from xray_runtime.errors import StageOutOfMemoryError, error_summary, is_cancelled, is_out_of_memory, may_retry
 from xray_runtime.progress import find_progress

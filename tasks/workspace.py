@@ -8,7 +8,8 @@ from pathlib import Path
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError, load_config
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 LIFECYCLE_LOCK = "lifecycle.lock"

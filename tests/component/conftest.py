@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.config.base import FreshBase
 from xray_runtime.processes import kill_tagged, start_reaper
 
 TINY = FreshBase(

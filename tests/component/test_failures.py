@@ -17,14 +17,15 @@ import torch
 
 from tests.component.test_learner import text
 from tests.component.test_stable import gone, pids
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import SFTConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.errors import may_retry, root_cause
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import LEAVE_SECONDS, open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 LIMIT_SECONDS = 5.0
 RUNTIME = RuntimeConfig(threads=1, device="cpu", hang_timeout_s=LIMIT_SECONDS, collective_timeout_s=LIMIT_SECONDS)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import RewardConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.shard_loading import fill
 from xray_runtime.models.causal_lm import load_model, skeleton
@@ -27,8 +28,9 @@ from xray_runtime.models.objectives import PPOObjective, RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec, Rank
+from xray_runtime.workers.workhorse import Rank
 
 NUM_UPDATES = 4
 ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}

@@ -15,12 +15,13 @@ import pytest
 import ray
 
 from tests.component.test_learner import text
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import SFTConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, tagged
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 pytestmark = pytest.mark.long
 

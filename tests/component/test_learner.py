@@ -12,12 +12,15 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.engines import EngineConfig, LayoutConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import PPOStageConfig, SFTConfig
+from xray_runtime.config.engines import EngineConfig, LayoutConfig
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
 from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import WorkhorseError, open_models
-from xray_runtime.workers.workhorse import ModelSpec, Workhorse
+from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 NUM_STEPS = 6

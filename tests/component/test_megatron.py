@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.test_layouts import same
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import RewardConfig, SFTConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
@@ -26,8 +28,8 @@ from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObj
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 MEGATRON = {"library": "megatron"}
 

@@ -11,15 +11,18 @@ import pytest
 import ray
 
 from benchmarks.held import held_bytes
-from xray_runtime.config.engines import EngineConfig, LoRAConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import FreshBase, PretrainedBase, SFTConfig
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.engines import EngineConfig, LoRAConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import trained_so
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.pool import start
-from xray_runtime.workers.workhorse import ModelSpec, Rank
+from xray_runtime.workers.specs import ModelSpec
+from xray_runtime.workers.workhorse import Rank
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 RANKS = 2

@@ -17,16 +17,18 @@ import psutil
 import pytest
 import ray
 
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import SFTConfig
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.demand import Demand
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.pool import PING_SECONDS, find_worker_pool, open_worker_pool
 from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import WholeModel, open_models
-from xray_runtime.workers.workhorse import ModelSpec, Workhorse
+from xray_runtime.workers.workhorse import Workhorse
 
 SECONDS = 120
 ONE = Demand("policy", 1, 0.2, 0.0)

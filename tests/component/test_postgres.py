@@ -19,7 +19,7 @@ import pytest
 from xray.deployments.databases import VARIABLES
 from xray.deployments.server_home import PORTS, ServerHome, new_state
 from xray.deployments.servers import ask, find, servers, start_missing, stop, wait_healthy
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 pytestmark = pytest.mark.long
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from tests.component.test_learner import RUNTIME, text
 from xray_runtime.config.engines import EngineConfig
-from xray_runtime.config.lifecycle import SFTConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 
 def steps(model: Any, numbers: range) -> list[float]:

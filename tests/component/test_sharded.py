@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.component.test_learner import text
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config.engines import EngineConfig, TrainingConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.workers.sharded import sharded
 

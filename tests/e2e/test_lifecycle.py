@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
-from xray_runtime.config.lifecycle import PromotionConfig
+from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.lineage.promotion import promote, review, roll_back
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.checkpoints import verify

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig, PretrainedBase
-from xray_runtime.config.loading import ConfigError, load_config, validate
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import load_config, validate
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import choose, choose_layouts, describe
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
 from xray_runtime.stages.spec import plan_stages

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.config.base import FreshBase
 from xray_runtime.models import location
 from xray_runtime.models.causal_lm import (
     copy_model,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.config.engines import RuntimeConfig
-from xray_runtime.config.lifecycle import EvaluateConfig
+from xray_runtime.config.evaluate import EvaluateConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_jsonl
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.compare import asked_prompts, compare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xray.deployments.automations import webhook
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare, hide_logins, tracking_address
 from xray_runtime.lineage.provenance import variables
 from xray_runtime.lineage.reference import check_tracking_uri

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError, validate
+from xray_runtime.config.loading import validate
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import may_retry
 from xray_runtime.planning.demand import check_config, stage_demands
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.config.lifecycle import KLConfig, PPOStageConfig
+from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.stages.experience import Experience, build_experience
 from xray_runtime.workers.rows import Rows
 

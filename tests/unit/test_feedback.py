@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from xray_runtime.algorithms.statistics import wilson_interval
-from xray_runtime.config.lifecycle import FreshBase
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.sampling import Place

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xray_runtime.config.lifecycle import PPOStageConfig
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
     CriticObjective,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xray_runtime.config.lifecycle import FreshBase, PretrainedBase
+from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.planning.memory import (
     Layout,
     Memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xray.tasks.preflight import check_ray_address, check_servers
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 BOTH = {"PREFECT_API_URL": "http://prefect.lan:4200/api", "MLFLOW_TRACKING_URI": "http://10.0.0.9:5000"}
 

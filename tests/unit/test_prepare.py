@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.engines import RuntimeConfig
-from xray_runtime.config.lifecycle import DataConfig
+from xray_runtime.config.prepare import DataConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, prompt_text, read_examples
 from xray_runtime.stages.prepare import run
 from xray_runtime.stages.spec import StageSpec

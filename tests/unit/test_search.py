@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from xray.flows.search import SearchConfig, Span, load_search, plans_until, search_space, trial_digest, with_values
-from xray_runtime.config.loading import ConfigError, load_config
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TINY = load_config(ROOT / "configs" / "tiny.yaml")

@@ -26,7 +26,7 @@ from xray.deployments.server_home import (
     new_state,
 )
 from xray.deployments.servers import NotUpError, Service, servers, start_missing, stop, wait_healthy, worker
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 
 @pytest.fixture

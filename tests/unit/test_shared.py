@@ -13,7 +13,8 @@ import pytest
 
 from tests.unit.test_snapshots import write
 from tests.unit.test_store import KEY, publish
-from xray_runtime.config.loading import ConfigError, validate
+from xray_runtime.config.loading import validate
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.keys import exchange_keys, trusted_keys
 from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
 from xray_runtime.stages.spec import plan_stages

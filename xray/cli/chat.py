@@ -13,7 +13,7 @@ from rich.text import Text
 from xray.cli.lineage import BAD_INPUT, Output, Ref, Tracking, checked
 from xray.tasks.workspace import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
     from xray_runtime.feedback.chat_model import ChatModel

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from xray.cli.supervisor import supervise
 from xray.tasks.workspace import CONFIG
-from xray_runtime.config.lifecycle import DatasetPreferences, GoldPreferences, LifecycleConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml
+from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.stages.spec import JUDGED_PAIRS
 from xray_runtime.store.manifest import MANIFEST
 

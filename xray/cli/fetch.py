@@ -10,7 +10,7 @@ import typer
 
 from xray.cli.lineage import checked
 from xray.tasks.workspace import saved_config
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare, has_login
 
 FAILED = 1

@@ -11,7 +11,7 @@ import typer
 
 from xray.cli.lineage import checked
 from xray.tasks.workspace import LIFECYCLE_LOCK, file_lock
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from xray.deployments.local_services import quiet_environment
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit

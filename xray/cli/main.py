@@ -21,7 +21,8 @@ from xray.cli.supervisor import supervise
 from xray.deployments.local_services import quiet_environment
 from xray.tasks.preflight import check_ray_address
 from xray.tasks.workspace import CONFIG, file_lock
-from xray_runtime.config.loading import ConfigError, check_storage, load_config, resolved_yaml
+from xray_runtime.config.loading import check_storage, load_config, resolved_yaml
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.publication import judged_dataset
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.demand import check_config

@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from xray.deployments.local_services import quiet_environment
-from xray_runtime.config.loading import ConfigError, load_config
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import MAX_DEVICES, Plan, RolePlan, make_plan
 from xray_runtime.planning.suggestions import Suggestion, suggest

@@ -19,7 +19,8 @@ from rich.markup import escape
 from xray.cli.supervisor import FAILED, HEARTBEAT, INTERRUPTED
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
 from xray.tasks.workspace import CONFIG, SEARCH
-from xray_runtime.config.loading import ConfigError, load_config
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
 from xray_runtime.stages.spec import plan_stages
 

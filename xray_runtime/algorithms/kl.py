@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from xray_runtime.config.lifecycle import KLConfig
+    from xray_runtime.config.ppo import KLConfig
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this before they are exponentiated or squared."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from xray_runtime.config.allowed_imports import check_import
-from xray_runtime.config.lifecycle import BUILT_IN_GOLD
+from xray_runtime.config.sources import BUILT_IN_GOLD
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score a reply; higher is better."""

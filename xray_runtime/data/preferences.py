@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xray_runtime.config.lifecycle import DatasetPreferences, RatingPreferences
+from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, prompt_text
 from xray_runtime.data.sources import preference, read_records
 from xray_runtime.seeding import derive_seed

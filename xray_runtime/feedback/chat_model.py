@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.engines.generation.sampling import Place, Sampling

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.feedback.chat_model import BatchSampler, Limits, fitting
 from xray_runtime.feedback.judgements import Question, tally

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.sources import asked, read_records
 from xray_runtime.feedback.session import Setup

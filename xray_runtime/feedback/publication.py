@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.lifecycle import DatasetPreferences, LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.preferences import DatasetPreferences
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_jsonl
 from xray_runtime.feedback.judgements import Question, pairs, service_status
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.judgements import Judgement, Question
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.store.identity import digest

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.graph import Node

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xray_runtime.config.lifecycle import PromotionConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.contamination import DATASET_KINDS
 from xray_runtime.lineage.decisions import Action, Decision, current, decide

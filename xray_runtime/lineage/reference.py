@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare, has_login, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest

@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.checkpoints import read_bounded
 
 KEY_VARIABLE = "XRAY_SIGNING_KEY"

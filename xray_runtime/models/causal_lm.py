@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 
-from xray_runtime.config.lifecycle import FreshBase
+from xray_runtime.config.base import FreshBase
 from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.logprobs import logprobs_and_entropy
 from xray_runtime.algorithms.losses import pairwise_loss, policy_loss, value_loss
-from xray_runtime.config.lifecycle import PPOStageConfig
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 
 Tensors = dict[str, Tensor]

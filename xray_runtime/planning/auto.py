@@ -24,8 +24,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig, PretrainedBase
-from xray_runtime.config.loading import ConfigError, validate
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import validate
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Group, Placement, Plan, RolePlan
 from xray_runtime.planning.workload import Machine, Role, Workload, from_config, trained_so

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, RuntimeConfig
-from xray_runtime.config.lifecycle import FreshBase, GoldPreferences, LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.preferences import GoldPreferences
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
 
 Resources = Mapping[str, float]
 """Ray's names of resources ("CPU", "GPU") → amount."""

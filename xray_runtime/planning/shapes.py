@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.lifecycle import FreshBase, PretrainedBase
+from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.models.location import NO_CODE, locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

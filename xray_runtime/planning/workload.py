@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import psutil
 
+from xray_runtime.config.base import FreshBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
-from xray_runtime.config.lifecycle import FreshBase, LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,

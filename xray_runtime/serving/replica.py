@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from xray_runtime.config.lifecycle import BaseConfig, FreshBase
+from xray_runtime.config.base import BaseConfig, FreshBase
 from xray_runtime.data.pairs import prompt_text, read_examples
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import fresh_llama, load_pretrained, save_model

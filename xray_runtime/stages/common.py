@@ -16,7 +16,7 @@ from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.stages.spec import StageSpec
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.workhorse import GeneratorSpec
+from xray_runtime.workers.specs import GeneratorSpec
 
 
 def trainable_layers(spec: StageSpec) -> int | None:

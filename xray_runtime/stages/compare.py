@@ -15,7 +15,7 @@ import ray
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
-from xray_runtime.config.lifecycle import EvaluateConfig
+from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies
@@ -28,8 +28,8 @@ from xray_runtime.stages.evaluate import record_replies
 from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import SEEN_BY_CHAMPION, Recorder, StageSpec
 from xray_runtime.workers.rows import pad
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 SIDES = {"champion": "champion", "candidate": "policy"}
 """Side → role of the parent that stands on it."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, wins
-from xray_runtime.config.lifecycle import EvaluateConfig
+from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
@@ -33,8 +33,8 @@ from xray_runtime.stages.reward import HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 SIDES = ("before", "after")
 """The SFT model and the tuned policy."""

@@ -15,7 +15,7 @@ from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.config.lifecycle import PPOStageConfig
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.workers.rows import Rows
 
 

@@ -21,7 +21,7 @@ import ray
 
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.config.lifecycle import PPOStageConfig
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
@@ -46,8 +46,8 @@ from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward import HEAD_FILE as REWARD_HEAD_FILE
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec
 
 HEAD_FILE = (
     "value_head/head.safetensors"  # in a directory of its own: vLLM loads every safetensors file beside config.json

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 from pydantic import BaseModel
 
-from xray_runtime.config.lifecycle import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
+from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
 from xray_runtime.data.preferences import (

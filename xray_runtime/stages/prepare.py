@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.config.lifecycle import DataConfig
+from xray_runtime.config.prepare import DataConfig
 from xray_runtime.data.pairs import Example, Messages, prompt_text, write_jsonl
 from xray_runtime.data.preferences import is_held_out
 from xray_runtime.data.sources import (

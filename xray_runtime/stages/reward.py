@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from xray_runtime.config.lifecycle import RewardConfig
+from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
 from xray_runtime.data.preferences import length_baseline_accuracy
@@ -20,8 +20,8 @@ from xray_runtime.stages.common import lr_at, text_rows, trainable_layers
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.workers.rows import Rows, take
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 HEAD_FILE = "reward_head/head.safetensors"
 

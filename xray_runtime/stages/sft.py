@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from xray_runtime.config.lifecycle import SFTConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import read_examples
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -17,8 +17,8 @@ from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, t
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.spec import Recorder, StageSpec
 from xray_runtime.workers.rows import take
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 HELDOUT_ROWS = 256
 """Held-out pairs behind the reported held-out loss."""

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.config.engines import RuntimeConfig
-from xray_runtime.config.lifecycle import FreshBase, GoldPreferences, LifecycleConfig
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.preferences import GoldPreferences
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.store.ref import CheckpointRef
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.workers.rows import Rows
-from xray_runtime.workers.workhorse import GeneratorSpec, Rank, Workhorse, resolve_device
+from xray_runtime.workers.specs import GeneratorSpec
+from xray_runtime.workers.workhorse import Rank, Workhorse, resolve_device
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation.sampling import Generation, Sampling

@@ -23,9 +23,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xray_runtime.config.engines import RuntimeConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import choose_layouts, describe
 from xray_runtime.planning.demand import Demand, check, check_config
 from xray_runtime.planning.workload import Machine

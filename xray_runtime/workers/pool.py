@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.workers.nodes import same_node
 
 NAME, NAMESPACE = "xray-stable", "xray"

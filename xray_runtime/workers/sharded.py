@@ -26,16 +26,17 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from xray_runtime.config.engines import EngineConfig, RuntimeConfig, TrainingConfig
-from xray_runtime.config.lifecycle import PretrainedBase
+from xray_runtime.config.base import PretrainedBase
+from xray_runtime.config.engines import EngineConfig, TrainingConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import Role, Workload, trained_so
 from xray_runtime.workers.placement import cluster_machine
 from xray_runtime.workers.rows import Rows, num_rows
+from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import ModelSpec
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]
 """(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""

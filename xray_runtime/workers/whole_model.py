@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from xray_runtime.config.engines import RuntimeConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.planning.demand import Demand, demand, stage_demands
 from xray_runtime.store.identity import environment_digest
@@ -37,8 +37,9 @@ from xray_runtime.workers.placement import (
 )
 from xray_runtime.workers.pool import find_worker_pool, start
 from xray_runtime.workers.rows import Rows, balance, merge, num_rows, split, take
+from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 from xray_runtime.workers.staging import FileStager
-from xray_runtime.workers.workhorse import GeneratorSpec, ModelSpec, Rank, Workhorse
+from xray_runtime.workers.workhorse import Rank, Workhorse
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation.sampling import Sampling

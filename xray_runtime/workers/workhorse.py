@@ -9,56 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, RuntimeConfig, TrainingConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
 from xray_runtime.workers.staging import FileReceiver
 
 if TYPE_CHECKING:
-    from xray_runtime.models.objectives import Objective
     from xray_runtime.weights.device_transfer import Device
     from xray_runtime.workers.nodes import WorkerInfo
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Which model a Learner holds and what it is for."""
-
-    directory: Path
-    """Checkpoint in Hugging Face form."""
-    objective: Objective
-    training: TrainingConfig | None = None
-    """None: frozen, only scored."""
-    frozen: LayoutConfig = field(default_factory=LayoutConfig)
-    """How it is spread without `training`."""
-    score_tokens: int = 8192
-    """Padded tokens in one scoring pass."""
-    head: Path | None = None
-    """File of the scalar head's weights; None with `new_head`: a fresh one."""
-    new_head: bool = False
-    trainable_layers: int | None = None
-    reference: Path | None = None
-    """Checkpoint whose top layers become the reference branch on the shared trunk."""
-    adapter_seed: int = 0
-    """Of LoRA adapters' first values, where `training` has them."""
-
-    @property
-    def layout(self) -> LayoutConfig:
-        """How it is spread over Workhorses."""
-        return self.frozen if self.training is None else self.training.engine
-
-
-@dataclass(frozen=True)
-class GeneratorSpec:
-    """Which model a Generator starts from."""
-
-    directory: Path
-    max_length: int
-    config: GeneratorConfig = field(default_factory=GeneratorConfig)
 
 
 @dataclass(frozen=True)

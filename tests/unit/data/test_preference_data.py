@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.lifecycle import DatasetPreferences, RatingPreferences
+from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import (
     from_dataset,

@@ -13,8 +13,8 @@ import mlflow
 import pytest
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle, jsonl
-from xray_runtime.config.lifecycle import PromotionConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.promotion import (

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
 from tests.unit.lineage.test_commands import place, xray
-from xray_runtime.config.engines import RuntimeConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import read_preferences
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset

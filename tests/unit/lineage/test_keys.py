@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.test_commands import xray
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.keys import NEXT, read_rotations, rotate, trusted_keys

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.lineage.test_custody import promoted, second_candidate
 from xray.cli.main import app
-from xray_runtime.config.loading import ConfigError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.choice import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
 from xray_runtime.engines.training.zero import init_collectives, load_deepspeed

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from xray_runtime.config.engines import GeneratorConfig, RuntimeConfig
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.weights.versioned import Tensors, VersionedWeights
 
 if TYPE_CHECKING:

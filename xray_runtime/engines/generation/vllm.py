@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.engines import RuntimeConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
 from xray_runtime.weights.versioned import Tensors
 

@@ -1,0 +1,43 @@
+"""Where conversations come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from xray_runtime.config.engines import (
+    Count,
+    Fraction,
+    Section,
+)
+from xray_runtime.config.sources import Source
+
+
+class DataConfig(Section):
+    """Where conversations come from and how they become prompt/reply pairs."""
+
+    source: Source = "chitchat"
+    """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl or .parquet file, or a
+    `datasets` name or directory. Columns: messages, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
+    chosen/rejected."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Split to read when `source` is a `datasets` name."""
+    context_messages: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many messages before a reply become its prompt."""
+    min_chars: Annotated[int, Field(ge=1)] = 2
+    """Prompts and replies shorter than this are dropped, and counted."""
+    max_chars: Annotated[int, Field(ge=2)] = 120
+    """Prompts and replies longer than this are dropped, and counted."""
+    max_prompt_tokens: Annotated[int, Field(ge=4)] = 32
+    """Prompts with more tokens than this, chat template included, are dropped, and counted."""
+    heldout_fraction: Fraction = 0.05
+    """Share of conversations kept out of all training."""
+    max_conversations: Count | None = None
+    """Read at most this many conversations (None: all)."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_chars <= self.min_chars:
+            raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
+        return self

@@ -1,0 +1,33 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from xray_runtime.config.engines import (
+    Count,
+    NonNegative,
+    Positive,
+    TrainingConfig,
+    check_one_row_each,
+)
+
+
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning on the replies (prompt tokens carry no loss)."""
+
+    lr: Positive = 2e-3
+    steps: Count = 300
+    """Optimizer steps."""
+    batch_size: Count = 64
+    """Prompt/reply pairs in one optimizer step, over all Workhorses."""
+    max_response_tokens: Annotated[int, Field(ge=2)] = 32
+    """Replies with more tokens than this are dropped, and counted."""
+    weight_decay: NonNegative = 0.01
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        check_one_row_each(self.engine, "batch_size", self.batch_size)
+        return self

@@ -1,0 +1,34 @@
+"""What a config names outside of itself: files, hub names, functions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from xray_runtime.config.allowed_imports import check_import
+from xray_runtime.credentials import bare, has_login
+
+BUILT_IN_GOLD = "vader"
+
+
+def _without_login(source: str) -> str:
+    if has_login(source):
+        raise ValueError(f"a login before {bare(source)!r} is not allowed: the config is recorded and shown")
+    return source
+
+
+def _allowed(path: str) -> str:
+    if path != BUILT_IN_GOLD:
+        check_import(path)
+    return path
+
+
+Source = Annotated[str, Field(min_length=1), AfterValidator(_without_login)]
+"""A file, a directory, a name or an address."""
+
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), AfterValidator(_allowed)]
+"""`module:function`, in a module that XRAY_ALLOWED_IMPORTS names: `f(prompts, replies) -> scores`."""
+
+Gold = Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"), AfterValidator(_allowed)]
+"""A `Function`, or `vader`."""

@@ -1,0 +1,128 @@
+"""Every mistake in a config is one line that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the message is one line."""
+
+
+def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
+    """`data` as a `model`; errors name fields below `where`. Raises ConfigError."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(_describe(problems[0], data, model, where) + more) from None
+    except RecursionError:
+        raise ConfigError(f"{where or 'the config'} is nested too deeply") from None
+
+
+def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str) -> str:
+    loc, owner = _user_path(error["loc"], model)
+    names = [str(part) if str(part).isprintable() else repr(part) for part in loc]
+    path = ".".join([where, *names] if where else names) or "the config"
+    value, kind = error["input"], error["type"]
+    context = error.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = sorted(_fields(owner))
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{path}: unknown field{hint}; allowed here: {', '.join(known)}"
+    if kind == "missing":
+        return f"{path}: is required"
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        tag = str(context["discriminator"]).strip("'")
+        allowed = context.get("expected_tags") or ", ".join(map(repr, _tags(model, owner, loc, tag)))
+        got = _show(context["tag"]) if "tag" in context else "nothing"
+        return f"{path}.{tag}: {got} is not allowed: must be one of {allowed}"
+    if kind == "value_error":
+        return f"{path}: {context['error']}" if loc or where else str(context["error"])
+    return f"{path}: {_show(value)} is not allowed: must {_requirement(error)}"
+
+
+def _requirement(error: ErrorDetails) -> str:
+    """What the value must be or have, continuing "must …"."""
+    kind, context = error["type"], error.get("ctx", {})
+    plain = {
+        "model_type": "be a mapping of fields",
+        "list_type": "be a list",
+        "tuple_type": "be a list",
+        "string_type": "be a text",
+        "int_type": "be a whole number",
+        "float_type": "be a number",
+        "bool_type": "be true or false",
+        "finite_number": "be a finite number",
+        "string_too_short": "not be empty",
+        "string_pattern_mismatch": f"match {context.get('pattern')}",
+        "too_short": f"have at least {context.get('min_length')} item(s)",
+        "too_long": f"have at most {context.get('max_length')} item(s)",
+    }
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return plain.get(kind, f"be {message}")
+
+
+def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[int | str], Any]:
+    """`loc` without the tags pydantic inserts where a union was taken, and the model that owns its last part."""
+    path: list[int | str] = []
+    owner: Any = model
+    for part in loc:
+        if isinstance(owner, tuple):  # a union: this part names the member taken
+            owner = next((m for m in owner if part in _tag_values(m)), owner[0])
+            continue
+        path.append(part)
+        if len(path) < len(loc) and isinstance(part, str) and _is_model(owner):
+            owner = _member(owner, part)
+        elif isinstance(owner, list):
+            owner = owner[0]
+    return path, owner
+
+
+def _member(owner: Any, name: str) -> Any:
+    """The model(s) behind field `name`: a model, a tuple of models (union), [model] (list or dict), or the owner."""
+    field = owner.model_fields.get(name)
+    if field is None:
+        return owner
+    annotation = field.annotation
+    models = [a for a in get_args(annotation) if _is_model(a)]
+    if _is_model(annotation):
+        return annotation
+    if models and getattr(annotation, "__origin__", None) in (list, dict):
+        return [models[0]]
+    return tuple(models) if len(models) > 1 else owner
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, BaseModel)
+
+
+def _tag_values(model: type[BaseModel]) -> tuple[Any, ...]:
+    first = next(iter(model.model_fields.values()))
+    return get_args(first.annotation)
+
+
+def _tags(root: type[BaseModel], owner: Any, loc: list[int | str], tag: str) -> list[Any]:
+    members = _member(root, str(loc[-1])) if _is_model(owner) or not isinstance(owner, tuple) else owner
+    return [value for member in members for value in _tag_values(member)] if isinstance(members, tuple) else [tag]
+
+
+def _fields(owner: Any) -> list[str]:
+    return list(owner.model_fields) if _is_model(owner) else []
+
+
+def _show(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

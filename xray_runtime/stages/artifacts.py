@@ -1,0 +1,48 @@
+"""Types of checkpoints: what a stage makes, and what another takes as input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published checkpoint as a stage body sees it."""
+
+    path: Path
+    """Its directory; nothing in it ever changes."""
+
+
+class Dataset(Artifact):
+    """Prompt/reply pairs: train.jsonl, heldout.jsonl, and dataset.json with the longest prompt in tokens."""
+
+
+class Preferences(Artifact):
+    """Pairs of replies, one of them preferred: train.jsonl, heldout.jsonl."""
+
+
+class Judgements(Artifact):
+    """What people judged: judgements.jsonl, and pairs.jsonl made of it."""
+
+
+class Model(Artifact):
+    """A causal language model in Hugging Face form."""
+
+
+class RewardModel(Artifact):
+    """A model with a scalar head in reward_head/, and reward.json with the mean and deviation of its scores."""
+
+
+class Evaluation(Artifact):
+    """How a policy did against another: evaluation.json, samples.json, prompts.json."""
+
+
+class Comparison(Artifact):
+    """A candidate against a champion: comparison.json, samples.json, prompts.json."""
+
+
+TYPES: dict[str, type[Artifact]] = {
+    t.__name__: t for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Comparison)
+}
+"""By the name that stands in a manifest."""

@@ -1,0 +1,64 @@
+"""Which model a WholeModel holds, and what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from xray_runtime.models.objectives import Objective
+    from xray_runtime.workers.workhorse import Workhorse
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model a Learner holds and what it is for."""
+
+    directory: Path
+    """Checkpoint in Hugging Face form."""
+    objective: Objective
+    training: TrainingConfig | None = None
+    """None: frozen, only scored."""
+    frozen: LayoutConfig = field(default_factory=LayoutConfig)
+    """How it is spread without `training`."""
+    score_tokens: int = 8192
+    """Padded tokens in one scoring pass."""
+    head: Path | None = None
+    """File of the scalar head's weights; None with `new_head`: a fresh one."""
+    new_head: bool = False
+    trainable_layers: int | None = None
+    reference: Path | None = None
+    """Checkpoint whose top layers become the reference branch on the shared trunk."""
+    adapter_seed: int = 0
+    """Of LoRA adapters' first values, where `training` has them."""
+
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        """The kind of Workhorse that holds it."""
+        from xray_runtime.workers.learner import Learner
+
+        return Learner
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """How it is spread over Workhorses."""
+        return self.frozen if self.training is None else self.training.engine
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """Which model a Generator starts from."""
+
+    directory: Path
+    max_length: int
+    config: GeneratorConfig = field(default_factory=GeneratorConfig)
+
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        """The kind of Workhorse that holds it."""
+        from xray_runtime.workers.generator import Generator
+
+        return Generator
