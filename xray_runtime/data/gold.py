@@ -12,6 +12,9 @@ from xray_runtime.config.sources import BUILT_IN_GOLD
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score a reply; higher is better."""
 
+USES: tuple[str, ...] = ()
+"""Of the modules imported by name here: a key digests the code of a user's own function by itself."""
+
 
 def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
     """VADER's compound sentiment of each reply, in [−1, 1] (Hutto & Gilbert 2014)."""

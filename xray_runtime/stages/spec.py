@@ -34,6 +34,9 @@ JUDGEMENTS = "judgements"
 JUDGED_PAIRS = "pairs.jsonl"
 """Its preference pairs."""
 
+USES: tuple[str, ...] = ()
+"""Of the modules imported by name here: a key digests the code of the stage's kind by itself."""
+
 
 @dataclass(frozen=True)
 class StagePlan:

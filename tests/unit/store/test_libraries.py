@@ -1,0 +1,66 @@
+"""Libraries are known by the version that is installed, and a file beside the program by its code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.store.code_digest import library_versions_of
+
+ROOT = Path(__file__).parents[3]
+PRINT = "from xray_runtime.store.code_digest import library_versions_of"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_libraries(folder: Path) -> None:
+    (folder / "user.py").write_text("import json, yaml, rich, transformers, beside, absent_library\n")
+    (folder / "beside.py").write_text("import beside_that\n")
+    (folder / "beside_that.py").write_text("X = 1\n")
+    versions = library_versions_of(["user"], ["user"])
+    assert set(versions) == {"PyYAML", "transformers", "tokenizers", "Jinja2", "beside", "beside_that"}
+    assert versions["PyYAML"] == importlib.metadata.version("pyyaml")
+    (folder / "beside_that.py").write_text("X = 1  # a comment\n")
+    assert library_versions_of(["user"], ["user"]) == versions
+    (folder / "beside_that.py").write_text("X = 20\n")
+    after = library_versions_of(["user"], ["user"])
+    assert {name for name in after if after[name] != versions[name]} == {"beside_that"}
+
+
+def test_a_file_that_hides_a_library(folder: Path) -> None:
+    (folder / "hidden.py").write_text("import xxhash\n")
+    assert library_versions_of(["hidden"], ["hidden"]) == {"xxhash": importlib.metadata.version("xxhash")}
+    (folder / "xxhash.py").write_text("X = 1\n")
+    importlib.invalidate_caches()
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{PRINT}; print(library_versions_of(['hidden'], ['hidden'])['xxhash'])"],
+        env={"PYTHONPATH": f"{folder}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(shown.stdout.strip()) == 64
+
+
+def test_an_editable_install_is_its_version_and_its_source(folder: Path) -> None:
+    (folder / "user_of.py").write_text("import editable_one\n")
+    (folder / "editable_one.py").write_text("X = 1\n")
+    info = folder / "editable_one-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: editable-one\nVersion: 1.2\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": "file:///x", "dir_info": {"editable": True}}))
+    importlib.invalidate_caches()
+    before = library_versions_of(["user_of"], ["user_of"])
+    assert before["editable-one"].startswith("1.2 ")
+    (folder / "editable_one.py").write_text("X = 20\n")
+    assert library_versions_of(["user_of"], ["user_of"])["editable-one"] != before["editable-one"]

@@ -1,0 +1,220 @@
+"""Digests of what a config names outside: files, directories, names on a hub, data that a package carries.
+
+A key holds what was read and not where it lay: the same bytes elsewhere give the same digest. Of a directory count the
+relative path and the bytes of every file, links followed. What begins with a dot and `__pycache__` do not count, at
+any depth: no reader of models or data sets opens them, and version control, downloads and desktops write there (`.git`,
+`.cache`, `.DS_Store`). Empty directories, times and permissions do not count either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from xray_runtime.models.location import PACKAGED_MODELS
+from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
+
+__all__ = [
+    "DigestMemory",
+    "Outside",
+    "OutsideChangedError",
+    "OutsideError",
+    "check_unchanged",
+    "directory_digest",
+    "file_digest",
+    "outside_digest",
+]
+
+PACKAGED_DATA = {"chitchat": "chitchat_dataset"}
+"""Data sources that an installed package carries."""
+
+BESIDE_GGUF = re.compile(
+    r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|tekken|tiktoken).*|.*\.jinja|.*config\.json"
+)
+"""Files next to a .gguf file that transformers reads with it: a tokenizer.json there replaces the tokenizer in it."""
+
+FILES = (".jsonl", ".parquet", ".gguf", ".safetensors", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
+"""Endings by which files are told from names on a hub, which is not asked for them."""
+
+HUB_TIMEOUT_S = 20.0
+HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+
+
+class OutsideError(ValueError):
+    """What a config names cannot be found or read; one line that names the field."""
+
+
+class Outside(BaseModel):
+    """Something a config names, and what it was when its digest was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["file", "directory", "hub", "package"]
+    name: str
+    """As the config has it."""
+    digest: str
+    """sha256 of the bytes; of a hub name the commit; of a package `name==version`."""
+    field: str
+    """Where the config names it."""
+    holds: Literal["model", "dataset"]
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What belongs into a key: not the name, so that the same bytes elsewhere are the same."""
+        return {"kind": self.kind, "digest": self.digest}
+
+
+def file_digest(path: Path, memory: DigestMemory) -> str:
+    """sha256 of a file's bytes, from memory where the file did not change.
+
+    Raises:
+        OutsideChangedError: the file changed while it was read.
+        OSError: it cannot be read.
+    """
+    reader = FileReader(memory)
+    digest = reader.digest(path)
+    reader.flush()
+    return digest
+
+
+def directory_digest(path: Path, memory: DigestMemory) -> str:
+    """sha256 over the relative paths and the digests of all files below `path`.
+
+    Raises:
+        OutsideChangedError: a file changed while it was read.
+        OutsideError: a link leads nowhere or in a circle, or there is something that is neither file nor directory.
+        OSError: something cannot be read.
+    """
+    return _digest_of_all(sorted(_files_below(path, path, ())), memory)
+
+
+def outside_digest(
+    value: str, memory: DigestMemory, *, field: str, holds: Literal["model", "dataset"] = "dataset"
+) -> Outside:
+    """What `value` names, looked up in the order in which it is read: a package's, a file, a directory, a hub.
+
+    Args:
+        field: where the config names it; errors begin with it.
+        holds: what is meant. `smollm2-135m` is a model, `chitchat` a data set, and a hub keeps the two apart.
+
+    Raises:
+        OutsideError: there is nothing of this name, or it cannot be read.
+        OutsideChangedError: a file changed while it was read.
+    """
+
+    def found(kind: Literal["file", "directory", "hub", "package"], digest: str) -> Outside:
+        return Outside(kind=kind, name=value, digest=digest, field=field, holds=holds)
+
+    packaged = PACKAGED_DATA.get(value) if holds == "dataset" else PACKAGED_MODELS.get(value, (None,))[0]
+    if packaged:
+        return found("package", _package(field, value, packaged))
+    path = Path(value)
+    try:
+        if path.is_file():
+            beside = _beside_gguf(path) if path.suffix == ".gguf" else []
+            return found("file", _digest_of_all([("", path), *beside], memory) if beside else file_digest(path, memory))
+        if path.is_dir():
+            return found("directory", directory_digest(path, memory))
+    except OSError as error:
+        raise OutsideError(f"{field}: {value!r} cannot be read ({error.strerror or error})") from error
+    except (OutsideChangedError, OutsideError) as error:
+        raise type(error)(f"{field}: {error}") from error
+    if not HUB_NAME.fullmatch(value) or value.startswith(".") or path.suffix in FILES:
+        raise OutsideError(f"{field}: {value!r} is neither a file nor a directory, nor a name on a hub")
+    return found("hub", _commit(field, value, holds))
+
+
+def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
+    """Look again, after it was read: files that did not change are not read again.
+
+    Raises:
+        OutsideChangedError: it is no longer what it was.
+        OutsideError: it is gone.
+    """
+    now = outside_digest(outside.name, memory, field=outside.field, holds=outside.holds)
+    if now.identity != outside.identity:
+        raise OutsideChangedError(
+            f"{outside.field}: {outside.name!r} changed while it was read ({outside.kind} {outside.digest[:12]} became "
+            f"{now.kind} {now.digest[:12]}); run again"
+        )
+
+
+def _digest_of_all(files: list[tuple[str, Path]], memory: DigestMemory) -> str:
+    reader, whole = FileReader(memory), hashlib.sha256()
+    try:
+        for name, path in files:
+            whole.update(json.dumps([name, reader.digest(path)]).encode())
+    finally:
+        reader.flush()
+    return whole.hexdigest()
+
+
+def _files_below(top: Path, directory: Path, above: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    """(relative path, path) of every file that counts."""
+    real = os.path.realpath(directory)
+    if real in above:
+        raise OutsideError(f"{directory} is a link that leads in a circle")
+    for path in directory.iterdir():
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            yield from _files_below(top, path, (*above, real))
+        elif path.is_file():
+            yield path.relative_to(top).as_posix(), path
+        else:
+            raise OutsideError(f"{path} is neither a file nor a directory, or a link that leads nowhere")
+
+
+def _beside_gguf(path: Path) -> list[tuple[str, Path]]:
+    folder = path.absolute().parent
+    names = sorted(p.name for p in folder.iterdir() if p.is_file() and BESIDE_GGUF.fullmatch(p.name))
+    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [(name, folder / name) for name in names] + [(p.relative_to(folder).as_posix(), p) for p in templates]
+
+
+def _package(field: str, value: str, package: str) -> str:
+    distribution = package.replace("_", "-")
+    try:
+        return f"{distribution}=={importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        raise OutsideError(f"{field}: {value!r} needs the package {distribution}") from None
+
+
+def _commit(field: str, name: str, holds: Literal["model", "dataset"]) -> str:
+    """The commit a hub name stands for: as the hub says, or where it cannot be asked, as it was last downloaded."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    hub: Any = HfApi()
+    try:
+        info = (hub.model_info if holds == "model" else hub.dataset_info)(name, timeout=HUB_TIMEOUT_S)
+        if info.sha:
+            return str(info.sha)
+        reason = "the hub names no commit"
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise OutsideError(
+            f"{field}: {name!r} is neither a file nor a directory, and the hub has no such {holds} "
+            f"({_first_line(error)})"
+        ) from error
+    except Exception as error:  # every transport below the hub's client has exceptions of its own
+        reason = _first_line(error)
+    folder = "--".join([f"{holds}s", *name.split("/")])
+    main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
+    try:
+        return main.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise OutsideError(
+            f"{field}: {name!r} cannot be asked for on the hub ({reason}) and was not downloaded before"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

