@@ -16,7 +16,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows, split
-from xray_runtime.workers.specs import ModelSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import Rank
 
 PRELOAD = [

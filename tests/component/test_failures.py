@@ -24,7 +24,7 @@ from xray_runtime.errors import may_retry, root_cause
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
-from xray_runtime.workers.specs import ModelSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.whole_model import LEAVE_SECONDS, open_models
 
 LIMIT_SECONDS = 5.0

@@ -20,7 +20,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import MARK, tagged
-from xray_runtime.workers.specs import ModelSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.whole_model import open_models
 
 pytestmark = pytest.mark.long

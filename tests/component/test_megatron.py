@@ -28,7 +28,8 @@ from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObj
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.whole_model import open_models
 
 MEGATRON = {"library": "megatron"}

@@ -58,6 +58,14 @@ class DatasetPreferences(Section):
 PreferencesConfig = Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")]
 
 
+class JudgedPreferences(Section):
+    """What people judged in `xray compare`: the input `judgements`."""
+
+    source: Literal["judgements"] = "judgements"
+    max_pairs: Annotated[int, Field(ge=8)] | None = None
+    heldout_fraction: Fraction = 0.1
+
+
 class SampledPreferences(GoldPreferences):
     """`GoldPreferences` with what samples and what labels."""
 
@@ -66,6 +74,6 @@ class SampledPreferences(GoldPreferences):
 
 
 PreferencesStageConfig = Annotated[
-    SampledPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")
+    SampledPreferences | RatingPreferences | DatasetPreferences | JudgedPreferences, Field(discriminator="source")
 ]
 """All that the stage kind `preferences` reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
@@ -25,41 +26,52 @@ def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
 
 
 def load_gold(name: str) -> GoldScore:
-    """`vader`, or your own function by its import path `module:function`.
+    """`vader`, or your own function by its import path `module:function`. Raises as `load_function`."""
+    return vader if name == BUILT_IN_GOLD else load_function(name, "gold")
+
+
+def load_function(name: str, field: str, given: Callable[..., Any] | None = None) -> GoldScore:
+    """A function `f(prompts, replies) -> scores`, its answers checked.
+
+    Args:
+        field: of the config, for errors.
+        given: the function where it was handed over as an object; else `name` is imported.
 
     Raises:
         ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called; later, a call
             that does not return one finite number a reply.
     """
-    if name == BUILT_IN_GOLD:
-        return vader
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"gold: {name!r} is not allowed; it must be 'vader' or 'module:function'")
-    # Asked here too: the name may come from a checkpoint somebody else made.
-    try:
-        check_import(name)
-    except ValueError as error:
-        raise ValueError(f"gold: {error}") from None
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may fail in any way while it loads
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"gold: {name!r} cannot be imported ({reason})") from error
+    function = given if given is not None else _imported(name, field)
     if not callable(function):
-        raise ValueError(f"gold: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
+        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
 
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
-        given = function(list(prompts), list(replies))
+        answer = function(list(prompts), list(replies))
         try:
-            scores = [float(score) for score in given]
+            scores = [float(score) for score in answer]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"gold: {name!r} must return a list of numbers ({error})") from error
+            raise ValueError(f"{field}: {name!r} must return a list of numbers ({error})") from error
         if len(scores) != len(replies) or not all(map(math.isfinite, scores)):
             raise ValueError(
-                f"gold: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
+                f"{field}: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
                 f"{len(scores)} numbers, {sum(map(math.isfinite, scores))} of them finite"
             )
         return scores
 
     return checked
+
+
+def _imported(name: str, field: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{field}: {name!r} is not allowed; it must be 'vader' or 'module:function'")
+    # Asked here too: the name may come from a checkpoint somebody else made.
+    try:
+        check_import(name)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module of the user's may fail in any way while it loads
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error

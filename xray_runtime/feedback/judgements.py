@@ -60,7 +60,7 @@ def verdict_of(key: str, left: Model) -> Verdict:
     return verdicts[key]
 
 
-def service_status(judgements: Iterable[Judgement]) -> dict[tuple[int, str], Judgement]:
+def latest_verdicts(judgements: Iterable[Judgement]) -> dict[tuple[int, str], Judgement]:
     """(question, judge) → the verdict that stands, which is the last one: people may change their mind."""
     return {(j.number, j.judge): j for j in judgements}
 
@@ -69,7 +69,7 @@ def pairs(questions: Iterable[Question], judgements: Iterable[Judgement], sessio
     """A preference pair for each verdict that prefers one reply, by question, then judge."""
     by_number = {question.number: question for question in questions}
     found = []
-    for (number, judge), judgement in sorted(service_status(judgements).items()):
+    for (number, judge), judgement in sorted(latest_verdicts(judgements).items()):
         if judgement.verdict in ("a", "b"):
             q = by_number[number]
             chosen, rejected = (q.a, q.b) if judgement.verdict == "a" else (q.b, q.a)
@@ -87,7 +87,7 @@ def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
     # torch, which commands that only read judgements need not wait for.
     from xray_runtime.algorithms.statistics import wilson_interval
 
-    stand = service_status(judgements)
+    stand = latest_verdicts(judgements)
     verdicts = dict.fromkeys(("a", "b", "tie", "bad", "skip"), 0)
     judges: dict[str, int] = {}
     shares: dict[int, list[float]] = {}

@@ -21,7 +21,7 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_jsonl
-from xray_runtime.feedback.judgements import Question, pairs, service_status
+from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.lineage.attestation import attest, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
@@ -156,12 +156,12 @@ def _verdicts(session: Session) -> list[dict[str, Any]]:
     questions: dict[int, Question] = {question.number: question for question in session.questions}
     return [
         {"session": session.name} | questions[number].model_dump() | judgement.model_dump()
-        for (number, _), judgement in sorted(service_status(session.judgements).items())
+        for (number, _), judgement in sorted(latest_verdicts(session.judgements).items())
     ]
 
 
 def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str, Any]:
-    stand = [j for session in sessions for j in service_status(session.judgements).values()]
+    stand = [j for session in sessions for j in latest_verdicts(session.judgements).values()]
     kinds = {"tie": "ties", "bad": "both_bad", "skip": "skipped"}
     counts = {name: sum(j.verdict == kind for j in stand) for kind, name in kinds.items()}
     people = {judge: sum(j.judge == judge for j in stand) for judge in sorted({j.judge for j in stand})}

@@ -30,8 +30,13 @@ class Model(Artifact):
     """A causal language model in Hugging Face form."""
 
 
+REWARD_HEAD = "reward_head/head.safetensors"
+"""In a directory of its own: vLLM loads every safetensors file beside config.json."""
+VALUE_HEAD = "value_head/head.safetensors"
+
+
 class RewardModel(Artifact):
-    """A model with a scalar head in reward_head/, and reward.json with the mean and deviation of its scores."""
+    """A model with a scalar head in `REWARD_HEAD`, and reward.json with the mean and deviation of its scores."""
 
 
 class Evaluation(Artifact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,32 +12,15 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, TrainingConfig
+from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
-from xray_runtime.stages.spec import StageSpec
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.specs import GeneratorSpec
 
 
-def trainable_layers(spec: StageSpec) -> int | None:
-    value: int | None = spec.sections["trainable_layers"]
-    return value
-
-
-def max_prompt_tokens(spec: StageSpec) -> int:
-    return int(spec.sections["lengths"]["max_prompt_tokens"])
-
-
-def generator_spec(spec: StageSpec, directory: Path, max_new_tokens: int) -> GeneratorSpec:
-    """The configured generator, starting from the checkpoint in `directory`."""
-    config = GeneratorConfig.model_validate(spec.sections["generator"])
-    return GeneratorSpec(directory, max_prompt_tokens(spec) + max_new_tokens, config)
-
-
-def frozen_layout(spec: StageSpec) -> LayoutConfig:
-    """How models that only score are spread."""
-    return LayoutConfig.model_validate(spec.sections["frozen"])
+def max_prompt_tokens(dataset: Path) -> int:
+    """The longest prompt that stages take from a dataset, in tokens."""
+    return int(json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"])
 
 
 def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = None) -> float:
@@ -79,7 +63,7 @@ def text_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id
     return {"input_ids": input_ids, "prompt_lengths": prompt_lengths, "lengths": lengths}
 
 
-def closed(reply: Sequence[int], eos_token_id: int) -> list[int]:
+def with_end_of_turn(reply: Sequence[int], eos_token_id: int) -> list[int]:
     """A reply that ends with the end token: the reward model has seen no other."""
     ids = list(reply)
     return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]

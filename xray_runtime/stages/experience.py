@@ -5,8 +5,9 @@ Everything here is computed over the *whole* rollout, so nothing depends on how 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +15,13 @@ from xray_runtime.algorithms.advantages import gae, masked_mean, place_rewards, 
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.workers.rows import Rows
+
+if TYPE_CHECKING:
+    from xray_runtime.stages.reward_sources import RewardSources
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,22 @@ def build_experience(
     rows: Rows,
     rollout: Rows,
     scores: Rows,
+    rewards: torch.Tensor,
     kl_coef: float,
-    reward_summary: dict[str, float],
-    moments: RunningMoments,
 ) -> Experience:
     """Rewards, advantages and weights of one rollout.
 
     Args:
         rows: prompt and reply tokens.
         rollout: the generator's `response_mask`, `rollout_logprobs` [B, T] and `ended` [B].
-        scores: `logprobs`, `ref_logprobs`, `values` [B, T], `final_values`, `scores` [B].
+        scores: `logprobs`, `ref_logprobs`, `values` [B, T], `final_values` [B].
+        rewards: of each reply [B], scaled (`scaled_rewards`).
         kl_coef: weight of the per-token penalty.
-        reward_summary: the reward model's `mean` and `std` over its held-out replies.
-        moments: running moments of raw scores; updated here when the config scales by them.
     """
     mask, ended = torch.from_numpy(rollout["response_mask"]), torch.from_numpy(rollout["ended"])
-    logprobs, ref_logprobs, values, final_values, raw = (
-        torch.from_numpy(scores[name]) for name in ("logprobs", "ref_logprobs", "values", "final_values", "scores")
+    logprobs, ref_logprobs, values, final_values = (
+        torch.from_numpy(scores[name]) for name in ("logprobs", "ref_logprobs", "values", "final_values")
     )
-    rewards = _scaled(raw, config, reward_summary, moments)
     bootstrap = torch.zeros_like(final_values)
     if config.truncated == "bootstrap":
         # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
@@ -85,7 +87,6 @@ def build_experience(
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        "reward/raw": float(raw.mean()),
         "kl/reference_k1": kl["k1"],
         "kl/reference_k3": kl["k3"],
         "value/mean": float(masked_mean(values, mask)),
@@ -103,14 +104,29 @@ def build_experience(
     )
 
 
-def _scaled(
-    raw: torch.Tensor, config: PPOStageConfig, reward_summary: dict[str, float], moments: RunningMoments
+def scaled_rewards(
+    config: PPOStageConfig, rewards: RewardSources, sources: Mapping[str, torch.Tensor], moments: RunningMoments
 ) -> torch.Tensor:
+    """The reward of each reply [B] by `config.reward_scaling`, clipped.
+
+    Args:
+        sources: source → its raw score of each reply [B].
+        moments: running moments of the weighted sum; updated here when the config scales by them.
+    """
+    raw = weighted_sum(sources, rewards.weights)
     if config.reward_scaling == "reward_model":
-        scaled = (raw - reward_summary["mean"]) / reward_summary["std"]
+        scaled = rewards.scaled(sources)
     elif config.reward_scaling == "running":
         moments.update(raw.tolist())
         scaled = (raw - moments.mean) / moments.std
     else:
         scaled = raw
     return scaled if config.reward_clip is None else scaled.clamp(-config.reward_clip, config.reward_clip)
+
+
+def reward_metrics(rewards: RewardSources, sources: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Means of the raw reward and, where there are several sources, of each by itself."""
+    metrics = {"reward/raw": float(weighted_sum(sources, rewards.weights).mean())}
+    if len(sources) > 1:
+        metrics |= {f"reward/source/{name.replace(':', '.')}": float(s.mean()) for name, s in sources.items()}
+    return metrics

@@ -150,6 +150,10 @@ class Graph:
             name = f"{kind}-{number}"
         return name
 
+    def checkpoint(self, ref: str) -> Handle:
+        """A checkpoint that exists already: a plan takes its type on trust."""
+        return Handle(self, ref, Artifact, None)
+
     def submit(self, call: StageCall) -> None:
         """Called once for each stage, in order. A graph that only plans does nothing."""
 
@@ -236,6 +240,7 @@ def _bind_many(
 def _checked(where: str, role: Role, value: Any) -> Handle:
     if not isinstance(value, Handle):
         raise ConfigError(f"{where}: {value!r} is not allowed: must be a {role.type.__name__} that a stage makes")
-    if not issubclass(value.output, role.type):
+    # A checkpoint that a plan did not open has no type yet.
+    if not issubclass(value.output, role.type) and (value.call is not None or value.output is not Artifact):
         raise ConfigError(f"{where}: {value!r} is not allowed: must be a {role.type.__name__}")
     return value

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from xray_runtime.stages.graph import Handle
     from xray_runtime.store.snapshots import Snapshot
+    from xray_runtime.workers.generator_spec import GeneratorSpec
+    from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import ModelHandle
-    from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 
 C = TypeVar("C")
 I = TypeVar("I")  # noqa: E741

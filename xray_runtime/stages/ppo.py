@@ -10,63 +10,53 @@ The loop of `run` is the algorithm; each iteration:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+import torch
 
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective, RewardObjective
+from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import (
-    PhaseClock,
-    closed,
-    frozen_layout,
-    generator_spec,
-    lr_at,
-    max_prompt_tokens,
-    text_rows,
-    trainable_layers,
-    unique_prompts,
-)
-from xray_runtime.stages.experience import Experience, build_experience
+from xray_runtime.stages.artifacts import VALUE_HEAD
+from xray_runtime.stages.common import PhaseClock, lr_at, max_prompt_tokens, text_rows, unique_prompts, with_end_of_turn
+from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.reward import HEAD_FILE as REWARD_HEAD_FILE
-from xray_runtime.stages.spec import Recorder, StageSpec
+from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, pad, take
-from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
-from xray_runtime.workers.whole_model import open_models
 
-HEAD_FILE = (
-    "value_head/head.safetensors"  # in a directory of its own: vLLM loads every safetensors file beside config.json
-)
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.stages.kinds import PPOInputs
+    from xray_runtime.workers.protocols import ModelHandle
 
 
-def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
     """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
-    config = PPOStageConfig.model_validate(spec.sections["ppo"])
-    tokenizer = load_tokenizer(spec.parent("policy"))
-    examples = read_examples(spec.parent("dataset") / "train.jsonl")
-    prompts = unique_prompts(tokenizer, examples, max_prompt_tokens(spec))
-    cursor = Cursor(len(prompts), derive_seed(spec.seed, spec.name, "prompts"))
-    gold = load_gold(spec.sections["gold"]) if spec.sections["gold"] else None
+    config, dataset = stage.config, stage.inputs.prompts.path
+    tokenizer = load_tokenizer(stage.inputs.policy.path)
+    prompts = unique_prompts(tokenizer, read_examples(dataset / "train.jsonl"), max_prompt_tokens(dataset))
+    cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
+    gold = load_gold(config.gold) if config.gold else None
     kl = make_kl_controller(config.kl)
-    reward_summary = json.loads((spec.parent("reward") / "reward.json").read_text())
+    rewards = RewardSources(stage)
     moments = RunningMoments()
 
-    with open_models(spec.runtime, recorder.log_dir, _models(spec, config)) as models:
+    with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         state = Resumable(recorder, trained, cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
@@ -74,19 +64,21 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             with clock.phase("sync"):
                 if iteration:
                     ray.get(models["generator"].follow.remote(models["policy"], iteration))
-            with clock.phase("generate"), _asleep(trained if spec.runtime.trainer_sleeps else {}):
+            with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
-                rollout = _generate(models["generator"], spec, config, tokenizer, asked, iteration)
+                rollout = _generate(models["generator"], stage, tokenizer, asked, iteration)
+                replies = _texts(tokenizer, rollout)
             with clock.phase("score"):
-                rows, scores = _score(models, config, tokenizer, asked, rollout)
-                experience = build_experience(config, rows, rollout, scores, kl.coef, reward_summary, moments)
+                rows, scores, sources = _score(models, config, rewards, tokenizer, asked, rollout, replies)
+                scaled = scaled_rewards(config, rewards, sources, moments)
+                experience = build_experience(config, rows, rollout, scores, scaled, kl.coef)
                 _check_mismatch(experience, config)
             with clock.phase("update"):
-                sums = _update(models, spec, config, experience, iteration)
+                sums = _update(models, stage, experience, iteration)
             kl.update(experience.metrics["kl/reference_k1"], len(asked))
 
-            replies = _texts(tokenizer, rollout)
-            metrics = experience.metrics | _update_metrics(sums) | {"kl/coef": kl.coef} | clock.metrics()
+            metrics = experience.metrics | reward_metrics(rewards, sources) | _update_metrics(sums)
+            metrics |= {"kl/coef": kl.coef} | clock.metrics()
             metrics["rollout/distinct_replies"] = len(set(replies)) / len(replies)
             if gold is not None:
                 metrics["reward/gold"] = float(np.mean(gold([prompt_text(m) for m, _ in asked], replies)))
@@ -100,24 +92,22 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
         recorder.table(
             "rollout",
             ["prompt", "reply", "reward"],
-            [
-                [prompt_text(m), reply, float(s)]
-                for (m, _), reply, s in zip(asked, replies, scores["scores"], strict=True)
-            ],
+            [[prompt_text(m), reply, float(s)] for (m, _), reply, s in zip(asked, replies, scaled, strict=True)],
         )
-        ray.get(models["policy"].save.remote(out, HEAD_FILE))
+        ray.get(models["policy"].save.remote(out, VALUE_HEAD))
         if "critic" in models:
-            ray.get(models["critic"].save.remote(out / "critic", HEAD_FILE))
+            ray.get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
     return config.iterations
 
 
-def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | GeneratorSpec]:
-    policy, reference, reward = spec.parent("policy"), spec.parent("reference"), spec.parent("reward")
-    layers, frozen = trainable_layers(spec), frozen_layout(spec)
-    shared_critic = config.critic == "shared"
-    head = policy / HEAD_FILE
+def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:
+    config, policy = stage.config, stage.inputs.policy.path
+    reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
+    layers, shared_critic = config.trainable_layers, config.critic == "shared"
+    head = policy / VALUE_HEAD
+    max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_new_tokens
     models: dict[str, ModelSpec | GeneratorSpec] = {
-        "generator": generator_spec(spec, policy, config.max_new_tokens),
+        "generator": GeneratorSpec(policy, max_length, config.generator),
         "policy": ModelSpec(
             policy,
             PPOObjective(config),
@@ -127,12 +117,12 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             trainable_layers=layers,
             # With a frozen trunk the reference is a second branch on the policy's own trunk, not a second model.
             reference=reference if layers is not None else None,
-            adapter_seed=derive_seed(spec.seed, spec.name, "policy", "adapters"),
+            adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
         ),
-        "reward": ModelSpec(reward, RewardObjective(), head=reward / REWARD_HEAD_FILE, frozen=frozen),
+        **rewards.specs(),
     }
     if layers is None:
-        models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=frozen)
+        models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
     if not shared_critic:
         trained = policy / "critic"
         models["critic"] = ModelSpec(
@@ -140,63 +130,65 @@ def _models(spec: StageSpec, config: PPOStageConfig) -> dict[str, ModelSpec | Ge
             CriticObjective(config),
             training=config.model_copy(update={"engine": config.critic_engine or config.engine}),
             new_head=True,
-            head=trained / HEAD_FILE if trained.exists() else None,
+            head=trained / VALUE_HEAD if trained.exists() else None,
             trainable_layers=layers,
-            adapter_seed=derive_seed(spec.seed, spec.name, "critic", "adapters"),
+            adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
         )
     return models
 
 
 @contextmanager
-def _asleep(models: dict[str, Any]) -> Iterator[None]:
+def _asleep(models: dict[str, ModelHandle]) -> Iterator[None]:
     ray.get([model.sleep.remote() for model in models.values()])
     yield
     ray.get([model.wake_up.remote() for model in models.values()])
 
 
 def _generate(
-    generator: Any,
-    spec: StageSpec,
-    config: PPOStageConfig,
+    generator: ModelHandle,
+    stage: Stage[PPOConfig, PPOInputs],
     tokenizer: Any,
     asked: list[tuple[Messages, list[int]]],
     version: int,
 ) -> Rows:
+    config = stage.config
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
     ids, lengths = pad((ids for _, ids in asked), tokenizer.pad_token_id)
-    seeds = [derive_seed(spec.seed, spec.name, "sample", version, row) for row in range(len(asked))]
+    seeds = [derive_seed(stage.seed, stage.name, "sample", version, row) for row in range(len(asked))]
     rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
     answer: Rows = ray.get(generator.generate.remote(rows, sampling, version))
     return answer
 
 
 def _score(
-    models: dict[str, Any],
-    config: PPOStageConfig,
+    models: dict[str, ModelHandle],
+    config: PPOConfig,
+    rewards: RewardSources,
     tokenizer: Any,
     asked: list[tuple[Messages, list[int]]],
     rollout: Rows,
-) -> tuple[Rows, Rows]:
-    """Rows of prompt and reply, and every model's scores of them, all models working at the same time."""
-    replies = [r[m].tolist() for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
+    replies: list[str],
+) -> tuple[Rows, Rows, dict[str, torch.Tensor]]:
+    """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
     prompts = [ids for _, ids in asked]
-    rows = text_rows(list(zip(prompts, replies, strict=True)), tokenizer.pad_token_id)
-    rows["id"] = np.arange(len(replies))
+    ids = [r[m] for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
+    rows = text_rows(list(zip(prompts, ids, strict=True)), tokenizer.pad_token_id)
+    rows["id"] = np.arange(len(ids))
     whole = text_rows(
-        [(p, closed(r, tokenizer.eos_token_id)) for p, r in zip(prompts, replies, strict=True)], tokenizer.pad_token_id
+        [(p, with_end_of_turn(r, tokenizer.eos_token_id)) for p, r in zip(prompts, ids, strict=True)],
+        tokenizer.pad_token_id,
     )
-    calls = [
-        models[role].score.remote(rows, config.max_new_tokens)
-        for role in ("policy", "reference", "critic")
-        if role in models
-    ]
+    roles = [role for role in ("policy", "reference", "critic") if role in models]
+    calls = [models[role].score.remote(rows, config.max_new_tokens) for role in roles]
+    answers: list[Rows] = ray.get([*calls, *rewards.requests(models, whole)])
     scores: Rows = {}
-    for answer in ray.get([*calls, models["reward"].score.remote(whole)]):
+    for answer in answers[: len(roles)]:
         scores |= answer
-    return rows, scores
+    texts = [prompt_text(messages) for messages, _ in asked]
+    return rows, scores, rewards.scores(answers[len(roles) :], texts, replies)
 
 
-def _check_mismatch(experience: Experience, config: PPOStageConfig) -> None:
+def _check_mismatch(experience: Experience, config: PPOConfig) -> None:
     # Checksums say that the bytes arrived; this says that the generator computes the policy with them.
     mismatch = experience.metrics["rollout/mismatch"]
     if mismatch > config.max_mismatch:
@@ -207,14 +199,15 @@ def _check_mismatch(experience: Experience, config: PPOStageConfig) -> None:
 
 
 def _update(
-    models: dict[str, Any], spec: StageSpec, config: PPOStageConfig, experience: Experience, iteration: int
+    models: dict[str, ModelHandle], stage: Stage[PPOConfig, PPOInputs], experience: Experience, iteration: int
 ) -> dict[str, float]:
     """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`."""
+    config = stage.config
     num_rows = config.prompts_per_iteration
     per_epoch = num_rows // config.minibatch_size
     planned = config.iterations * config.epochs * per_epoch
     sums: dict[str, float] = {"updates": 0.0, "tokens": 0.0, "stopped_early": 0.0}
-    order = np.random.default_rng(derive_seed(spec.seed, spec.name, "minibatches", iteration))
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
     for epoch in range(config.epochs):
         for number, index in enumerate(order.permutation(num_rows).reshape(per_epoch, -1)):
             step = (iteration * config.epochs + epoch) * per_epoch + number

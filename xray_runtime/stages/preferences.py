@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from pydantic import BaseModel
 
-from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
+from xray_runtime.config.preferences import DatasetPreferences, JudgedPreferences, RatingPreferences, SampledPreferences
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
 from xray_runtime.data.preferences import (
@@ -24,38 +24,40 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import generator_spec, max_prompt_tokens, unique_prompts
-from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS, Recorder, StageSpec
+from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.rows import pad
-from xray_runtime.workers.whole_model import open_models
 
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.stages.kinds import PreferencesInputs
+
+JUDGED_PAIRS = "pairs.jsonl"
+"""The pairs of a checkpoint of judgements."""
 GENERATION_BATCH = 512
 
 
-class _Section(BaseModel):
-    preferences: PreferencesConfig
-
-
-def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
     """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
-    config = _Section.model_validate(spec.sections, strict=True).preferences
-    if isinstance(config, GoldPreferences):
-        pairs, stats = _from_gold(spec, config, recorder)
-        train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
+    config = stage.config
+    if isinstance(config, SampledPreferences):
+        pairs, stats = _from_gold(stage, config, recorder)
+        train, heldout = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
     elif isinstance(config, RatingPreferences):
-        examples = read_examples(spec.parent("dataset") / "train.jsonl")
+        assert stage.inputs.data is not None
+        examples = read_examples(stage.inputs.data.path / "train.jsonl")
         ratings = {
             c.id: float(c.ratings[config.rating]) for c in chitchat_conversations() if config.rating in c.ratings
         }
-        train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(spec.seed, "preferences", "pairs"))
+        train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(stage.seed, stage.name, "pairs"))
     else:
-        pairs, stats = _from_dataset(spec, config)
-        train, heldout = split_by_prompt(pairs, config.heldout_fraction, spec.seed)
+        pairs, stats = _from_dataset(stage, config)
+        train, heldout = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
     if not train or not heldout:
         dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
         raise ValueError(
-            f"preferences: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: give more "
-            f"pairs, or change preferences.heldout_fraction (dropped: {dropped})"
+            f"{stage.name}: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: give "
+            f"more pairs, or change heldout_fraction (dropped: {dropped})"
         )
     stats["length_baseline_accuracy"] = length_baseline_accuracy(train, heldout)
     write_jsonl(out / "train.jsonl", train)
@@ -71,37 +73,47 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
     return 0
 
 
-def _from_dataset(spec: StageSpec, config: DatasetPreferences) -> tuple[list[PreferenceExample], dict[str, float]]:
+def _from_dataset(
+    stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences
+) -> tuple[list[PreferenceExample], dict[str, float]]:
     """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
-    if JUDGEMENTS in spec.parents:
-        config = config.model_copy(update={"path": str(spec.parent(JUDGEMENTS) / JUDGED_PAIRS)})
+    if isinstance(config, JudgedPreferences):
+        assert stage.inputs.judgements is not None
+        path = str(stage.inputs.judgements.path / JUDGED_PAIRS)
+        config = DatasetPreferences(path=path, max_pairs=config.max_pairs, heldout_fraction=config.heldout_fraction)
     pairs, stats = from_dataset(config)
-    asked = {prompt_text(e.prompt) for e in read_examples(spec.parent("dataset") / "heldout.jsonl")}
+    data = stage.inputs.data
+    asked = {prompt_text(e.prompt) for e in read_examples(data.path / "heldout.jsonl")} if data is not None else set()
     kept = [pair for pair in pairs if prompt_text(pair.prompt) not in asked]
     return kept, stats | {"pairs": len(kept), "dropped_prompt_held_out": len(pairs) - len(kept)}
 
 
 def _from_gold(
-    spec: StageSpec, config: GoldPreferences, recorder: Recorder
+    stage: Stage[Any, PreferencesInputs], config: SampledPreferences, recorder: Recorder
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
-    sft = spec.parent("sft")
-    tokenizer = load_tokenizer(sft)
-    gold = load_gold(spec.sections["gold"])
-    prompts = unique_prompts(tokenizer, read_examples(spec.parent("dataset") / "train.jsonl"), max_prompt_tokens(spec))
-    order = np.random.default_rng(derive_seed(spec.seed, "preferences", "prompts")).permutation(len(prompts))
+    assert stage.inputs.policy is not None
+    assert stage.inputs.data is not None
+    policy, data = stage.inputs.policy.path, stage.inputs.data.path
+    tokenizer = load_tokenizer(policy)
+    gold = load_gold(config.gold)
+    limit = max_prompt_tokens(data)
+    prompts = unique_prompts(tokenizer, read_examples(data / "train.jsonl"), limit)
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(prompts))
     prompts = [prompts[i] for i in order[: config.num_pairs]]
     if len(prompts) < config.num_pairs:
-        raise ValueError(f"preferences.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are")
+        raise ValueError(
+            f"{stage.name}.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are"
+        )
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    generator = generator_spec(spec, sft, config.max_new_tokens)
+    generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
     replies: list[str] = []
-    with open_models(spec.runtime, recorder.log_dir, {"generator": generator}) as models:
+    with stage.open_models({"generator": generator}) as models:
         for start in range(0, len(twice), GENERATION_BATCH):
             batch = twice[start : start + GENERATION_BATCH]
             ids, lengths = pad(batch, tokenizer.pad_token_id)
-            seeds = [derive_seed(spec.seed, "preferences", "sample", start + i) for i in range(len(batch))]
+            seeds = [derive_seed(stage.seed, stage.name, "sample", start + i) for i in range(len(batch))]
             rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
             answer = ray.get(models["generator"].generate.remote(rows, sampling, 0))
             sampled = [r[m] for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
@@ -114,5 +126,5 @@ def _from_gold(
         list(zip(replies[::2], replies[1::2], strict=True)),
         list(zip(scores[::2], scores[1::2], strict=True)),
         config.sharpness,
-        derive_seed(spec.seed, "preferences", "labels"),
+        derive_seed(stage.seed, stage.name, "labels"),
     )

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.data.pairs import Example, Messages, prompt_text, write_jsonl
@@ -17,7 +18,9 @@ from xray_runtime.data.sources import (
     prompt_and_replies,
     read_records,
 )
-from xray_runtime.stages.spec import Recorder, StageSpec
+
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import NoInputs, Recorder, Stage
 
 PROGRESS_EVERY = 500
 """Conversations between two reports of progress."""
@@ -28,13 +31,13 @@ ConversationPairs = tuple[str, list[tuple[Messages, str]]]
 """A conversation's id and its (prompt, reply) pairs."""
 
 
-def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
-    """Writes train.jsonl, heldout.jsonl and stats.json (what was kept, and what was dropped and why).
+def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
+    """Writes train.jsonl, heldout.jsonl, stats.json (what was kept, and what was dropped and why) and dataset.json.
 
     Raises:
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
     """
-    config = DataConfig.model_validate(spec.sections["data"])
+    config = stage.config
     counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
     train: list[Example] = []
     heldout: list[Example] = []
@@ -45,7 +48,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             recorder.progress(number, total, "conversations", "reading")
         if conversation not in turns and len(turns) == config.max_conversations:
             break
-        side = heldout if is_held_out(spec.seed, "conversations", conversation, config.heldout_fraction) else train
+        side = heldout if is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction) else train
         # A conversation may come in several records: its turns are counted on.
         turns.setdefault(conversation, 0)
         counts["read_without_reply"] += not pairs
@@ -74,6 +77,8 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             f"{dropped})"
         )
     (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
+    facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
+    (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
     recorder.progress(total, total, "conversations", f"{len(train) + len(unseen):,} pairs kept")
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from xray_runtime.stages.spec import Recorder
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import Recorder
+    from xray_runtime.workers.protocols import ModelHandle
 
 
 class Resumable:
@@ -21,7 +24,7 @@ class Resumable:
         parts: name → dataclass whose fields are its whole state (data cursor, KL controller, moments).
     """
 
-    def __init__(self, recorder: Recorder, models: dict[str, Any], **parts: Any) -> None:
+    def __init__(self, recorder: Recorder, models: Mapping[str, ModelHandle], **parts: Any) -> None:
         self._recorder, self._models, self._parts = recorder, models, parts
 
     def restore(self) -> int:

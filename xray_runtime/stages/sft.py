@@ -4,52 +4,55 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
-from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import read_examples
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows, trainable_layers
+from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows
 from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.spec import Recorder, StageSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import take
-from xray_runtime.workers.specs import ModelSpec
-from xray_runtime.workers.whole_model import open_models
+
+if TYPE_CHECKING:
+    from xray_runtime.config.sft import SFTConfig
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.stages.kinds import SFTInputs
 
 HELDOUT_ROWS = 256
 """Held-out pairs behind the reported held-out loss."""
 
 
-def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
     """Writes the tuned model in Hugging Face form."""
-    config = SFTConfig.model_validate(spec.sections["sft"])
-    base, dataset = spec.parent("base"), spec.parent("dataset")
+    config = stage.config
+    base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
-    limits = (max_prompt_tokens(spec), config.max_response_tokens)
+    limits = (max_prompt_tokens(dataset), config.max_response_tokens)
     examples = read_examples(dataset / "train.jsonl")
     pairs = encode_pairs(tokenizer, examples, *limits)
     heldout = encode_pairs(tokenizer, read_examples(dataset / "heldout.jsonl"), *limits)[:HELDOUT_ROWS]
     if not pairs or not heldout:
         raise ValueError(
-            f"sft: no pairs fit data.max_prompt_tokens = {limits[0]} and sft.max_response_tokens = {limits[1]}"
+            f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
     rows = text_rows(pairs, tokenizer.pad_token_id)
     heldout_rows = text_rows(heldout, tokenizer.pad_token_id)
     heldout_tokens = sum(len(reply) for _, reply in heldout)
-    cursor = Cursor(len(pairs), derive_seed(spec.seed, "sft", "order"))
+    cursor = Cursor(len(pairs), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
         base,
         SFTObjective(),
         training=config,
-        trainable_layers=trainable_layers(spec),
-        adapter_seed=derive_seed(spec.seed, "sft", "adapters"),
+        trainable_layers=config.trainable_layers,
+        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
     )
 
-    with open_models(spec.runtime, recorder.log_dir, {"policy": model}) as models:
+    with stage.open_models({"policy": model}) as models:
         policy = models["policy"]
         state = Resumable(recorder, models, cursor=cursor)
         done = state.restore()

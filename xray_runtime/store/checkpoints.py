@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from pydantic import ValidationError
 
 from xray_runtime.files import sync
-from xray_runtime.store.identity import code_digest, digest, file_sha256, library_versions
+from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, FileEntry, Manifest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
@@ -56,7 +55,7 @@ class Store:
         if (place.exists() and not verify(place)) or self.fetch(place):
             manifest, sha256 = read_manifest(place)
             if manifest.key == key:
-                return CheckpointRef(uri=str(place), sha256=sha256, stage=stage, kind=manifest.kind, step=manifest.step)
+                return reference_to(place, manifest, sha256)
         return None
 
     def fetch(self, place: Path) -> bool:
@@ -128,18 +127,14 @@ class Store:
     def publish(
         self,
         built: Path,
+        identity: Identity,
         *,
-        stage: str,
-        kind: str,
-        key: str,
+        type: str,
         step: int,
-        seed: int,
-        parents: dict[str, str],
         dataset: str | None,
-        sections: dict[str, Any],
         attest: Callable[[Path, Manifest, str], None] | None = None,
     ) -> CheckpointRef:
-        """Make `built` the checkpoint of `stage` under `key`; returns the reference to what is then there.
+        """Make `built` the checkpoint of the stage `identity`; returns the reference to what is then there.
 
         `attest(directory, manifest, sha256)` writes the record beside the files before anybody can see them.
 
@@ -150,19 +145,9 @@ class Store:
         Raises:
             StorageError: the shared store did not take it; it is published here.
         """
+        key = identity.key
         manifest = Manifest(
-            stage=stage,
-            kind=kind,
-            key=key,
-            step=step,
-            seed=seed,
-            parents=parents,
-            dataset=dataset,
-            sections=sections,
-            config_digest=digest(sections),
-            code_digest=code_digest(),
-            versions=library_versions(),
-            files=_entries(built),
+            **identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=_entries(built)
         )
         content = manifest.to_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
@@ -171,13 +156,15 @@ class Store:
             attest(built, manifest, sha256)
         for path in (built, *built.rglob("*")):
             sync(path)
-        place = self.directory(stage, key)
+        place = self.directory(identity.stage, key)
         if not self.fetch(place):
             self._put_in_place(built, place)
         there = file_sha256(place / MANIFEST)
         if there != sha256:
             log.warning("%s: computed again with other bytes (%s, kept %s)", place, sha256, there)
-        ref = CheckpointRef(uri=str(place), sha256=there, stage=stage, kind=kind, step=step)
+        ref = CheckpointRef(
+            uri=str(place), sha256=there, stage=identity.stage, kind=identity.kind, type=type, step=step
+        )
         self.share(ref)
         return ref
 
@@ -189,6 +176,18 @@ class Store:
             _move_aside(place)
         os.rename(built, place)
         sync(self.root)
+
+
+def reference_to(directory: Path, manifest: Manifest, sha256: str) -> CheckpointRef:
+    """The reference to a checkpoint that was read."""
+    return CheckpointRef(
+        uri=str(directory),
+        sha256=sha256,
+        stage=manifest.stage,
+        kind=manifest.kind,
+        type=manifest.type,
+        step=manifest.step,
+    )
 
 
 @dataclass(frozen=True)

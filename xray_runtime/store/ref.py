@@ -18,6 +18,8 @@ class CheckpointRef(BaseModel):
     """Digest of its manifest.json, which lists every file with its own digest."""
     stage: str
     kind: str
+    type: str
+    """Of the artifact: Model, Dataset, …"""
     step: int
     mlflow_model_id: str | None = None
 

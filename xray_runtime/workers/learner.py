@@ -12,8 +12,8 @@ import numpy as np
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.engines.topology import Topology
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, num_rows, take
-from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.workhorse import Rank, Workhorse, resolve_device
 
 if TYPE_CHECKING:

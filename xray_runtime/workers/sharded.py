@@ -33,9 +33,9 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import Role, Workload, trained_so
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.placement import cluster_machine
 from xray_runtime.workers.rows import Rows, num_rows
-from xray_runtime.workers.specs import ModelSpec
 from xray_runtime.workers.whole_model import open_models
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]

@@ -23,8 +23,10 @@ from xray_runtime.planning.demand import Demand, demand, stage_demands
 from xray_runtime.store.identity import environment_digest
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.generator import Generator
+from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.nodes import WorkerInfo, check_environment, note_placement, same_node
 from xray_runtime.workers.placement import (
     START_SECONDS,
@@ -37,7 +39,6 @@ from xray_runtime.workers.placement import (
 )
 from xray_runtime.workers.pool import find_worker_pool, start
 from xray_runtime.workers.rows import Rows, balance, merge, num_rows, split, take
-from xray_runtime.workers.specs import GeneratorSpec, ModelSpec
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import Rank, Workhorse
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, TrainingConfig
+from xray_runtime.config.engines import LayoutConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from xray_runtime.models.objectives import Objective
@@ -46,19 +46,3 @@ class ModelSpec:
     def layout(self) -> LayoutConfig:
         """How it is spread over Workhorses."""
         return self.frozen if self.training is None else self.training.engine
-
-
-@dataclass(frozen=True)
-class GeneratorSpec:
-    """Which model a Generator starts from."""
-
-    directory: Path
-    max_length: int
-    config: GeneratorConfig = field(default_factory=GeneratorConfig)
-
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        """The kind of Workhorse that holds it."""
-        from xray_runtime.workers.generator import Generator
-
-        return Generator

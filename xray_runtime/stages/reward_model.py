@@ -1,14 +1,14 @@
-"""Stage `reward`: a pairwise Bradley–Terry reward model on the SFT model."""
+"""Stage `reward_model`: a pairwise Bradley–Terry reward model on the SFT model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
 
-from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
 from xray_runtime.data.preferences import length_baseline_accuracy
@@ -16,36 +16,38 @@ from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import lr_at, text_rows, trainable_layers
+from xray_runtime.stages.artifacts import REWARD_HEAD
+from xray_runtime.stages.common import lr_at, text_rows
 from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.spec import Recorder, StageSpec
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, take
-from xray_runtime.workers.specs import ModelSpec
-from xray_runtime.workers.whole_model import open_models
 
-HEAD_FILE = "reward_head/head.safetensors"
+if TYPE_CHECKING:
+    from xray_runtime.config.reward_model import RewardConfig
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.stages.kinds import RewardModelInputs
 
 
-def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
+def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Recorder) -> int:
     """Writes the model, its head, and reward.json: mean and deviation of its scores, held-out accuracy, baseline."""
-    config = RewardConfig.model_validate(spec.sections["reward"])
-    sft, dataset = spec.parent("sft"), spec.parent("dataset")
-    tokenizer = load_tokenizer(sft)
+    config = stage.config
+    start, dataset = stage.inputs.policy.path, stage.inputs.data.path
+    tokenizer = load_tokenizer(start)
     train, heldout = (read_preferences(dataset / name) for name in ("train.jsonl", "heldout.jsonl"))
     rows, heldout_rows = _pair_rows(tokenizer, train), _pair_rows(tokenizer, heldout)
     steps = max(1, config.epochs * len(train) // config.batch_size)
-    cursor = Cursor(len(train), derive_seed(spec.seed, "reward", "order"))
+    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
-        sft,
+        start,
         RewardObjective(),
         training=config,
         new_head=True,
-        trainable_layers=trainable_layers(spec),
-        adapter_seed=derive_seed(spec.seed, "reward", "adapters"),
+        trainable_layers=config.trainable_layers,
+        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
     )
     baseline = length_baseline_accuracy(train, heldout)
 
-    with open_models(spec.runtime, recorder.log_dir, {"reward": model}) as models:
+    with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
         state = Resumable(recorder, models, cursor=cursor)
         for step in range(state.restore(), steps):
@@ -73,7 +75,7 @@ def run(spec: StageSpec, out: Path, recorder: Recorder) -> int:
             "length_baseline_accuracy": baseline,
             "heldout_pairs": len(heldout),
         }
-        ray.get(reward.save.remote(out, HEAD_FILE))
+        ray.get(reward.save.remote(out, REWARD_HEAD))
     (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return steps
 

@@ -1,0 +1,85 @@
+"""The shipped lifecycle as a graph: data → base → SFT → preferences → reward model → PPO stages → evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
+from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
+from xray_runtime.stages.kinds import BASE, EVALUATE, FRESH_BASE, PPO, PREFERENCES, PREPARE, REWARD_MODEL, SFT
+from xray_runtime.store.manifest import MANIFEST
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """What a lifecycle ends with."""
+
+    policy: Handle
+    evaluation: Handle
+
+
+def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
+    """Add the stages of `config` to the graph at hand."""
+    graph = current_graph()
+    layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
+    trained = {"trainable_layers": layers} if layers is not None else {}
+
+    data = PREPARE(name="prepare", **_fields(config.data))
+    if isinstance(config.base, FreshBase):
+        base = FRESH_BASE(data, name="base", **_fields(config.base))
+    elif isinstance(config.base, PretrainedBase):
+        base = BASE(name="base", model=config.base.model)
+    else:
+        base = graph.checkpoint(config.base.ref)
+    start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
+
+    rewards: list[object] = [term.model_dump() for term in config.rewards]
+    if config.reward is not None:
+        pairs = _preferences(config, start, data)
+        rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
+    elif config.reward_ref is not None:
+        rewards.insert(0, graph.checkpoint(config.reward_ref))
+
+    judges = {"gold": config.gold, "generator": config.generator, "frozen": config.frozen}
+    policy = start
+    for number, stage in enumerate(config.ppo.stages, start=1):
+        fields = _fields(stage) | trained | judges
+        policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
+    fields = _fields(config.evaluate) | judges
+    return Lifecycle(policy, EVALUATE(policy, start, data, rewards=rewards, name="evaluate", **fields))
+
+
+def _preferences(config: LifecycleConfig, start: Handle, data: Handle) -> Handle:
+    source = config.preferences
+    assert source is not None
+    if isinstance(source, GoldPreferences):
+        sampling = {"gold": config.gold, "generator": config.generator}
+        return PREFERENCES(policy=start, data=data, name="preferences", **_fields(source) | sampling)
+    if isinstance(source, DatasetPreferences) and judgements_in(source.path):
+        judged = current_graph().checkpoint(source.path)
+        limits = {"max_pairs": source.max_pairs, "heldout_fraction": source.heldout_fraction}
+        return PREFERENCES(data=data, judgements=judged, name="preferences", source="judgements", **limits)
+    return PREFERENCES(data=data, name="preferences", **_fields(source))
+
+
+def judgements_in(path: str) -> bool:
+    """Whether `preferences.path` names a checkpoint: what `xray preferences` published."""
+    from pathlib import Path
+
+    return (Path(path) / MANIFEST).is_file()
+
+
+def _fields(section: BaseModel) -> dict[str, object]:
+    """The fields of a section as keywords, but for the tag that chose it in YAML."""
+    return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+
+
+def recorded_graph(config: LifecycleConfig) -> Graph:
+    """The graph of `config` for plans: nothing runs, and no checkpoint is opened."""
+    with recording(config.seed, config.runtime) as graph:
+        lifecycle_graph(config)
+    return graph

@@ -1,0 +1,29 @@
+"""Stage `fresh_base`: a small Llama with random weights, and a tokenizer trained on the conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xray_runtime.data.pairs import prompt_text, read_examples
+from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.models.causal_lm import fresh_llama, save_model
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.base import report_size
+
+if TYPE_CHECKING:
+    from xray_runtime.config.base import FreshBase
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.stages.kinds import FreshBaseInputs
+
+
+def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder) -> int:
+    """Writes config.json, model.safetensors and the tokenizer's files."""
+    recorder.progress(0, 1, "models", "loading")
+    examples = read_examples(stage.inputs.data.path / "train.jsonl")
+    texts = [text for e in examples for text in (prompt_text(e.prompt), e.response)]
+    tokenizer = train_tokenizer(texts, stage.config.vocab_size)
+    lm = fresh_llama(stage.config, tokenizer, derive_seed(stage.seed, "base", "weights"))
+    save_model(lm, tokenizer, out)
+    report_size(recorder, sum(p.numel() for p in lm.parameters()), len(tokenizer))
+    return 0

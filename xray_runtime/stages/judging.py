@@ -1,0 +1,113 @@
+"""Two models' replies held against each other: by gold score, by rewards, with intervals. For evaluate and compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import torch
+
+from xray_runtime.algorithms.statistics import bootstrap_interval, wins
+from xray_runtime.data.gold import load_gold
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.seeding import derive_seed
+from xray_runtime.workers.rows import Rows, pad
+
+if TYPE_CHECKING:
+    from xray_runtime.config.evaluate import EvaluationConfig
+    from xray_runtime.stages.kind import Recorder, Stage
+    from xray_runtime.workers.protocols import ModelHandle
+
+Scores = Mapping[str, torch.Tensor]
+"""Side → score of each reply [n], float64."""
+
+
+def sample_replies(
+    generator: ModelHandle, stage: Stage[Any, Any], tokenizer: Any, prompts: Sequence[Sequence[int]], version: int = 0
+) -> list[list[int]]:
+    """Token ids of one reply a prompt; a row has the same seed whichever model replies."""
+    config: EvaluationConfig = stage.config
+    ids, lengths = pad(prompts, tokenizer.pad_token_id)
+    seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
+    sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    rows = {"input_ids": ids, "lengths": lengths, "seed": seeds}
+    answer: Rows = ray.get(generator.generate.remote(rows, sampling, version))
+    return [r[m].tolist() for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
+
+
+def gold_scores(config: EvaluationConfig, asked: Sequence[str], texts: Mapping[str, Sequence[str]]) -> Scores | None:
+    """Gold score of each side's replies; None where the config names none."""
+    if config.gold is None:
+        return None
+    gold = load_gold(config.gold)
+    return {side: torch.tensor(gold(asked, replies)).double() for side, replies in texts.items()}
+
+
+def judge(
+    config: EvaluationConfig,
+    seed: int,
+    stage: str,
+    better: str,
+    worse: str,
+    rewards: Scores | None,
+    golds: Scores | None,
+) -> dict[str, Any]:
+    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
+
+    `judge` says whose scores decide a win: the gold score's where there is one, else the rewards'; null, as the win
+    rate is, where there is neither.
+    """
+    judged, name = (golds, "gold") if golds is not None else (rewards, "reward" if rewards is not None else None)
+
+    def interval(x: torch.Tensor, purpose: str) -> tuple[float, list[float]]:
+        mean, low, high = bootstrap_interval(x, config.bootstrap_samples, derive_seed(seed, stage, purpose))
+        return mean, [low, high]
+
+    content: dict[str, Any] = {"judge": name, "win_rate": None, "win_rate_ci95": None}
+    if judged is not None:
+        rate, rate_ci = interval(wins(judged[better], judged[worse]), "win_rate")
+        content |= {"win_rate": rate, "win_rate_ci95": rate_ci}
+    for kind, scores in {"reward": rewards, "gold": golds}.items():
+        delta: tuple[float | None, list[float] | None] = (None, None)
+        if scores is not None:
+            delta = interval(scores[better] - scores[worse], f"{kind}_delta")
+        content |= {f"{kind}_delta": delta[0], f"{kind}_delta_ci95": delta[1]}
+        content |= {
+            f"{kind}_{side}": float(scores[side].mean()) if scores is not None else None for side in (worse, better)
+        }
+    return content
+
+
+def record_replies(
+    out: Path,
+    recorder: Recorder,
+    name: str,
+    prefix: str,
+    summary: dict[str, Any],
+    asked: list[str],
+    texts: Mapping[str, Sequence[str]],
+    rewards: Scores | None,
+    golds: Scores | None,
+    config: EvaluationConfig,
+) -> None:
+    """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
+
+    def score(scores: Scores | None, side: str, row: int) -> float | None:
+        return None if scores is None else float(scores[side][row])
+
+    samples: list[dict[str, Any]] = [
+        dict[str, Any]({"prompt": asked[i]})
+        | {side: texts[side][i] for side in texts}
+        | {f"reward_{side}": score(rewards, side, i) for side in texts}
+        | {f"gold_{side}": score(golds, side, i) for side in texts}
+        for i in range(min(config.num_samples_shown, len(asked)))
+    ]
+    (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    recorder.metrics({f"{prefix}/{k}": float(v) for k, v in summary.items() if isinstance(v, int | float)}, step=0)
+    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])

@@ -1,0 +1,266 @@
+"""The stage kinds that X-ray ships. Bodies are named, not imported: whoever writes a graph needs no torch for it.
+
+`python -c "import xray; help(xray.ppo)"` shows one; `CONTRIBUTING.md` adds one.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.ppo import JudgingConfig, PPOConfig
+from xray_runtime.config.preferences import (
+    DatasetPreferences,
+    GoldPreferences,
+    JudgedPreferences,
+    PreferencesStageConfig,
+    RatingPreferences,
+    SampledPreferences,
+)
+from xray_runtime.config.prepare import DataConfig
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.sft import SFTConfig
+from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.stages.artifacts import (
+    Comparison,
+    Dataset,
+    Evaluation,
+    Judgements,
+    Model,
+    Preferences,
+    RewardModel,
+)
+from xray_runtime.stages.kind import Layouts, NoInputs, StageKind, register
+
+FEW_STEPS, FEW_PAIRS, FEW_PROMPTS = 2, 64, 16
+"""Of a stage that is shortened for the determinism check."""
+CHITCHAT = "chitchat"
+
+
+@dataclass(frozen=True)
+class FreshBaseInputs:
+    data: Dataset
+
+
+@dataclass(frozen=True)
+class SFTInputs:
+    base: Model
+    data: Dataset
+
+
+@dataclass(frozen=True)
+class PreferencesInputs:
+    policy: Model | None = None
+    """Whose replies are labelled, with `source: gold`."""
+    data: Dataset | None = None
+    """Whose prompts are asked; prompts it holds out for evaluation are left out of other sources' pairs."""
+    judgements: Judgements | None = None
+
+
+@dataclass(frozen=True)
+class RewardModelInputs:
+    policy: Model
+    """What it starts from."""
+    data: Preferences
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    policy: Model
+    prompts: Dataset
+    reference: Model | None = None
+    """What the KL penalty is held against; the policy as it begins where absent."""
+    rewards: list[RewardModel] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EvaluateInputs:
+    policy: Model
+    against: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CompareInputs:
+    policy: Model
+    champion: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+    seen: list[Dataset] = field(default_factory=list)
+    """Datasets behind the champion that are not behind the candidate: what they train on is not asked."""
+
+
+def _gold(config: Any) -> list[str]:
+    return [config.gold] if getattr(config, "gold", None) not in (None, BUILT_IN_GOLD) else []
+
+
+def _judges(config: JudgingConfig) -> list[str]:
+    return _gold(config) + [term.function for term in config.rewards if term.function is not None]
+
+
+def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
+    models = [term.model for term in config.rewards if term.model is not None]
+    return dict.fromkeys((*roles, *models), config.frozen)
+
+
+def _ppo_models(config: PPOConfig) -> Layouts:
+    # With a frozen trunk the reference is a branch on the policy's own trunk.
+    roles: tuple[str, ...] = () if config.trainable_layers is not None else ("reference",)
+    models: Layouts = {"generator": config.generator, "policy": config.engine, **_frozen(config, *roles)}
+    return {**models, "critic": config.critic_engine or config.engine} if config.critic == "separate" else models
+
+
+def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.rewards:
+        raise ValueError("rewards: must have at least 1 item: a reward model or a function")
+    _check_terms(config, inputs)
+
+
+def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+    for number, term in enumerate(config.rewards):
+        if term.model is not None and term.model not in inputs:
+            raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
+
+
+def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
+    needed: tuple[str, ...] = ("policy", "data") if isinstance(config, GoldPreferences) else ()
+    needed = ("data",) if isinstance(config, RatingPreferences) else needed
+    needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
+    for role in needed:
+        if role not in inputs:
+            raise ValueError(f"{role}: is required with source {config.source!r}")
+
+
+PREPARE = register(
+    StageKind(
+        "prepare",
+        DataConfig,
+        NoInputs,
+        Dataset,
+        "xray_runtime.stages.prepare:run",
+        computes=False,
+        outside=lambda config: {"source": config.source},
+    )
+)
+BASE = register(
+    StageKind(
+        "base",
+        HubModel,
+        NoInputs,
+        Model,
+        "xray_runtime.stages.base:run",
+        outside=lambda config: {"model": config.model},
+    )
+)
+FRESH_BASE = register(StageKind("fresh_base", FreshBase, FreshBaseInputs, Model, "xray_runtime.stages.fresh_base:run"))
+SFT = register(
+    StageKind(
+        "sft",
+        SFTConfig,
+        SFTInputs,
+        Model,
+        "xray_runtime.stages.sft:run",
+        models=lambda config: {"policy": config.engine},
+        shorten=lambda config: config.model_copy(update={"steps": FEW_STEPS}),
+        panels=[
+            ("loss (nats a token)", ["sft/loss", "sft/heldout_loss"]),
+            ("gradient norm", ["sft/grad_norm"]),
+            ("tokens a second", ["speed/train_tokens_per_s"]),
+        ],
+    )
+)
+PREFERENCES = register(
+    StageKind(
+        "preferences",
+        PreferencesStageConfig,
+        PreferencesInputs,
+        Preferences,
+        "xray_runtime.stages.preferences:run",
+        models=lambda config: {"generator": config.generator} if isinstance(config, SampledPreferences) else {},
+        outside=lambda config: {"path": config.path} if isinstance(config, DatasetPreferences) else {},
+        functions=_gold,
+        check=_check_preferences,
+        shorten=lambda config: (
+            config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
+            if isinstance(config, GoldPreferences)
+            else config
+        ),
+    )
+)
+REWARD_MODEL = register(
+    StageKind(
+        "reward_model",
+        RewardConfig,
+        RewardModelInputs,
+        RewardModel,
+        "xray_runtime.stages.reward_model:run",
+        models=lambda config: {"reward": config.engine},
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["reward_model/loss"]),
+            (
+                "pairs in the right order",
+                ["reward_model/accuracy", "reward_model/heldout_accuracy", "reward_model/length_baseline_accuracy"],
+            ),
+            ("gradient norm", ["reward_model/grad_norm"]),
+        ],
+    )
+)
+PPO = register(
+    StageKind(
+        "ppo",
+        PPOConfig,
+        PPOInputs,
+        Model,
+        "xray_runtime.stages.ppo:run",
+        models=_ppo_models,
+        functions=_judges,
+        check=_check_ppo,
+        shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
+        panels=[
+            ("reward", ["reward/mean"]),
+            ("gold score", ["reward/gold"]),
+            ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
+            ("entropy (nats a token)", ["policy/entropy"]),
+            ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),
+            ("explained variance", ["value/explained_variance"]),
+            ("generator/trainer mismatch (nats)", ["rollout/mismatch", "rollout/mismatch_max"]),
+            ("reply length (tokens)", ["rollout/length"]),
+            ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
+        ],
+    )
+)
+EVALUATE = register(
+    StageKind(
+        "evaluate",
+        EvaluationConfig,
+        EvaluateInputs,
+        Evaluation,
+        "xray_runtime.stages.evaluate:run",
+        models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
+        functions=_judges,
+        check=_check_terms,
+        shorten=lambda config: config.model_copy(update={"num_prompts": min(config.num_prompts, FEW_PROMPTS)}),
+        results="evaluation.json",
+        sides=("policy", "against"),
+    )
+)
+COMPARE = register(
+    StageKind(
+        "compare",
+        EvaluationConfig,
+        CompareInputs,
+        Comparison,
+        "xray_runtime.stages.compare:run",
+        models=lambda config: {"generator": config.generator} | _frozen(config),
+        functions=_judges,
+        check=_check_terms,
+        results="comparison.json",
+        sides=("policy", "champion"),
+    )
+)

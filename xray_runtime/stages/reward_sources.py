@@ -1,0 +1,76 @@
+"""The sources of a stage's reward: reward models and functions, each scored by itself, then weighed and summed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xray_runtime.algorithms.rewards import weighted_sum
+from xray_runtime.data.gold import load_function
+from xray_runtime.models.objectives import RewardObjective
+from xray_runtime.stages.artifacts import REWARD_HEAD
+from xray_runtime.workers.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import JudgingConfig
+    from xray_runtime.stages.kind import Stage
+    from xray_runtime.workers.protocols import ModelHandle, Ref
+    from xray_runtime.workers.rows import Rows
+
+
+class RewardSources:
+    """The `rewards` of a stage's config, with the reward models among its inputs."""
+
+    def __init__(self, stage: Stage[Any, Any]) -> None:
+        config: JudgingConfig = stage.config
+        self._frozen = config.frozen
+        self._models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
+        self.weights: dict[str, float] = {}
+        self._functions: dict[str, Any] = {}
+        for number, term in enumerate(config.rewards):
+            source = term.model or str(term.function)
+            self.weights[source] = self.weights.get(source, 0.0) + term.weight
+            if term.function is not None:
+                field = f"{stage.name}.rewards.{number}.function"
+                self._functions[source] = load_function(source, field, stage.functions.get(source))
+        summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
+        self.moments = {role: (s["mean"], s["std"]) for role, s in summaries.items() if role in self.weights}
+        """Reward model → mean and deviation of its scores of held-out replies."""
+
+    @property
+    def roles(self) -> list[str]:
+        """Roles of the reward models."""
+        return list(self.moments)
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """The reward models, to be opened with the stage's other models."""
+        paths = {role: self._models[role] for role in self.roles}
+        return {
+            role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
+            for role, path in paths.items()
+        }
+
+    def requests(self, models: Mapping[str, ModelHandle], rows: Rows) -> list[Ref[Rows]]:
+        """Ask every reward model to score whole `rows`; pass the answers to `scores`."""
+        return [models[role].score.remote(rows) for role in self.roles]
+
+    def scores(
+        self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Source → raw score of each reply [B], float32.
+
+        Args:
+            answers: to `requests`.
+            prompts: the texts that were asked.
+        """
+        found = {role: torch.from_numpy(answer["scores"]) for role, answer in zip(self.roles, answers, strict=True)}
+        for name, function in self._functions.items():
+            found[name] = torch.tensor(function(prompts, replies), dtype=torch.float32)
+        return found
+
+    def scaled(self, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weighted sum [B]: reward models in their own deviations, functions as they score."""
+        return weighted_sum(scores, self.weights, self.moments)
