@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
 from xray_runtime.credentials import hide_logins
 from xray_runtime.planning.workload import usable_cores
@@ -110,6 +111,31 @@ def services(output: Path, health: Health) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def local_services(output: Path) -> Iterator[None]:
+    """Prefect and Ray for a workspace, started where neither this process nor the environment has one."""
+    from prefect.context import FlowRunContext
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    with contextlib.ExitStack() as stack:
+        flow = FlowRunContext.get()
+        if flow is not None and PREFECT_API_URL.value() is None:
+            # The server that Prefect started for this flow: without its address every worker would start another.
+            stack.enter_context(temporary_settings({PREFECT_API_URL: str(flow.client.api_url)}))
+        elif PREFECT_API_URL.value() is None:
+            server = PrefectServer(output)
+            stack.callback(server.stop)
+            server.wait_healthy()
+            # Prefect reads the environment when it is imported, and never again.
+            told = {PREFECT_API_URL: server.url, PREFECT_API_AUTH_STRING: server.login}
+            stack.enter_context(temporary_settings(told))
+        import ray
+
+        if not ray.is_initialized():
+            stack.enter_context(running_ray())
+        yield
+
+
 def _import_ahead() -> None:
     import mlflow  # noqa: F401
 
@@ -132,17 +158,17 @@ class PrefectServer:
     """A Prefect server of this run's own, on loopback, its database under the output directory."""
 
     def __init__(self, output: Path) -> None:
-        self._home, self._log = output / "prefect", output / "logs" / "prefect-server.log"
-        self._home.mkdir(parents=True, exist_ok=True)
+        self._home, self._lock = _free_home(output)
+        self._log = output / "logs" / f"{self._home.name}-server.log"
         self._log.parent.mkdir(exist_ok=True)
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self._port = s.getsockname()[1]
-        login = f"xray:{secrets.token_hex(32)}"
+        self.url, self.login = f"http://127.0.0.1:{self._port}/api", f"xray:{secrets.token_hex(32)}"
         self._variables = {
-            "PREFECT_API_URL": f"http://127.0.0.1:{self._port}/api",
-            "PREFECT_API_AUTH_STRING": login,
-            "PREFECT_SERVER_API_AUTH_STRING": login,
+            "PREFECT_API_URL": self.url,
+            "PREFECT_API_AUTH_STRING": self.login,
+            "PREFECT_SERVER_API_AUTH_STRING": self.login,
             "PREFECT_HOME": str(self._home),
             # No record should lead to a page that is not there.
             "PREFECT_UI_ENABLED": "false",
@@ -166,7 +192,7 @@ class PrefectServer:
     def wait_healthy(self) -> None:
         """Raises RuntimeError where it does not come up."""
         deadline = time.monotonic() + PREFECT_START_SECONDS
-        url = os.environ["PREFECT_API_URL"] + "/health"
+        url = self.url + "/health"
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
                 return
@@ -182,8 +208,24 @@ class PrefectServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._lock.release()
         for name in self._variables:
             del os.environ[name]
+
+
+def _free_home(output: Path) -> tuple[Path, FileLock]:
+    """A directory for a server's database that no other run in `output` uses at the moment, and its lock."""
+    number = 1
+    while True:
+        home = output / ("prefect" if number == 1 else f"prefect-{number}")
+        home.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(home / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            number += 1
+        else:
+            return home, lock
 
 
 def _flush_to_server() -> None:

@@ -23,10 +23,11 @@ from prefect.input import RunInput
 from prefect.runtime import deployment
 from prefect_ray import RayTaskRunner
 from pydantic import Field
+from xray_runtime.stages.spec import StagePlan
 
 from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
+from xray.tasks.output_directory import saved_config
 from xray.tasks.stage import RunContext, forwarded_variables
-from xray.tasks.workspace import saved_config
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
@@ -34,7 +35,6 @@ from xray_runtime.lineage.audit.registry import Snapshot
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import NotPromoted, Review
 from xray_runtime.lineage.reference import Place, open_place, resolve
-from xray_runtime.stages.spec import StagePlan
 from xray_runtime.store.identity import digest, stage_key
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.pool import open_worker_pool

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.flows.lifecycle import recorded, run_stages
 from xray.flows.search import SearchConfig, plans_until, trial_digest, with_values
-from xray.tasks.workspace import CONFIG, LIFECYCLE_LOCK, file_lock
+from xray.tasks.output_directory import CONFIG, LIFECYCLE_LOCK, file_lock
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.errors import is_cancelled

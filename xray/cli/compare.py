@@ -18,7 +18,7 @@ from rich.text import Text
 
 from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
-from xray.tasks.workspace import file_lock, saved_config
+from xray.tasks.output_directory import file_lock, saved_config
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages

@@ -27,7 +27,7 @@ PLAIN_SECONDS = 15.0
 
 
 class LiveStages:
-    """Live progress of all stages, read from the progress board; plain lines where there is no terminal."""
+    """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal."""
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
         self._console = console
@@ -56,13 +56,10 @@ class LiveStages:
             self._heartbeat.touch()
 
     @contextlib.contextmanager
-    def watching(self, stages: list[str]) -> Iterator[None]:
-        """Follow `stages` while the context lasts."""
-        from xray_runtime.progress import open_progress
-
-        board = open_progress()
+    def watching(self, progress: Any) -> Iterator[None]:
+        """Follow the stages that report to a run's progress actor while the context lasts."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._follow, args=(board, stages, ended), daemon=True)
+        thread = threading.Thread(target=self._follow, args=(progress, ended), daemon=True)
         self._progress.start()
         thread.start()
         try:
@@ -72,17 +69,16 @@ class LiveStages:
             thread.join()
             self._progress.stop()
 
-    def _follow(self, board: Any, stages: list[str], ended: threading.Event) -> None:
+    def _follow(self, progress: Any, ended: threading.Event) -> None:
         import ray
 
         while True:
             last = ended.wait(POLL_SECONDS)
             with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
-                latest = ray.get(board.read.remote(), timeout=5)
+                latest = ray.get(progress.read.remote(), timeout=5)
                 self._beat(latest)
-                for stage in stages:
-                    if stage in latest:
-                        self._show(stage, *latest[stage])
+                for stage, done in latest.items():
+                    self._show(stage, *done)
             if last:
                 return
 
@@ -144,22 +140,30 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
     console.print(table)
     e, registered = content["evaluation"], content["registered"]
-    lines = [f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"]
-    if e["gold_after"] is not None:
-        lines.append(
-            f"gold score  {e['gold_before']:+.3f} → {e['gold_after']:+.3f}  difference {e['gold_delta']:+.3f}  "
-            f"{_interval(e['gold_delta_ci95'])}"
-        )
+    lines = [*_results(e), ""] if e is not None else []
+    if registered is not None:
+        lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
-        f"reward      {e['reward_before']:+.3f} → {e['reward_after']:+.3f}",
-        f"KL          {e['kl']:.2f} nats a reply to the SFT model",
-        "",
-        f"registered  {registered['name']} version {registered['version']} @{registered['alias']}",
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
         f"lineage     {where_lineage_is_seen(output)}",
     ]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def _results(e: dict[str, Any]) -> list[str]:
+    lines = []
+    if e["win_rate"] is not None:
+        lines.append(
+            f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"
+        )
+    for name, title in (("gold", "gold score"), ("reward", "reward    ")):
+        if e[f"{name}_after"] is not None:
+            lines.append(
+                f"{title}  {e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}  difference "
+                f"{e[f'{name}_delta']:+.3f}  {_interval(e[f'{name}_delta_ci95'])}"
+            )
+    return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
 
 
 def where_lineage_is_seen(output: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from xray.cli.lineage import checked
-from xray.tasks.workspace import LIFECYCLE_LOCK, file_lock
+from xray.tasks.output_directory import LIFECYCLE_LOCK, file_lock
 from xray_runtime.config.validation import ConfigError
 
 T = TypeVar("T")

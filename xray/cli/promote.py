@@ -12,7 +12,7 @@ from rich.console import Console
 
 from xray.cli.lineage import BROKEN, Tracking, checked
 from xray.deployments.local_services import prefect_server, private_ray
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper

@@ -13,7 +13,7 @@ from rich.console import Console
 from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
 from xray.flows.search import load_search, search_space
-from xray.tasks.workspace import CONFIG, SEARCH, file_lock
+from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray_runtime.config.loading import load_config, resolved_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic

@@ -10,6 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel
@@ -101,12 +102,20 @@ class Graph:
     """Stages in the order they were called.
 
     Args:
+        shorten: give every stage a step or two, for the determinism check.
         defaults: fields that a stage takes where its call leaves them out and its kind has them: generator, frozen, …
     """
 
-    def __init__(self, seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        seed: int = 0,
+        runtime: RuntimeConfig | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        shorten: bool = False,
+    ) -> None:
         self.seed, self.runtime = seed, runtime or RuntimeConfig()
-        self.defaults = dict(defaults or {})
+        self.defaults, self.shorten = dict(defaults or {}), shorten
         self.calls: dict[str, StageCall] = {}
         self._handles: dict[str, Handle] = {}
 
@@ -128,6 +137,8 @@ class Graph:
             values["rewards"] = [*values.get("rewards", ()), *terms]
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         config = kind.validated(values, where=stage)
+        if self.shorten:
+            config = kind.shorten(config)
         try:
             kind.check(config, parents)
         except ValueError as error:
@@ -154,6 +165,9 @@ class Graph:
         """A checkpoint that exists already: a plan takes its type on trust."""
         return Handle(self, ref, Artifact, None)
 
+    def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
+        """Register a policy. A graph that only plans does nothing."""
+
     def submit(self, call: StageCall) -> None:
         """Called once for each stage, in order. A graph that only plans does nothing."""
 
@@ -170,6 +184,25 @@ def current_graph() -> Graph:
     if graph is None:
         raise ConfigError('a stage can be called inside of `with xray.workspace("DIRECTORY"):` alone')
     return graph
+
+
+_PLANNING: contextvars.ContextVar[list[tuple[Path, Graph]] | None] = contextvars.ContextVar("planning", default=None)
+
+
+def is_planning() -> list[tuple[Path, Graph]] | None:
+    """Where graphs are only written down at the moment: the list they go into, with their output directories."""
+    return _PLANNING.get()
+
+
+@contextmanager
+def planning() -> Iterator[list[tuple[Path, Graph]]]:
+    """Workspaces that are opened in the block only record their graphs."""
+    graphs: list[tuple[Path, Graph]] = []
+    token = _PLANNING.set(graphs)
+    try:
+        yield graphs
+    finally:
+        _PLANNING.reset(token)
 
 
 @contextmanager

@@ -137,6 +137,11 @@ class StageKind:
         return self.body.partition(":")[0] if isinstance(self.body, str) else self.body.__module__
 
     @property
+    def registered_in(self) -> str:
+        """The module that registers it when it is imported."""
+        return self.inputs.__module__ if isinstance(self.body, str) else self.body.__module__
+
+    @property
     def run(self) -> Body:
         """The body."""
         if not isinstance(self.body, str):
