@@ -9,8 +9,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
-from xray_runtime.lineage.audit.checkpoints import Audit
-from xray_runtime.lineage.audit.checkpoints import audit as run_audit
+from xray_runtime.lineage.audit.checkpoints import Audit, audit as run_audit
 from xray_runtime.lineage.reference import open_place
 
 

@@ -17,7 +17,8 @@ from prefect.runtime import deployment
 
 from xray.flows.lifecycle_graph import lifecycle_graph, recorded_graph
 from xray.flows.lineage import publish_lineage
-from xray.tasks.workspace import Workspace, task_runner
+from xray.tasks.task_runner import task_runner
+from xray.tasks.workspace import Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import check_storage
 from xray_runtime.lineage.reference import open_lineage_store

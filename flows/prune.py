@@ -9,8 +9,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray_runtime.lineage.reference import open_place, resolve
-from xray_runtime.lineage.retention import plan_prune
-from xray_runtime.lineage.retention import prune as run_prune
+from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
 
 @flow(name="prune", flow_run_name="prune {output}", persist_result=False)

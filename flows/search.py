@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
+from xray_runtime.stages.spec import StagePlan, plan_stages
 
 from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import put, read_mapping, validate
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.stages.spec import StagePlan, plan_stages
 from xray_runtime.store.identity import digest
 
 Mode = Literal["max", "min"]

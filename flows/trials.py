@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from prefect import flow
-from prefect import tags as prefect_tags
+from prefect import flow, tags as prefect_tags
 from prefect.states import Cancelled
 from prefect_ray import RayTaskRunner
 from pydantic import BaseModel, ConfigDict, ValidationError

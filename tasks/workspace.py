@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from xray.tasks.register import register as register_task
 from xray.tasks.run_summary import RunSummary
 from xray.tasks.spec import RunContext, StageResult, StageSpec, forwarded_variables
 from xray.tasks.stage import stage
+from xray.tasks.task_runner import task_runner
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.credentials import tracking_address
@@ -76,15 +76,7 @@ class Overrides:
     shorten: bool = False
 
 
-overrides: contextvars.ContextVar[Overrides] = contextvars.ContextVar("overrides", default=Overrides())
-
-
-def task_runner() -> RayTaskRunner[Any]:
-    """Ray as X-ray uses it, for `@flow(task_runner=…)`: the cluster of RAY_ADDRESS, else one of the run's own."""
-    return RayTaskRunner(
-        address=os.environ.get("RAY_ADDRESS"),
-        init_kwargs={"log_to_driver": False, "logging_level": "ERROR", "namespace": "xray"},
-    )
+overrides: contextvars.ContextVar[Overrides | None] = contextvars.ContextVar("overrides", default=None)
 
 
 class StoppedEarly(Exception):
@@ -173,7 +165,7 @@ class Workspace(Graph):
     ) -> None:
         if not isinstance(runtime, RuntimeConfig):
             runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
-        said = overrides.get()
+        said = overrides.get() or Overrides()
         super().__init__(seed, runtime, defaults, shorten=said.shorten)
         self.output = Path(said.output or output).absolute()
         self.project, self.until = project, said.until or until

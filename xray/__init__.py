@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xray.session import checkpoint, register, workspace
-    from xray.tasks.workspace import Result, Workspace, task_runner
+    from xray.tasks.task_runner import task_runner
+    from xray.tasks.workspace import Result, Workspace
     from xray_runtime.config.engines import Section
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.stages.artifacts import (
@@ -38,35 +39,20 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
-    )
-    from xray_runtime.stages.kinds import (
         COMPARE as compare,
-    )
-    from xray_runtime.stages.kinds import (
         EVALUATE as evaluate,
-    )
-    from xray_runtime.stages.kinds import (
         FRESH_BASE as fresh_base,
-    )
-    from xray_runtime.stages.kinds import (
         PPO as ppo,
-    )
-    from xray_runtime.stages.kinds import (
         PREFERENCES as preferences,
-    )
-    from xray_runtime.stages.kinds import (
         PREPARE as prepare,
-    )
-    from xray_runtime.stages.kinds import (
         REWARD_MODEL as reward_model,
-    )
-    from xray_runtime.stages.kinds import (
         SFT as sft,
     )
 
 _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
-    "xray.tasks.workspace": ("Result", "Workspace", "task_runner"),
+    "xray.tasks.task_runner": ("task_runner",),
+    "xray.tasks.workspace": ("Result", "Workspace"),
     "xray_runtime.config.engines": ("Section",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.stages.artifacts": (

@@ -191,8 +191,7 @@ def _wait(coming: Future[None], console: Console) -> None:
 def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
     """Show one question and keep the verdict; False where the person wants to go back instead."""
     from xray_runtime.data.pairs import prompt_text
-    from xray_runtime.feedback.judgements import KEYS as VERDICTS
-    from xray_runtime.feedback.judgements import Judgement, left_model, verdict_of
+    from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
     left = left_model(session.setup.seed, judge, question.number)
     replies = (question.a, question.b) if left == "a" else (question.b, question.a)

@@ -31,9 +31,7 @@ def run(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY.PATH=VALUE", help="Override a field, or a parameter of the flow; repeatable."
-        ),
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -51,9 +49,7 @@ def run(
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify-determinism", help="Only run a step or two of each stage, twice, and compare the bytes."
-        ),
+        typer.Option("--verify-determinism", help="Run a step or two of each stage, twice, and compare the bytes."),
     ] = False,
 ) -> None:
     """Run a lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
