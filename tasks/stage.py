@@ -235,7 +235,7 @@ class _Job:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self.kind.sides is not None else None,
-            outside=[{"field": o.field, "name": o.name, "kind": o.kind, "digest": o.digest} for o in self._outside],
+            outside=self._outside,
         )
 
     def _run_in_memory(self, built: Path, recorder: StageRecorder) -> int:

@@ -175,6 +175,7 @@ class Workspace(Graph):
         """Checkpoints that existed already, by the name of their handles."""
         self._tasks: dict[str, _Task] = {}
         self._results: dict[str, Any] = {}
+        self._ends: dict[str, float] = {}
         self._failures: dict[str, BaseException] = {}
         self._changed = threading.Condition()
         """Notified when a task was submitted or ended."""
@@ -442,18 +443,23 @@ class Workspace(Graph):
             result: Any = state.result()
             if task.is_stage:
                 result = StageResult.model_validate(result)
-                self.summary.stage_done(task.number, result, time.perf_counter() - task.started)
+                self.summary.stage_done(task.number, result, time.perf_counter() - self._began(name))
                 if self.calls[name].kind.output is Evaluation:
                     self.summary.evaluated(result.checkpoint.path)
             else:
                 self.summary.registered(result)
             with self._changed:
-                self._results[name] = result
+                self._results[name], self._ends[name] = result, time.perf_counter()
                 self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._failures[name] = error
                 self._changed.notify_all()
+
+    def _began(self, name: str) -> float:
+        """When a stage could begin: it was submitted, and its parents were done."""
+        parents = [handle.name for handle in self.calls[name].parents.values()]
+        return max([self._tasks[name].started, *(self._ends[parent] for parent in parents if parent in self._ends)])
 
     def _wait_for_all(self) -> None:
         """Raises the first failure."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xray.cli.lineage import BAD_INPUT, Output, Ref, Tracking, checked
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 

@@ -24,7 +24,7 @@ from xray.cli.lineage import BROKEN, Output, Tracking, checked
 from xray.deployments.local_services import Health, running_ray
 from xray.deployments.server_home import LOOPBACK, clients_address
 from xray.tasks.preflight import check_ray_address, is_loopback
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving import NotServedError
