@@ -23,6 +23,7 @@ from prefect.input import RunInput
 from prefect.runtime import deployment
 from prefect_ray import RayTaskRunner
 from pydantic import Field
+from xray_runtime.stages.spec import StagePlan
 
 from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
 from xray.tasks.stage import RunContext, forwarded_variables
@@ -30,11 +31,10 @@ from xray.tasks.workspace import saved_config
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
-from xray_runtime.lineage.audit.registry import Snapshot
+from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import NotPromoted, Review
-from xray_runtime.lineage.reference import Place, open_place, resolve
-from xray_runtime.stages.spec import StagePlan
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.store.identity import digest, stage_key
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.pool import open_worker_pool
@@ -89,7 +89,7 @@ def promote(
                 alone = gates.model_copy(update={"max_regression": None})
                 promotion.review(place, node, name=name, gates=alone, public=public)
                 compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri)
-                place = open_place(root, place.tracking_uri)
+                place = open_lineage_store(root, place.tracking_uri)
                 comparison = _compared(place, node, champion.checkpoint)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
@@ -121,7 +121,7 @@ def rollback(
     """Make the previous champion of `name` champion again, if its audit is sound; by whom and why is recorded."""
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    decision = promotion.roll_back(open_place(root, tracking_uri), name=name, by=by, note=note, public=public)
+    decision = promotion.roll_back(open_lineage_store(root, tracking_uri), name=name, by=by, note=note, public=public)
     _publish(f"**{_escape(by)} rolled {name} back to version {decision.version}:** {_escape(note)}", root)
     return {"name": name, "version": decision.version, "checkpoint": decision.checkpoint}
 
@@ -140,7 +140,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
     """
     root = Path(output).absolute()
-    place = open_place(root, tracking_uri)
+    place = open_lineage_store(root, tracking_uri)
     assert place.tracking_uri is not None
     plan, roles = _plan(place, place.graph.nodes[candidate], champion)
     numeric = plan.sections["numeric"]
@@ -162,7 +162,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         tags=tags,
         variables=forwarded_variables(),
     )
-    snapshot = Snapshot(place.tracking_uri)
+    snapshot = RegistryView(place.tracking_uri)
     parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
     # Both sides then generate in one process.
     stable = open_worker_pool()
@@ -177,7 +177,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     return result.checkpoint.sha256
 
 
-def review_markdown(seen: Review, place: Place) -> str:
+def review_markdown(seen: Review, place: LineageStore) -> str:
     """What a person should see before deciding."""
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
@@ -209,18 +209,18 @@ def _ask(text: str) -> Approval:
     return answer
 
 
-def _plan(place: Place, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
+def _plan(place: LineageStore, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
     sections, roles = promotion.comparison_spec(place.graph, candidate, champion)
     return StagePlan(STAGE, STAGE, sections, {role: place.graph.nodes[sha].name for role, sha in roles.items()}), roles
 
 
-def _compared(place: Place, candidate: Node, champion: str) -> Node | None:
+def _compared(place: LineageStore, candidate: Node, champion: str) -> Node | None:
     """The comparison of these two under the present code, where it is in the store and in MLflow."""
     assert place.tracking_uri is not None
     plan, roles = _plan(place, candidate, champion)
     key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
     node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
-    return node if node is not None and Snapshot(place.tracking_uri).by_sha.get(node.sha256) else None
+    return node if node is not None and RegistryView(place.tracking_uri).by_sha.get(node.sha256) else None
 
 
 def _publish(text: str, root: Path) -> None:

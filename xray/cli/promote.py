@@ -56,14 +56,14 @@ def promote(
 
 def _check(output: Path, candidate: str | None, note: str | None, gates: list[str], tracking_uri: str | None) -> None:
     """Notice bad input before a server is started for it."""
-    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
 
     for entry in gates:
         if not entry.startswith(GATES):
             raise ConfigError(f"--set {entry!r} is not allowed: must be {GATES}GATE=VALUE")
     if note is None and not sys.stdin.isatty():
         raise ConfigError("--note: is required where nobody can be asked")
-    open_place(output, tracking_uri)
+    open_lineage_store(output, tracking_uri)
     saved_config(output, gates)
     if candidate is not None:
         resolve(candidate, output, tracking_uri)

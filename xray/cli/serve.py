@@ -107,7 +107,7 @@ def _chosen(order: _Order) -> tuple[str | None, Choice]:
     else:
         assert order.output is not None
         choice = champion(name, order.output, order.tracking_uri)
-    saved_config(choice.place.output)
+    saved_config(choice.store.output)
     require_sound(choice, order.public)
     return name, choice
 
@@ -147,7 +147,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
     from xray_runtime.serving.replica import ServedModel
     from xray_runtime.workers.placement import device
 
-    place = choice.place
+    place = choice.store
     runtime = saved_config(place.output).runtime
 
     def model(choice: Choice, generation: int) -> ServedModel:

@@ -25,9 +25,9 @@ from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.lineage.attestation import attest, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
-from xray_runtime.lineage.audit.registry import Snapshot
+from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS
@@ -51,7 +51,7 @@ class Published:
     is_new: bool
 
 
-def publish(place: Place, project: str, by: str) -> Published:
+def publish(store: LineageStore, project: str, by: str) -> Published:
     """Publish everything judged in the output directory, unless this very dataset is there already.
 
     Args:
@@ -61,12 +61,12 @@ def publish(place: Place, project: str, by: str) -> Published:
     Raises:
         ConfigError: nothing was judged, or a model that was judged is not in the store.
     """
-    sessions = [session for session in read_sessions(place.output) if session.judgements]
+    sessions = [session for session in read_sessions(store.output) if session.judgements]
     if not sessions:
-        raise ConfigError(f"--output: nothing was judged in {str(place.output / FOLDER)!r}: `xray compare` does that")
-    if place.tracking_uri is None:
-        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(place.output)!r}")
-    parents = _parents(place, sessions)
+        raise ConfigError(f"--output: nothing was judged in {str(store.output / FOLDER)!r}: `xray compare` does that")
+    if store.tracking_uri is None:
+        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(store.output)!r}")
+    parents = _parents(store, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
     sections: dict[str, Any] = {
@@ -75,26 +75,26 @@ def publish(place: Place, project: str, by: str) -> Published:
     }
     key = stage_key(stage=JUDGEMENTS, kind=JUDGEMENTS, sections=sections, parents=_digests(parents))
     stats = _stats(sessions, found)
-    heldout = _held_out(place, parents, found)
-    store = Store(place.output / CHECKPOINTS)
+    heldout = _held_out(store, parents, found)
+    store = Store(store.output / CHECKPOINTS)
     ref = store.find(JUDGEMENTS, key)
-    snapshot = Snapshot(place.tracking_uri)
+    snapshot = RegistryView(store.tracking_uri)
     if ref is not None and snapshot.model_of(ref.sha256) is not None:
         return Published(ref, stats, heldout, is_new=False)
 
     refs = {role: node.reference(snapshot.model_of(node.sha256)) for role, node in parents.items()}
-    tracker = Tracker(place.tracking_uri, project, place.artifacts)
+    tracker = Tracker(store.tracking_uri, project, store.artifacts)
     # Where an attempt before this one was cut short after publishing, its statement names the runs it had begun.
     facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
     parent_run = tracker.start_lifecycle(
-        facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(place.output.absolute())}
+        facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(store.output.absolute())}
     )
     run = tracker.stage_run(parent_run, JUDGEMENTS, key, sections)
     if ref is None:
         facts = RunFacts(
             trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
         )
-        ref = _build(place, store, key, sections, refs, facts, verdicts, found, stats)
+        ref = _build(store, store, key, sections, refs, facts, verdicts, found, stats)
     ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
     run.finish("FINISHED", 1)
     tracker.finish(parent_run, "FINISHED")
@@ -131,20 +131,20 @@ def judged_dataset(config: LifecycleConfig, output: Path) -> Node | None:
     return Node(sha256, path.resolve(), manifest)
 
 
-def _parents(place: Place, sessions: list[Session]) -> dict[str, Node]:
+def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
     """Role → checkpoint of the models that were judged and of the datasets they were asked from."""
     models = sorted({sha for s in sessions for sha in (s.setup.a, s.setup.b)})
     asked = [s.setup for s in sessions if s.setup.prompts in ("heldout", "train")]
     datasets = sorted({setup.source for setup in asked if setup.source is not None})
     roles = {f"policy-{number}": sha for number, sha in enumerate(models, start=1)}
     roles |= {"dataset" if len(datasets) == 1 else f"dataset-{n}": sha for n, sha in enumerate(datasets, start=1)}
-    missing = [sha[:12] for sha in roles.values() if sha not in place.graph.nodes]
+    missing = [sha[:12] for sha in roles.values() if sha not in store.graph.nodes]
     if missing:
         raise ConfigError(
-            f"--output: {', '.join(missing)} was judged and is not in {str(place.output / CHECKPOINTS)!r}: bring it "
-            f"back, or move the sessions that judged it out of {str(place.output / FOLDER)!r}"
+            f"--output: {', '.join(missing)} was judged and is not in {str(store.output / CHECKPOINTS)!r}: bring it "
+            f"back, or move the sessions that judged it out of {str(store.output / FOLDER)!r}"
         )
-    return {role: place.graph.nodes[sha] for role, sha in roles.items()}
+    return {role: store.graph.nodes[sha] for role, sha in roles.items()}
 
 
 def _digests(parents: dict[str, Node]) -> dict[str, str]:
@@ -168,15 +168,15 @@ def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str,
     return {"pairs": len(found), "judgements": len(stand), **counts, "judges": people}
 
 
-def _held_out(place: Place, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
-    prompts = Prompts(place.graph)
+def _held_out(store: LineageStore, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
+    prompts = Prompts(store.graph)
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
     heldout = {text for node in datasets for text in prompts.of(node.sha256, "heldout") or ()}
     return sum(prompt_text(pair.prompt) in heldout for pair in found)
 
 
 def _build(
-    place: Place,
+    store: LineageStore,
     store: Store,
     key: str,
     sections: dict[str, Any],
@@ -186,7 +186,7 @@ def _build(
     found: list[PreferenceExample],
     stats: dict[str, Any],
 ) -> CheckpointRef:
-    private_key = signing_key(place.output)
+    private_key = signing_key(store.output)
     record = partial(attest, parents=parents, run=facts, started=datetime.now(UTC), private_key=private_key)
     dataset = parents.get("dataset")
     with store.building(JUDGEMENTS, key) as built:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, printable
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 ASPECTS = ("parents", "config", "data", "code", "versions", "environment", "results")
 
 
-def difference(left: Place, a: Node, right: Place, b: Node) -> dict[str, Any]:
+def difference(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str, Any]:
     """Stages of the same name compared; the two checkpoints themselves whatever their names.
 
     Returns {"a", "b", "same", "only_a", "only_b", "stages": [{"stage", "a", "b", aspect: {field: [a, b]}}]}, where

@@ -18,7 +18,7 @@ from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.contamination import DATASET_KINDS
 from xray_runtime.lineage.decisions import Action, Decision, current, decide
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.stages.spec import SEEN_BY_CHAMPION
 
@@ -56,9 +56,9 @@ class Review:
     """`evaluation` and `comparison` → digest of the checkpoint the gates read."""
 
 
-def champion_of(place: Place, name: str) -> Decision | None:
+def champion_of(store: LineageStore, name: str) -> Decision | None:
     """The decision that made the present champion of the registered model `name`."""
-    return current(place.output).get((name, CHAMPION))
+    return current(store.output).get((name, CHAMPION))
 
 
 def evaluation_of(graph: Graph, policy: str) -> Node | None:
@@ -144,7 +144,7 @@ def check_gates(
 
 
 def review(
-    place: Place,
+    store: LineageStore,
     candidate: Node,
     *,
     name: str,
@@ -158,10 +158,10 @@ def review(
         NotPromoted: the audit found something, or a gate does not hold.
         ConfigError: the candidate is not a version of `name`.
     """
-    version = _version(_uri(place), name, candidate.sha256)
-    _require_sound(place, [candidate, *([comparison] if comparison else [])], public)
-    evaluation = evaluation_of(place.graph, candidate.sha256)
-    champion = champion_of(place, name)
+    version = _version(_uri(store), name, candidate.sha256)
+    _require_sound(store, [candidate, *([comparison] if comparison else [])], public)
+    evaluation = evaluation_of(store.graph, candidate.sha256)
+    champion = champion_of(store, name)
     checked = check_gates(candidate, evaluation, champion.checkpoint if champion else None, comparison, gates)
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
@@ -177,7 +177,7 @@ def review(
     )
 
 
-def promote(place: Place, seen: Review, *, by: str, note: str) -> None:
+def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. Where the candidate is champion already, the aliases follow again.
 
     Args:
@@ -186,18 +186,18 @@ def promote(place: Place, seen: Review, *, by: str, note: str) -> None:
     Raises:
         NotPromoted: another champion was chosen since the review.
     """
-    if champion_of(place, seen.name) != seen.champion:
+    if champion_of(store, seen.name) != seen.champion:
         raise NotPromoted(["another champion was chosen in the meantime; start again"])
     if seen.champion is None or seen.champion.checkpoint != seen.candidate.sha256:
-        _decide_move(place, "promote", seen.name, (seen.version, seen.candidate.sha256), seen.champion, by, note, seen)
-    _follow(place, seen.name)
+        _decide_move(store, "promote", seen.name, (seen.version, seen.candidate.sha256), seen.champion, by, note, seen)
+    _follow(store, seen.name)
 
 
-def decline(place: Place, seen: Review, *, by: str, note: str) -> None:
+def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     """Record that a person said no; no alias moves."""
     decide(
-        place.output,
-        signing_key(place.output),
+        store.output,
+        signing_key(store.output),
         action="decline",
         name=seen.name,
         alias=CHAMPION,
@@ -210,33 +210,33 @@ def decline(place: Place, seen: Review, *, by: str, note: str) -> None:
     )
 
 
-def roll_back(place: Place, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
+def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
     """Make the previous champion champion again; returns the decision it goes back to.
 
     Raises:
         ConfigError: there is no previous champion.
         NotPromoted: its audit found something.
     """
-    decisions = current(place.output)
+    decisions = current(store.output)
     present, before = decisions.get((name, CHAMPION)), decisions.get((name, PREVIOUS))
     if present is None or before is None:
-        raise ConfigError(f"--rollback: {name!r} has no previous champion in {place.output}")
-    if before.checkpoint not in place.graph.nodes:
+        raise ConfigError(f"--rollback: {name!r} has no previous champion in {store.output}")
+    if before.checkpoint not in store.graph.nodes:
         raise NotPromoted([f"the previous champion {before.checkpoint[:12]} is not in the store"])
-    _require_sound(place, [place.graph.nodes[before.checkpoint]], public)
-    _decide_move(place, "rollback", name, (before.version, before.checkpoint), present, by, note, None)
-    _follow(place, name)
+    _require_sound(store, [store.graph.nodes[before.checkpoint]], public)
+    _decide_move(store, "rollback", name, (before.version, before.checkpoint), present, by, note, None)
+    _follow(store, name)
     return before
 
 
-def _require_sound(place: Place, nodes: list[Node], public: Path | None) -> None:
-    broken = audit(place, nodes, public=public).broken
+def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) -> None:
+    broken = audit(store, nodes, public=public).broken
     if broken:
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
 
 
 def _decide_move(
-    place: Place,
+    store: LineageStore,
     action: Action,
     name: str,
     to: tuple[str, str],
@@ -245,12 +245,12 @@ def _decide_move(
     note: str,
     seen: Review | None,
 ) -> None:
-    key = signing_key(place.output)
+    key = signing_key(store.output)
     # The champion last: cut short before it, the same command decides both again.
     moves = ({PREVIOUS: (present.version, present.checkpoint)} if present else {}) | {CHAMPION: to}
     for alias, (version, sha256) in moves.items():
         decide(
-            place.output,
+            store.output,
             key,
             action=action,
             name=name,
@@ -264,19 +264,19 @@ def _decide_move(
         )
 
 
-def _follow(place: Place, name: str) -> None:
+def _follow(store: LineageStore, name: str) -> None:
     """Point MLflow's aliases to what was decided."""
     from xray_runtime.tracking.mlflow_tracker import set_aliases
 
-    decisions = current(place.output)
+    decisions = current(store.output)
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
-    set_aliases(_uri(place), name, decided)
+    set_aliases(_uri(store), name, decided)
 
 
-def _uri(place: Place) -> str:
-    if place.tracking_uri is None:
+def _uri(store: LineageStore) -> str:
+    if store.tracking_uri is None:
         raise ConfigError("--tracking-uri: is required: the output directory has no MLflow store of its own")
-    return place.tracking_uri
+    return store.tracking_uri
 
 
 def _version(uri: str, name: str, sha256: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 MAX_INDENT = 16
@@ -115,13 +115,13 @@ def _entry(graph: Graph, sha: str) -> dict[str, Any]:
     }
 
 
-def write_html(path: Path, place: Place, node: Node, descendants: bool) -> None:
+def write_html(path: Path, store: LineageStore, node: Node, descendants: bool) -> None:
     """One self-contained page: a graph whose boxes lead to what is known of each checkpoint."""
     from jinja2 import Environment, PackageLoader
 
     from xray_runtime.report.html import lineage_graph
 
-    graph = place.graph
+    graph = store.graph
     chosen = selection(graph, node, descendants)
     stages = [
         {

@@ -27,7 +27,7 @@ from xray_runtime.lineage.promotion import (
     review,
     roll_back,
 )
-from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.retention import plan_prune, prune
 
 
@@ -38,7 +38,7 @@ def aliases(output: Path) -> dict[str, str]:
 
 
 def broken(output: Path) -> list[str]:
-    return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_place(output, None)).findings if f.is_broken]
+    return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
 
 
 def promoted(output: Path, stage: str, comparison: str | None = None, **gates: float | None) -> None:
@@ -66,7 +66,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     promoted(output, second_candidate(output), "compare", min_win_rate=0.4, max_regression=0.2)
     assert aliases(output) == {"candidate": "2", "champion": "2", "previous": "1"}
     assert broken(output) == []
-    decision = roll_back(open_place(output, None), name=NAME, by="a person", note="worse than it looked")
+    decision = roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="worse than it looked")
     assert decision.version == "1"
     assert aliases(output) == {"candidate": "2", "champion": "1", "previous": "2"}
     assert broken(output) == []
@@ -115,7 +115,7 @@ def test_a_previous_champion_that_was_changed_is_not_rolled_back_to(fresh: Calla
     weights = next(iter(output.glob("checkpoints/ppo-2-*/model.safetensors")))
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
-        roll_back(open_place(output, None), name=NAME, by="a person", note="")
+        roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
     assert aliases(output)["champion"] == "2"
 
 
@@ -195,7 +195,7 @@ def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     lifecycle = Lifecycle(output).whole()
     lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "dataset": "prepare"})
     lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "dataset": "prepare"})
-    place = open_place(output, None)
+    place = open_lineage_store(output, None)
     plan = plan_prune(place, [])
     assert [node.manifest.stage for node in plan.remove] == ["trial-2", "trial"]
     assert plan.bytes == len(b"trial") + len(b"trial 2")
@@ -225,7 +225,7 @@ def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
         assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
     assert broken(other) == []
     assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
-    assert len(open_place(other, None).graph.nodes) == 9
+    assert len(open_lineage_store(other, None).graph.nodes) == 9
 
 
 def test_a_tampered_bundle_is_named_and_not_imported(fresh: Callable[[], Path], tmp_path: Path) -> None:
@@ -297,4 +297,4 @@ def test_places_without_mlflow_are_told_so(fresh: Callable[[], Path]) -> None:
     output = fresh()
     place, node = resolve("ppo-2", output, None)
     with pytest.raises(ConfigError, match="--tracking-uri"):
-        review(Place(place.output, place.graph, None), node, name=NAME, gates=PromotionConfig())
+        review(LineageStore(place.output, place.graph, None), node, name=NAME, gates=PromotionConfig())

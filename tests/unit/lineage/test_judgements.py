@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xray_runtime.stages.spec import StageSpec
 
 from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
 from tests.unit.lineage.test_commands import place, xray
@@ -20,17 +21,16 @@ from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import judged_dataset, publish
 from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import Snapshot
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.stages import preferences
-from xray_runtime.stages.spec import StageSpec
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 
 
 def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Session:
     """Somebody compared sft and ppo-2 on questions of that side."""
-    nodes = {node.manifest.stage: node for node in open_place(output, None).graph.nodes.values()}
+    nodes = {node.manifest.stage: node for node in open_lineage_store(output, None).graph.nodes.values()}
     setup = Setup(
         a=nodes["sft"].sha256,
         b=nodes["ppo-2"].sha256,
@@ -51,7 +51,7 @@ def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Se
 
 
 def published(output: Path) -> Path:
-    return publish(open_place(output, None), "synthetic", "ada").checkpoint.path
+    return publish(open_lineage_store(output, None), "synthetic", "ada").checkpoint.path
 
 
 def of(path: Path | str) -> LifecycleConfig:
@@ -60,8 +60,8 @@ def of(path: Path | str) -> LifecycleConfig:
 
 def continued(output: Path) -> Lifecycle:
     """The lifecycle in `output`, for more stages; they name those there by stage."""
-    life, there = Lifecycle(output), open_place(output, None)
-    snapshot = Snapshot(there.tracking_uri or "")
+    life, there = Lifecycle(output), open_lineage_store(output, None)
+    snapshot = RegistryView(there.tracking_uri or "")
     life.done = {n.manifest.stage: n.reference(snapshot.model_of(sha)) for sha, n in there.graph.nodes.items()}
     return life
 
@@ -69,7 +69,7 @@ def continued(output: Path) -> Lifecycle:
 def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> None:
     output = fresh()
     judge(output)
-    first = publish(open_place(output, None), "synthetic", "ada")
+    first = publish(open_lineage_store(output, None), "synthetic", "ada")
     assert first.is_new
     assert first.heldout == 0
     assert first.stats == {
@@ -77,16 +77,16 @@ def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> Non
     }  # fmt: skip
     found = [(p.chosen, p.rejected) for p in read_preferences(first.checkpoint.path / "pairs.jsonl")]
     assert found == [("a0", "b0"), ("b1", "a1"), ("a5", "b5")]
-    again = publish(open_place(output, None), "synthetic", "bob")
+    again = publish(open_lineage_store(output, None), "synthetic", "bob")
     assert (again.is_new, again.checkpoint.sha256) == (False, first.checkpoint.sha256)
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [f for f in result.findings if f.is_broken] == []
     assert result.checkpoints == 9
     # More judgements make another dataset, beside the first.
     judge(output, "heldout", range(50, 56))
-    more = publish(open_place(output, None), "synthetic", "ada")
+    more = publish(open_lineage_store(output, None), "synthetic", "ada")
     assert (more.stats["pairs"], more.heldout) == (6, 3)
-    assert audit(open_place(output, None)).is_sound
+    assert audit(open_lineage_store(output, None)).is_sound
 
 
 def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
         patch.setattr("xray_runtime.tracking.mlflow_tracker.StageRun.log_checkpoint", lost)
         with pytest.raises(KeyboardInterrupt):
             published(output)
-    assert "mlflow-model-missing" in {f.code for f in audit(open_place(output, None)).findings}
+    assert "mlflow-model-missing" in {f.code for f in audit(open_lineage_store(output, None)).findings}
     published(output)
-    assert audit(open_place(output, None)).is_sound
+    assert audit(open_lineage_store(output, None)).is_sound
 
 
 @pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.jsonl", "stats.json"])
@@ -112,7 +112,7 @@ def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> N
     directory = published(output)
     content = (directory / name).read_text()
     (directory / name).write_text(content.replace("a", "b", 1))
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [(f.code, f.detail) for f in result.findings if f.is_broken] == [("file-changed", f"{name} was changed")]
     with pytest.raises(ConfigError, match=f"is not what was published: {name} was changed"):
         judged_dataset(of(directory), output)
@@ -131,7 +131,7 @@ def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_p
     tree = xray("lineage", reward.path).output
     assert f"judgements: judgements {node.sha256[:12]}  (3 pairs)" in tree
     assert all(f": {stage} {life.done[stage].sha256[:12]}" in tree for stage in ("sft", "ppo-2", "prepare"))
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [f for f in result.findings if f.is_broken] == []
     # It travels, and what people said is never pruned.
     assert "11 checkpoints" in xray("export", reward.path, tmp_path / "reward.tar").output
@@ -176,7 +176,7 @@ def test_the_stage_reads_its_pairs_and_leaves_out_what_is_held_out(fresh: Callab
     directory = published(output)
     node = judged_dataset(of(directory), output)
     assert node is not None
-    prepare = next(n for n in open_place(output, None).graph.nodes.values() if n.manifest.stage == "prepare")
+    prepare = next(n for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.stage == "prepare")
     config = of(directory).preferences.model_copy(update={"heldout_fraction": 0.5})
     spec = StageSpec(
         name="preferences",
@@ -203,7 +203,7 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
     life.add("prepare-2", "prepare", data, {}, {"seed": 2})
     files = {"config.json": b"{}", "model.safetensors": weights("second")}
     life.add("sft-2", "sft", files, {"dataset": "prepare-2"}, {"seed": 2})
-    there = open_place(output, None)
+    there = open_lineage_store(output, None)
     nodes = {node.manifest.stage: node for node in there.graph.nodes.values()}
     setup = judge(output, "heldout", range(50, 56)).setup
     alone = of_dataset(there, [nodes["sft"]], setup)

@@ -16,12 +16,12 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.keys import NEXT, read_rotations, rotate, trusted_keys
-from xray_runtime.lineage.reference import open_place, resolve
+from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.signing import KEY_VARIABLE, make_key, public_bytes, signing_key
 
 
 def codes(output: Path, public: Path | None = None) -> set[str]:
-    return {f.code for f in audit(open_place(output, None), public=public).findings if f.is_broken}
+    return {f.code for f in audit(open_lineage_store(output, None), public=public).findings if f.is_broken}
 
 
 def copy_of_key(output: Path, name: str) -> Path:
@@ -105,7 +105,7 @@ def test_a_thief_of_a_retired_key_cannot_name_a_new_one(fresh: Callable[[str], P
     # The thief has the old key, and has another take over from it.
     rotated(thief)
     shutil.copytree(thief / "keys" / "retired", output / "keys" / "retired", dirs_exist_ok=True)
-    found = audit(open_place(output, None)).findings
+    found = audit(open_lineage_store(output, None)).findings
     assert {f.code for f in found if f.is_broken} == {"rotation-broken", "signature-foreign", "decision-broken"}
     assert len(trusted_keys(output)) == 1
 
