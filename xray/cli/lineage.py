@@ -67,16 +67,17 @@ def diff(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.diff import difference, difference_text
+    from xray_runtime.lineage.diff import diff as compute_diff
+    from xray_runtime.lineage.diff import diff_text
     from xray_runtime.lineage.reference import resolve
 
     left = checked(lambda: resolve(first, output, tracking_uri))
     right = checked(lambda: resolve(second, output, tracking_uri))
-    content = difference(*left, *right)
+    content = compute_diff(*left, *right)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
-        sys.stdout.writelines(line + "\n" for line in difference_text(content))
+        sys.stdout.writelines(line + "\n" for line in diff_text(content))
 
 
 def audit(

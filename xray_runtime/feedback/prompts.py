@@ -12,7 +12,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.sources import asked, read_records
 from xray_runtime.feedback.session import Setup
-from xray_runtime.lineage.audit.contamination import DATASET_KINDS, Prompts
+from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.seeding import derive_seed
@@ -57,7 +57,7 @@ def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Me
         prompts = Prompts(store.graph)
         for sha in store.graph.ancestors([model.sha256 for model in models]):
             node = store.graph.nodes.get(sha)
-            if node is not None and node.manifest.kind in DATASET_KINDS:
+            if node is not None and node.is_data:
                 for text in prompts.of(sha, "train") or ():
                     found.pop(text, None)
     order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))

@@ -10,11 +10,10 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare, has_login, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
 
-LANGUAGE_MODELS = ("base", "sft", "ppo")
-"""Kinds of checkpoint that reply to a prompt."""
 ALLOWED = (
     "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
     "registered model NAME@ALIAS or NAME/VERSION"
@@ -75,7 +74,7 @@ def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tu
     if output is None:
         raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
     store = open_lineage_store(output, tracking_uri)
-    return store, _in_store(reference, store)
+    return store, find(reference, store)
 
 
 def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageStore, Node]:
@@ -114,10 +113,11 @@ def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) 
         raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {bare(uri)}")
     sha256, directory = found
     store = open_lineage_store(output or directory.parent.parent, uri)
-    return store, _in_store(sha256, store)
+    return store, find(sha256, store)
 
 
-def _in_store(reference: str, store: LineageStore) -> Node:
+def find(reference: str, store: LineageStore) -> Node:
+    """The one checkpoint of `store` of this sha256 (or its start), stage or directory name. Raises ConfigError."""
     nodes = store.graph.nodes
     if re.fullmatch(r"[0-9a-f]{6,64}", reference):
         matches = [node for sha, node in nodes.items() if sha.startswith(reference)]
@@ -133,9 +133,8 @@ def _in_store(reference: str, store: LineageStore) -> Node:
 
 
 def require_language_model(node: Node) -> None:
-    """Raises ConfigError where a checkpoint is no model that replies."""
-    if node.manifest.kind not in LANGUAGE_MODELS:
-        raise ConfigError(
-            f"REF: {node.name} is not allowed: it is a checkpoint of kind {node.manifest.kind!r}; must be one of "
-            f"{', '.join(LANGUAGE_MODELS)}"
-        )
+    """Raises ConfigError where a checkpoint is no model that replies, by its type; where that is not known here, by
+    its files."""
+    type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
+    if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
+        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__} that replies")

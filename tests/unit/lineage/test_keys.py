@@ -41,7 +41,7 @@ def test_old_and_new_records_verify_from_either_key(fresh: Callable[[], Path]) -
     rotated(output)
     assert old not in [path.read_bytes() for path in (output / "keys").rglob("*") if path.is_file()]
     lifecycle = Lifecycle(output).whole()
-    lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "dataset": "prepare"})
+    lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "prompts": "prepare"})
     assert codes(output) == set()
     assert [key.until is None for key in trusted_keys(output)].count(True) == 1
     for public in (first, second, output / "keys" / "signing.pub"):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.attestation import statement_sha256
-from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.decisions import current, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG, MAX_PARAM_CHARS, PARENT_TAG, flatten
 
 PAGE = 1000
@@ -197,7 +197,7 @@ def _model_params(node: Node, digest: str | None) -> dict[str, str]:
 
 def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     manifest = node.manifest
-    expected = {k: v[:MAX_PARAM_CHARS] for k, v in (flatten(manifest.sections) | {"key": manifest.key}).items()}
+    expected = {k: v[:MAX_PARAM_CHARS] for k, v in (flatten(manifest.config) | {"key": manifest.key}).items()}
     params = run.data.params
     differing = sorted(name for name in {*expected, *params} if params.get(name) != expected.get(name))
     if differing:
@@ -206,7 +206,7 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     differing = sorted(name for name, value in tags.items() if run.data.tags.get(name) != value)
     if differing:
         yield Finding(node.name, "mlflow-run-changed", f"tags of run {run.info.run_id}: {', '.join(differing)}")
-    if manifest.kind in RESULTS and run.data.tags.get("xray.cached") != "true":
+    if node.kind is not None and node.kind.sides and run.data.tags.get("xray.cached") != "true":
         yield from _check_metrics(run.data.metrics, node)
 
 
@@ -249,12 +249,7 @@ def _check_registry(
     snapshot: RegistryView, store: LineageStore, audited: set[str], everything: bool
 ) -> Iterator[Finding]:
     decisions = current(store.output)
-    judged = {
-        sha
-        for sha in audited
-        for role, child in store.graph.children.get(sha, [])
-        if role == "policy" and store.graph.nodes[child].manifest.kind == "evaluate"
-    }
+    judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
     for (name, number), version in sorted(snapshot.versions.items()):
         said: str | None = version.tags.get("xray.sha256")
         label = f"{name}/{number}"
