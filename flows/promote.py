@@ -31,10 +31,11 @@ from xray.tasks.stage import RunContext, forwarded_variables
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
-from xray_runtime.lineage.audit.registry import Snapshot
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import NotPromoted, Review
-from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.lineage.promotion import Review
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.store.identity import digest, stage_key
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.pool import open_worker_pool
@@ -69,28 +70,28 @@ def promote(
     Args:
         output: output directory of the lifecycle.
         candidate: as in `xray lineage`; by default what has the alias `candidate`.
-        gates: by default the section `promotion` of the config the directory was last run with.
+        gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its evaluation
+            has on record.
 
     Raises:
         NotPromoted: the audit, a gate or a person stopped it.
     """
     root = Path(output).absolute()
-    config = saved_config(root)
-    gates = gates or config.promotion
     public = Path(public_key) if public_key else None
     place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
     try:
         comparison = None
         champion = promotion.champion_of(place, name)
-        if champion is not None and champion.checkpoint != node.sha256 and gates.max_regression is not None:
-            comparison = _compared(place, node, champion.checkpoint)
+        others = champion if champion is not None and champion.checkpoint != node.sha256 else None
+        if others is not None and gates_for(place, node, gates, public).config.max_regression is not None:
+            comparison = _compared(place, node, others.checkpoint)
             if comparison is None:
                 # Nothing is computed for a candidate that cannot pass.
-                alone = gates.model_copy(update={"max_regression": None})
+                alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
                 promotion.review(place, node, name=name, gates=alone, public=public)
-                compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri)
-                place = open_place(root, place.tracking_uri)
-                comparison = _compared(place, node, champion.checkpoint)
+                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri)
+                place = open_lineage_store(root, place.tracking_uri)
+                comparison = _compared(place, node, others.checkpoint)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
         answer = _ask(text)
@@ -108,6 +109,7 @@ def promote(
         "version": seen.version,
         "checkpoint": node.sha256,
         "gates": [gate.model_dump() for gate in seen.gates],
+        "gates_from": seen.gates_from,
         "evidence": seen.evidence,
         "by": answer.name,
         "note": answer.note,
@@ -121,7 +123,7 @@ def rollback(
     """Make the previous champion of `name` champion again, if its audit is sound; by whom and why is recorded."""
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    decision = promotion.roll_back(open_place(root, tracking_uri), name=name, by=by, note=note, public=public)
+    decision = promotion.roll_back(open_lineage_store(root, tracking_uri), name=name, by=by, note=note, public=public)
     _publish(f"**{_escape(by)} rolled {name} back to version {decision.version}:** {_escape(note)}", root)
     return {"name": name, "version": decision.version, "checkpoint": decision.checkpoint}
 
@@ -140,7 +142,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
     """
     root = Path(output).absolute()
-    place = open_place(root, tracking_uri)
+    place = open_lineage_store(root, tracking_uri)
     assert place.tracking_uri is not None
     plan, roles = _plan(place, place.graph.nodes[candidate], champion)
     numeric = plan.sections["numeric"]
@@ -162,7 +164,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         tags=tags,
         variables=forwarded_variables(),
     )
-    snapshot = Snapshot(place.tracking_uri)
+    snapshot = RegistryView(place.tracking_uri)
     parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
     # Both sides then generate in one process.
     stable = open_worker_pool()
@@ -177,7 +179,7 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     return result.checkpoint.sha256
 
 
-def review_markdown(seen: Review, place: Place) -> str:
+def review_markdown(seen: Review, place: LineageStore) -> str:
     """What a person should see before deciding."""
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
@@ -185,14 +187,16 @@ def review_markdown(seen: Review, place: Place) -> str:
         f"The present champion: {champion}. The audit is sound and every gate holds:",
         "",
         *(f"- {gate.name}: {_escape(gate.reason)}" for gate in seen.gates),
+        "",
+        f"The gates are {_escape(seen.gates_from)}.",
     ]
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
-    sides = ("champion", "candidate") if shown.manifest.kind == STAGE else ("before", "after")
     # Of a table, the narrow dialog that asks would show the prompts alone.
     for sample in samples:
         lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
-        lines += [f"- {side}: {_escape(str(sample.get(side, '')))}" for side in sides]
+        sides = [key for key in sample if key != "prompt" and not key.startswith(("reward_", "gold_"))]
+        lines += [f"- {side}: {_escape(str(sample[side]))}" for side in sides]
     return "\n".join(lines)
 
 
@@ -209,18 +213,18 @@ def _ask(text: str) -> Approval:
     return answer
 
 
-def _plan(place: Place, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
+def _plan(place: LineageStore, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
     sections, roles = promotion.comparison_spec(place.graph, candidate, champion)
     return StagePlan(STAGE, STAGE, sections, {role: place.graph.nodes[sha].name for role, sha in roles.items()}), roles
 
 
-def _compared(place: Place, candidate: Node, champion: str) -> Node | None:
+def _compared(place: LineageStore, candidate: Node, champion: str) -> Node | None:
     """The comparison of these two under the present code, where it is in the store and in MLflow."""
     assert place.tracking_uri is not None
     plan, roles = _plan(place, candidate, champion)
     key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
     node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
-    return node if node is not None and Snapshot(place.tracking_uri).by_sha.get(node.sha256) else None
+    return node if node is not None and RegistryView(place.tracking_uri).by_sha.get(node.sha256) else None
 
 
 def _publish(text: str, root: Path) -> None:

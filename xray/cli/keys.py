@@ -59,10 +59,10 @@ def _usable(call: Callable[[], T]) -> T:
 
 def _rotate(output: Path, by: str, note: str, new_key: Path | None) -> None:
     from xray_runtime.lineage.keys import rotate as run_rotate
-    from xray_runtime.lineage.reference import open_place
+    from xray_runtime.lineage.reference import open_lineage_store
     from xray_runtime.lineage.signing import public_key
 
-    open_place(output, None)
+    open_lineage_store(output, None)
     with file_lock(output):
         require_no_run(output)
         rotation = _usable(lambda: run_rotate(output, by=by, note=note, new_key=new_key))
