@@ -8,27 +8,24 @@ audited just before, and asks again where that is not what the person was shown.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment
-from prefect_ray import RayTaskRunner
 from pydantic import Field
-from xray_runtime.stages.spec import StagePlan
 
-from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
-from xray.tasks.output_directory import saved_config
-from xray.tasks.stage import RunContext, forwarded_variables
+from xray.tasks.output_directory import DIGESTS, saved_config
+from xray.tasks.task_runner import task_runner
+from xray.tasks.workspace import Workspace
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.audit.registry import RegistryView
@@ -36,9 +33,10 @@ from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import Review
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.store.identity import digest, stage_key
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.workers.pool import open_worker_pool
+from xray_runtime.stages.identify import identify
+from xray_runtime.stages.kinds import COMPARE
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.identity import digest
 
 STAGE = "compare"
 MAX_SAMPLES = 6
@@ -128,55 +126,37 @@ def rollback(
     return {"name": name, "version": decision.version, "checkpoint": decision.checkpoint}
 
 
-@flow(
-    name="compare",
-    flow_run_name="compare {name}",
-    task_runner=RayTaskRunner(
-        address=os.environ.get("RAY_ADDRESS"), init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}
-    ),
-    persist_result=False,
-)
+@flow(name="compare", flow_run_name="compare {name}", task_runner=task_runner(), persist_result=False)
 def compare(output: str, name: str, candidate: str, champion: str, tracking_uri: str | None = None) -> str:
     """Let candidate and champion (their sha256s) answer the same held-out prompts; returns the comparison's sha256.
 
     It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
     """
     root = Path(output).absolute()
-    place = open_lineage_store(root, tracking_uri)
-    assert place.tracking_uri is not None
-    plan, roles = _plan(place, place.graph.nodes[candidate], champion)
-    numeric = plan.sections["numeric"]
-    runtime = saved_config(root).runtime.model_copy(update=numeric)
-    experiment = name.removesuffix("-policy")
-    tracker = Tracker(place.tracking_uri, experiment, place.artifacts)
-    title = f"compare {candidate[:12]} with {champion[:12]}"
-    tags = prefect_tags()
-    run_id = tracker.start_lifecycle(None, title, plan.sections, "", {"xray.output": str(root)} | tags)
-    flow_run_id, trigger = trigger_of_run()
-    context = RunContext(
-        output=str(root),
-        tracking_uri=place.tracking_uri,
-        experiment=experiment,
-        parent_run_id=run_id,
-        flow_run_id=flow_run_id,
-        trigger=trigger,
-        node=only_node(root),
-        tags=tags,
-        variables=forwarded_variables(),
-    )
-    snapshot = RegistryView(place.tracking_uri)
-    parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
-    # Both sides then generate in one process.
-    stable = open_worker_pool()
-    try:
-        result, _ = run_stage(plan, parents, context, plan.sections["seed"], runtime)
-    except BaseException:
-        tracker.finish(run_id, "FAILED")
-        raise
-    finally:
-        ray.kill(stable)
-    tracker.finish(run_id, "FINISHED")
-    return result.checkpoint.sha256
+    store = open_lineage_store(root, tracking_uri)
+    spec = promotion.comparison_spec(store.graph, store.graph.nodes[candidate], champion)
+    place = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}"
+    place.mkdir(parents=True, exist_ok=True)
+    with Workspace(
+        root,
+        project=name.removesuffix("-policy"),
+        seed=spec.seed,
+        runtime=saved_config(root).runtime.model_copy(update=spec.runtime),
+        record={"compare": candidate, "with": champion},
+        place=place,
+        tracking_uri=store.tracking_uri,
+    ) as workspace:
+        roles = {role: workspace.checkpoint(sha256) for role, sha256 in spec.parents.items()}
+        config = dict(spec.config)
+        rewards = [
+            term["weight"] * roles[term["model"]] if term["model"] is not None else term
+            for term in config.pop("rewards")
+        ]
+        seen = [handle for role, handle in roles.items() if role.partition(".")[0] == promotion.SEEN]
+        compared = COMPARE(
+            roles["policy"], roles["champion"], roles["prompts"], rewards=rewards, seen=seen, name=STAGE, **config
+        )
+    return str(compared.result().sha256)
 
 
 def review_markdown(seen: Review, place: LineageStore) -> str:
@@ -213,18 +193,16 @@ def _ask(text: str) -> Approval:
     return answer
 
 
-def _plan(place: LineageStore, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
-    sections, roles = promotion.comparison_spec(place.graph, candidate, champion)
-    return StagePlan(STAGE, STAGE, sections, {role: place.graph.nodes[sha].name for role, sha in roles.items()}), roles
-
-
-def _compared(place: LineageStore, candidate: Node, champion: str) -> Node | None:
+def _compared(store: LineageStore, candidate: Node, champion: str) -> Node | None:
     """The comparison of these two under the present code, where it is in the store and in MLflow."""
-    assert place.tracking_uri is not None
-    plan, roles = _plan(place, candidate, champion)
-    key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
-    node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
-    return node if node is not None and RegistryView(place.tracking_uri).by_sha.get(node.sha256) else None
+    assert store.tracking_uri is not None
+    spec = promotion.comparison_spec(store.graph, candidate, champion)
+    config = COMPARE.validated(spec.config)
+    runtime = RuntimeConfig.model_validate(spec.runtime)
+    memory = DigestMemory(store.output / DIGESTS)
+    identity, _ = identify(COMPARE, STAGE, config, spec.seed, runtime, spec.parents, {}, memory)
+    node = next((n for n in store.graph.nodes.values() if n.manifest.key == identity.key), None)
+    return node if node is not None and RegistryView(store.tracking_uri).by_sha.get(node.sha256) else None
 
 
 def _publish(text: str, root: Path) -> None:

@@ -26,6 +26,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.states import Completed
 
+from xray.tasks.output_directory import DIGESTS, LOCKS
 from xray.tasks.progress import StageProgress, publish_summary
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_DIVISOR = 64
-DIGESTS = "digests.sqlite"
-"""Digests of files that did not change since they were read."""
-LOCKS = "locks"
 
 
 def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
