@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.stages.common import closed, text_rows
+from xray_runtime.stages.common import text_rows, with_end_of_turn
 from xray_runtime.workers.rows import Rows, balance, merge, num_rows, pad, split, take
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
@@ -125,11 +125,11 @@ def test_rows_of_prompt_and_reply() -> None:
     assert rows["lengths"].tolist() == [3, 4, 1]
 
 
-def test_a_reply_is_closed_once() -> None:
-    assert closed([5, 6], 1) == [5, 6, 1]
-    assert closed([5, 1], 1) == [5, 1]
-    assert closed([1, 5], 1) == [1, 5, 1]
-    assert closed([], 1) == [1]
+def test_a_reply_ends_with_one_end_of_turn() -> None:
+    assert with_end_of_turn([5, 6], 1) == [5, 6, 1]
+    assert with_end_of_turn([5, 1], 1) == [5, 1]
+    assert with_end_of_turn([1, 5], 1) == [1, 5, 1]
+    assert with_end_of_turn([], 1) == [1]
 
 
 def test_loads_are_balanced_by_cost_and_the_same_each_time() -> None:

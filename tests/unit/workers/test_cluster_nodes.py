@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from xray_runtime.stages.spec import StageSpec
 
-from xray.tasks.stage import _check_key
+from xray.tasks.spec import StageSpec
+from xray.tasks.stage import _check_code
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.demand import Demand
-from xray_runtime.store.identity import environment_digest, stage_key
+from xray_runtime.stages.identify import code_of
+from xray_runtime.stages.kinds import PREPARE
+from xray_runtime.store.identity import OTHER_ENVIRONMENT, environment_digest
 from xray_runtime.workers import placement
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 
@@ -28,12 +31,21 @@ def test_a_workhorse_with_other_code_is_refused() -> None:
 
 
 def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
-    parts = {"kind": "base", "sections": {"seed": 0}, "parents": {}}
-    key = stage_key(stage="base", **parts)  # type: ignore[arg-type]
-    spec = StageSpec(name="base", key=key, seed=0, runtime=RuntimeConfig(), **parts)  # type: ignore[arg-type]
-    _check_key(spec)
-    with pytest.raises(ConfigError, match=r"^base on .*: X-ray's code or a library there"):
-        _check_key(spec.model_copy(update={"key": "0" * 64}))
+    code = code_of(PREPARE)
+    spec = StageSpec(
+        name="chats",
+        kind="prepare",
+        module=PREPARE.registered_in,
+        config={},
+        seed=0,
+        runtime=RuntimeConfig(),
+        code=code,
+    )
+    _check_code(spec, PREPARE)
+    there = f"^chats on .*: {re.escape(OTHER_ENVIRONMENT)}"
+    for other in ({"xray_runtime.seeding": "0" * 64}, {"xray_runtime.only_there": "0" * 64}):
+        with pytest.raises(ConfigError, match=rf"{there} \({re.escape(next(iter(other)))}\)$"):
+            _check_code(spec.model_copy(update={"code": code | other}), PREPARE)
 
 
 def test_a_node_in_place_of_a_lost_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
