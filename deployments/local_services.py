@@ -181,7 +181,7 @@ def _prefect(output: Path) -> Iterator[Service]:
             name="prefect",
             title="Prefect",
             command=[*PREFECT_SERVER, f"--host={LOOPBACK}", f"--port={port}"],
-            environment=environment | prefect_database(database),
+            environment=environment | _database(database),
             log=output / "logs" / f"{directory.name}-server.log",
             address=variables["PREFECT_API_URL"],
             health=variables["PREFECT_API_URL"] + "/health",
@@ -194,8 +194,7 @@ def _prefect(output: Path) -> Iterator[Service]:
             service.stop()
 
 
-def prefect_database(path: Path) -> dict[str, str]:
-    """The variable that tells a Prefect server to use the SQLite database `path`."""
+def _database(path: Path) -> dict[str, str]:
     return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}"}
 
 
@@ -203,7 +202,7 @@ def _make_prefect_database(environment: Mapping[str, str], path: Path) -> None:
     others = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
     subprocess.run(
         [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
-        env=others | QUIET | prefect_database(path) | {"PREFECT_HOME": str(path.parent)},
+        env=others | QUIET | _database(path) | {"PREFECT_HOME": str(path.parent)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=True,
