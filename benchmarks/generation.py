@@ -25,8 +25,8 @@ from xray_runtime.config.base import FreshBase
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.workers.rows import Rows, pad
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.rows import Rows, pad
 from xray_runtime.workers.whole_model import open_models
 
 ENGINES = {

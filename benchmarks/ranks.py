@@ -15,8 +15,8 @@ from typing import Any
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.rows import Rows, split
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows, split
 from xray_runtime.workers.workhorse import Rank
 
 PRELOAD = [

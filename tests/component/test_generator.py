@@ -23,9 +23,9 @@ from xray_runtime.errors import root_cause
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective
 from xray_runtime.weights.object_store import WeightTransferError, pack
 from xray_runtime.weights.versioned import StaleWeightsError
-from xray_runtime.workers.rows import pad, take
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import pad, take
 from xray_runtime.workers.whole_model import open_models
 
 ENGINES = {

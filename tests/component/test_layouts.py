@@ -27,8 +27,8 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.rows import Rows
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows
 from xray_runtime.workers.whole_model import open_models
 from xray_runtime.workers.workhorse import Rank
 

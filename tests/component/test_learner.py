@@ -17,8 +17,8 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
-from xray_runtime.workers.rows import Rows, pad, take
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows, pad, take
 from xray_runtime.workers.whole_model import WorkhorseError, open_models
 from xray_runtime.workers.workhorse import Workhorse
 

@@ -26,10 +26,10 @@ from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObjective
 from xray_runtime.weights.object_store import unpack
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.rows import Rows, pad
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows, pad
 from xray_runtime.workers.whole_model import open_models
 
 MEGATRON = {"library": "megatron"}

@@ -20,8 +20,8 @@ from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import trained_so
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.pool import start
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.pool import start
 from xray_runtime.workers.workhorse import Rank
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

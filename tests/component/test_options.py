@@ -20,8 +20,8 @@ from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.rows import Rows
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows
 from xray_runtime.workers.whole_model import open_models
 
 NUM_UPDATES = 3

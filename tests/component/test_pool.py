@@ -24,9 +24,9 @@ from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.demand import Demand
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import PING_SECONDS, find_worker_pool, open_worker_pool
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.whole_model import WholeModel, open_models
 from xray_runtime.workers.workhorse import Workhorse
 

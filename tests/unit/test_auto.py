@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xray_runtime.stages.spec import plan_stages
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -14,7 +15,6 @@ from xray_runtime.config.loading import load_config, validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import choose, choose_layouts, describe
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
-from xray_runtime.stages.spec import plan_stages
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from xray_runtime.stages.spec import StageSpec
 
 from xray.tasks.stage import _check_key
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.demand import Demand
-from xray_runtime.stages.spec import StageSpec
 from xray_runtime.store.identity import environment_digest, stage_key
 from xray_runtime.workers import placement
 from xray_runtime.workers.nodes import WorkerInfo, check_environment

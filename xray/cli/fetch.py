@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from xray.cli.lineage import checked
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import bare, has_login
 

@@ -21,7 +21,7 @@ TORN = "\ufffd"
 def trained_context(graph: Graph, node: Node) -> int | None:
     """How many messages a prompt had in the data a model was trained on; None where it was trained on none of ours."""
     dataset = graph.nodes.get(node.manifest.dataset or "")
-    value = dataset.manifest.sections.get("data", {}).get("context_messages") if dataset is not None else None
+    value = dataset.manifest.config.get("context_messages") if dataset is not None else None
     return value if isinstance(value, int) else None
 
 

@@ -24,6 +24,7 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.rows import pad
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.stages.kinds import PreferencesInputs
 
-JUDGED_PAIRS = "pairs.jsonl"
-"""The pairs of a checkpoint of judgements."""
 GENERATION_BATCH = 512
 
 

@@ -104,7 +104,7 @@ class Tracker:
         parent_run_id: str,
         stage: str,
         key: str,
-        sections: Mapping[str, Any],
+        config: Mapping[str, Any],
         more_tags: Mapping[str, str] | None = None,
     ) -> StageRun:
         """The child run of `stage`: the same one for every attempt at the same key."""
@@ -117,7 +117,7 @@ class Tracker:
         else:
             tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage, **(more_tags or {})}
             run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
-            self._params(run.info.run_id, flatten(sections) | {"key": key})
+            self._params(run.info.run_id, flatten(config) | {"key": key})
         return StageRun(self, run.info.run_id)
 
     def page(self, run_id: str) -> str | None:
