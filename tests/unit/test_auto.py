@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xray_runtime.stages.spec import plan_stages
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.base import FreshBase, PretrainedBase
