@@ -179,12 +179,12 @@ class Lifecycle:
         win_rate: float = 0.6,
         gold_delta: float = 0.2,
         gates: Mapping[str, float | None] | None = None,
-        **numbers: Any,
+        numbers: Mapping[str, Any] | None = None,
     ) -> CheckpointRef:
         """`numbers` replace those of evaluation.json."""
         roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
         files = evaluation_files(asked, win_rate, gold_delta)
-        files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | numbers).encode()
+        files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | dict(numbers or {})).encode()
         ref = self.add(stage, "evaluate", files, roles, judged_by(asked), gates=gates)
         publish_card(ref.path, self.done[policy].path)
         return ref
