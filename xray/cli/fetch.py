@@ -48,7 +48,8 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
     if storage is not None and has_login(storage):
         raise ConfigError(
-            f"--storage: a login before {strip_credentials(storage)!r} is not allowed: credentials come from the environment"
+            f"--storage: a login before {strip_credentials(storage)!r} is not allowed: credentials come from the "
+            "environment"
         )
     url = storage or saved_config(output).runtime.storage
     if url is None:
