@@ -19,6 +19,7 @@ from xray.cli.runner import BAD_INPUT
 from xray.cli.serve import serve
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import quiet_environment
+from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.preflight import check_ray_address
 from xray.tasks.workspace import CONFIG, file_lock
 from xray_runtime.config.loading import check_storage, load_config, resolved_yaml
@@ -71,7 +72,7 @@ def run(
         if not os.environ.get("RAY_ADDRESS"):
             # What is asked of a cluster of its own is asked once the run is connected to it.
             here = this_machine(resolved.runtime.device)
-            check_config(resolved, here.device, [local_node(here)])
+            check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
         check_storage(resolved)
         judged_dataset(resolved, directory)
         if fresh:
