@@ -12,6 +12,7 @@ from rich.console import Console
 
 from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
+from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.search import load_search, search_space
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray_runtime.config.loading import load_config, resolved_yaml
@@ -61,7 +62,7 @@ def _tune(
         raise ConfigError(f"--output: {str(root)!r} is not a directory")
     if not os.environ.get("RAY_ADDRESS"):
         here = this_machine(resolved.runtime.device)
-        check_config(resolved, here.device, [local_node(here)])
+        check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
     lock = file_lock(root)
