@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from xray_runtime.stages.spec import StageSpec, plan_stages
 
 from tests.component.conftest import TINY
 from xray.tasks.stage import _run_in_memory
 from xray_runtime.config.loading import validate
 from xray_runtime.data.pairs import Example, write_jsonl
 from xray_runtime.errors import StageOutOfMemoryError
-from xray_runtime.stages.spec import StageSpec, plan_stages
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.tracking.recorder import StageRecorder
