@@ -7,6 +7,7 @@ not get everything gives back what it got before the next stage has its turn, so
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from xray_runtime.config.runtime import RuntimeConfig
@@ -109,16 +111,19 @@ class Acquisition:
     def give_back(self, reusable: Sequence[Pingable] = ()) -> None:
         """End the Workhorses; those of the pool whose holder is `reusable` are idle there instead."""
         self._free(reusable)
-        get(self._reservations.end.remote(self._ticket))
+        with contextlib.suppress(RayActorError):
+            get(self._reservations.end.remote(self._ticket))
 
     def _free(self, reusable: Sequence[Pingable] = ()) -> None:
         for workhorse in self._started:
             ray.kill(workhorse)
         self._started.clear()
         if self._pool is not None:
-            for holder in reusable:
-                get(self._pool.release.remote(holder))
-            get(self._pool.kill_leased.remote([request.holder for request in self._requests]))
+            # A pool that has ended took its processes with it.
+            with contextlib.suppress(RayActorError):
+                for holder in reusable:
+                    get(self._pool.release.remote(holder))
+                get(self._pool.kill_leased.remote([request.holder for request in self._requests]))
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()
@@ -143,7 +148,9 @@ class Acquisition:
 
     def _reserve(self) -> dict[str, list[WorkhorseHandle]] | None:
         """Everything, or None, with nothing held."""
-        if not self._fits() and not (evict_idle_workers() and _poll(self._fits, EVICTED_SECONDS)):
+        if not self._is_left():
+            return None
+        if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS)):
             return None
         try:
             found = self._all()
@@ -154,8 +161,16 @@ class Acquisition:
             self._free()
         return found
 
-    def _fits(self) -> bool:
-        """Whether there is room now: by what stages have reserved, and by what Ray says is free."""
+    def _is_left(self) -> bool:
+        """Whether stages have left enough; what idle processes and others hold is not counted."""
+        total, reserved = ray.cluster_resources(), get(self._reservations.reserved.remote())
+        return all(
+            amount <= total.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING
+            for name, amount in _total(self._demands).items()
+        )
+
+    def _is_free(self) -> bool:
+        """Whether Ray has enough for the processes to be started: those that no idle one of the pool stands in for."""
         wanted: Counter[type[Workhorse]] = Counter()
         for request in self._requests:
             if not request.demand.grouped():
@@ -163,15 +178,9 @@ class Acquisition:
         reused = 0
         if self._pool is not None and wanted:
             reused = wanted.total() - get(self._pool.num_missing.remote(dict(wanted), self._runtime))
-        total, free = ray.cluster_resources(), ray.available_resources()
-        reserved = get(self._reservations.reserved.remote())
-        for name, amount in _total(self._demands).items():
-            new = amount - (reused * self._runtime.cpus_per_workhorse if name == "CPU" else 0.0)
-            if amount > total.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING:
-                return False
-            if new > free.get(name, 0.0) + ROUNDING:
-                return False
-        return True
+        new, free = _total(self._demands), ray.available_resources()
+        new["CPU"] = new.get("CPU", 0.0) - reused * self._runtime.cpus_per_workhorse
+        return all(amount <= free.get(name, 0.0) + ROUNDING for name, amount in new.items())
 
     def _all(self) -> dict[str, list[WorkhorseHandle]] | None:
         # The widest bundles first: single ones could leave no node with enough room for them.
@@ -230,10 +239,11 @@ def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
 
 def _total(demands: Sequence[Demand]) -> dict[str, float]:
     """Resource → amount that all `demands` together ask for."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for demand in demands:
-        total.update(demand.each(demand.num_ranks))
-    return dict(total)
+        for name, amount in demand.each(demand.num_ranks).items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
 
 
 def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
