@@ -31,8 +31,8 @@ from xray_runtime.models.objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.rows import Rows, pad
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import Rows, pad
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64

@@ -17,6 +17,8 @@ from xray_runtime.store.identity import digest
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 LIFECYCLE = "lifecycle.json"
 LOCKS = "locks"
+DIGESTS = "digests.sqlite"
+"""Digests of outside files that did not change since they were read."""
 
 
 def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:

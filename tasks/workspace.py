@@ -28,7 +28,6 @@ from prefect.context import FlowRunContext
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from xray_runtime.lineage.adopt import checkpoint_from
 
 from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
 from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
@@ -43,6 +42,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
+from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.keys import exchange_keys
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_call
@@ -146,6 +146,7 @@ class Workspace(Graph):
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
         tags: of the MLflow run.
+        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
     """
 
@@ -161,6 +162,7 @@ class Workspace(Graph):
         record: Mapping[str, Any] | None = None,
         place: Path | None = None,
         tags: Mapping[str, str] | None = None,
+        tracking_uri: str | None = None,
         **defaults: Any,
     ) -> None:
         if not isinstance(runtime, RuntimeConfig):
@@ -170,11 +172,12 @@ class Workspace(Graph):
         self.output = Path(said.output or output).absolute()
         self.project, self.until = project, said.until or until
         self._gates, self._record, self._tags = gates, record, dict(tags or {})
-        self._place = place or self.output
+        self._place, self._address = place or self.output, tracking_uri
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
         self._tasks: dict[str, _Task] = {}
         self._results: dict[str, Any] = {}
+        self._ends: dict[str, float] = {}
         self._failures: dict[str, BaseException] = {}
         self._changed = threading.Condition()
         """Notified when a task was submitted or ended."""
@@ -247,9 +250,10 @@ class Workspace(Graph):
         return stack.enter_context(task_runner())
 
     def _open_tracker(self) -> None:
-        uri = tracking_address()
-        artifacts = None if uri else self.output / "mlartifacts"
-        self.tracking_uri = uri or f"sqlite:///{self.output / 'mlflow.db'}"
+        own = f"sqlite:///{self.output / 'mlflow.db'}"
+        uri = self._address or tracking_address() or own
+        artifacts = None if uri != own else self.output / "mlartifacts"
+        self.tracking_uri = uri
         # Of several processes that make the same new database, all but one fail.
         with FileLock(self.output / LOCKS / "mlflow.lock"):
             self.tracker = Tracker(self.tracking_uri, self.project, artifacts)
@@ -306,10 +310,12 @@ class Workspace(Graph):
             runtime=self.runtime,
             code=code_of(call.kind),
         )
-        options = {"retries": self.runtime.retries, "retry_delay_seconds": self.runtime.retry_delay_s}
+        task = stage.with_options(
+            name=call.name, retries=self.runtime.retries, retry_delay_seconds=self.runtime.retry_delay_s
+        )
         parents = {role: self._parent(handle) for role, handle in call.parents.items()}
         parameters = {"spec": spec, "context": self.context, "parents": parents, "functions": call.functions}
-        self._run_task(call.name, stage.with_options(name=call.name, **options), parameters)
+        self._run_task(call.name, task, parameters)
 
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
         """Make a policy the newest version of a registered model, as `candidate`.
@@ -442,18 +448,23 @@ class Workspace(Graph):
             result: Any = state.result()
             if task.is_stage:
                 result = StageResult.model_validate(result)
-                self.summary.stage_done(task.number, result, time.perf_counter() - task.started)
+                self.summary.stage_done(task.number, result, time.perf_counter() - self._began(name))
                 if self.calls[name].kind.output is Evaluation:
                     self.summary.evaluated(result.checkpoint.path)
             else:
                 self.summary.registered(result)
             with self._changed:
-                self._results[name] = result
+                self._results[name], self._ends[name] = result, time.perf_counter()
                 self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._failures[name] = error
                 self._changed.notify_all()
+
+    def _began(self, name: str) -> float:
+        """When a stage could begin: it was submitted, and its parents were done."""
+        parents = [handle.name for handle in self.calls[name].parents.values()]
+        return max([self._tasks[name].started, *(self._ends[parent] for parent in parents if parent in self._ends)])
 
     def _wait_for_all(self) -> None:
         """Raises the first failure."""

@@ -24,7 +24,7 @@ from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray.deployments.local_services import PrefectServer
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.reference import open_lineage_store
 
 SERVE = """
 from prefect import serve
@@ -151,7 +151,7 @@ def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
     assert {name: d["action"] for name, d in last.items()} == {"yes": "promote", "changed": "register"}
     assert (last["yes"]["by"], last["yes"]["note"]) == ("Ada", "she says yes")
     assert last["yes"]["gates"][0]["name"] == "min_win_rate"
-    assert audit(open_place(outputs["yes"], None)).is_sound
+    assert audit(open_lineage_store(outputs["yes"], None)).is_sound
     assert any("Ada promoted it" in text for text in artifacts(server, runs["yes"]))
     assert any("is not promoted" in text for text in artifacts(server, runs["changed"]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,15 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.component.models import open_models, pids
 from xray_runtime.config.engines import EngineConfig, LayoutConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
-from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.whole_model import WorkhorseError, open_models
+from xray_runtime.workers.rows import Rows, pad, take
 from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
@@ -182,7 +185,7 @@ def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path,
 
 def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, tiny_model: Path) -> None:
     with open_models(RUNTIME, tmp_path / "logs", {"policy": ModelSpec(tiny_model, SFTObjective())}) as models:
-        ray.get(models["policy"].stop.remote())
+        os.kill(pids(models["policy"])[0], signal.SIGKILL)
         with pytest.raises(
             WorkhorseError, match=r"Workhorse 0 of 1 of 'policy' \(.+, pid \d+\) died[\s\S]*policy-0\.log"
         ):
@@ -197,4 +200,4 @@ def test_the_port_of_a_process_group_is_kept_free_for_it(cluster: None) -> None:
     store = torch.distributed.TCPStore(host, port, is_master=True)
     store.set("met", "yes")
     assert torch.distributed.TCPStore(host, port, is_master=False).get("met") == b"yes"
-    workhorse.release()
+    workhorse.unload()

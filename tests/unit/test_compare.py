@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from xray_runtime.stages.spec import SEEN_BY_CHAMPION, StageSpec
 
 from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_jsonl
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.compare import asked_prompts, compare
-from xray_runtime.stages.spec import SEEN_BY_CHAMPION, StageSpec
 from xray_runtime.store.ref import CheckpointRef
 
 CONFIG = EvaluateConfig(num_prompts=8, bootstrap_samples=100)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
+from xray_runtime.stages.spec import plan_stages
 
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages.spec import plan_stages
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xray_runtime.stages.spec import StageSpec
 
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, prompt_text, read_examples
 from xray_runtime.stages.prepare import run
-from xray_runtime.stages.spec import StageSpec
 
 
 class Notes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xray_runtime.feedback.judgements import Question
     from xray_runtime.feedback.session import Session
     from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import Place
+    from xray_runtime.lineage.reference import LineageStore
 
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
@@ -94,9 +94,9 @@ def preferences(
     Exit codes: 0 done, 2 bad input.
     """
     from xray_runtime.feedback.publication import publish
-    from xray_runtime.lineage.reference import open_place
+    from xray_runtime.lineage.reference import open_lineage_store
 
-    place = checked(lambda: open_place(output, tracking_uri))
+    place = checked(lambda: open_lineage_store(output, tracking_uri))
     project = checked(lambda: saved_config(output)).project
     done = checked(lambda: publish(place, project, getpass.getuser()))
     if as_json:
@@ -230,7 +230,7 @@ def _key() -> str:
     return line.strip().lower()
 
 
-def _require_sound(place: Place, models: tuple[Node, Node], console: Console) -> None:
+def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Console) -> None:
     """What is judged here is trained on later: a model that is not what it was must not get that far."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
@@ -241,7 +241,7 @@ def _require_sound(place: Place, models: tuple[Node, Node], console: Console) ->
         raise typer.Exit(BROKEN)
 
 
-def _print_result(result: dict[str, Any], place: Place, console: Console) -> None:
+def _print_result(result: dict[str, Any], place: LineageStore, console: Console) -> None:
     verdicts, rate = result["verdicts"], result["win_rate"]
     console.print()
     if rate is None:

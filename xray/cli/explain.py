@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xray.flows.lifecycle_graph import recorded_graph
+from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.graph import Graph, StageCall, planning
@@ -66,7 +67,7 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
         return "compute", f"parent {unknown[0]} is computed again"
     parents = {role: known.get(handle.name, handle.name) for role, handle in call.parents.items()}
     runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
-    memory = DigestMemory(output / "digests.sqlite")
+    memory = DigestMemory(output / DIGESTS)
     try:
         identity, _ = identify(call.kind, call.name, call.config, call.seed, runtime, parents, call.functions, memory)
     except ValueError as error:

@@ -39,7 +39,8 @@ class RuntimeConfig(Section):
     """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, whatever fsspec knows):
     checkpoints, snapshots, records and results lie there too, and what is there is fetched, never computed again."""
     wait_timeout_s: Positive = 600.0
-    """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
+    """How long a stage waits for devices that others than its own run hold; stages of one run wait for each other as
+    long as it takes. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0

@@ -127,9 +127,11 @@ class StageKind:
     panels: Panels = ()
     """Training curves on its page and in the report."""
     results: str | None = None
-    """The file with the numbers it is run for."""
+    """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
     sides: tuple[str, str] | None = None
     """Of an evaluation: roles of the policy judged and of the one it is held against."""
+    title: str = ""
+    """What it makes, for people: on the model card."""
 
     @property
     def module(self) -> str:

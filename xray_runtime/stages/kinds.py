@@ -26,6 +26,9 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.stages.artifacts import (
+    REWARD_HEAD,
+    VALUE_HEAD,
+    Artifact,
     Comparison,
     Dataset,
     Evaluation,
@@ -91,8 +94,8 @@ class CompareInputs:
     champion: Model
     prompts: Dataset
     rewards: list[RewardModel] = field(default_factory=list)
-    seen: list[Dataset] = field(default_factory=list)
-    """Datasets behind the champion that are not behind the candidate: what they train on is not asked."""
+    seen: list[Artifact] = field(default_factory=list)
+    """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""
 
 
 def _gold(config: Any) -> list[str]:
@@ -145,6 +148,7 @@ PREPARE = register(
         "xray_runtime.stages.prepare:run",
         computes=False,
         outside=lambda config: {"source": config.source},
+        results="stats.json",
     )
 )
 BASE = register(
@@ -155,9 +159,19 @@ BASE = register(
         Model,
         "xray_runtime.stages.base:run",
         outside=lambda config: {"model": config.model},
+        title="the pretrained model that everything starts from",
     )
 )
-FRESH_BASE = register(StageKind("fresh_base", FreshBase, FreshBaseInputs, Model, "xray_runtime.stages.fresh_base:run"))
+FRESH_BASE = register(
+    StageKind(
+        "fresh_base",
+        FreshBase,
+        FreshBaseInputs,
+        Model,
+        "xray_runtime.stages.fresh_base:run",
+        title="a model with random weights, from which everything starts",
+    )
+)
 SFT = register(
     StageKind(
         "sft",
@@ -172,6 +186,7 @@ SFT = register(
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
+        title="supervised fine-tuning on people's replies",
     )
 )
 PREFERENCES = register(
@@ -190,6 +205,7 @@ PREFERENCES = register(
             if isinstance(config, GoldPreferences)
             else config
         ),
+        results="stats.json",
     )
 )
 REWARD_MODEL = register(
@@ -209,6 +225,8 @@ REWARD_MODEL = register(
             ),
             ("gradient norm", ["reward_model/grad_norm"]),
         ],
+        results="reward.json",
+        title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
     )
 )
 PPO = register(
@@ -233,6 +251,7 @@ PPO = register(
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
+        title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
 )
 EVALUATE = register(
