@@ -99,7 +99,7 @@ def _member(owner: Any, name: str) -> Any:
         return annotation
     if models and getattr(annotation, "__origin__", None) in (list, dict):
         return [models[0]]
-    return tuple(models) if len(models) > 1 else owner
+    return owner if not models else models[0] if len(models) == 1 else tuple(models)
 
 
 def _is_model(thing: Any) -> bool:
