@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -93,13 +93,17 @@ def _member(owner: Any, name: str) -> Any:
     field = owner.model_fields.get(name)
     if field is None:
         return owner
-    annotation = field.annotation
-    models = [a for a in get_args(annotation) if _is_model(a)]
-    if _is_model(annotation):
-        return annotation
-    if models and getattr(annotation, "__origin__", None) in (list, dict):
+    models = _models(field.annotation)
+    if models and get_origin(field.annotation) in (list, dict):
         return [models[0]]
     return owner if not models else models[0] if len(models) == 1 else tuple(models)
+
+
+def _models(annotation: Any) -> list[Any]:
+    """The models in an annotation: of a field that may be None, and of a union within one, too."""
+    if _is_model(annotation):
+        return [annotation]
+    return [model for inside in get_args(annotation) for model in _models(inside)]
 
 
 def _is_model(thing: Any) -> bool:
