@@ -394,6 +394,10 @@ class Workspace(Graph):
                 self._changed.wait(POLL_SECONDS)
         return Result(self._results[handle.name], self)
 
+    def has_ended(self, stage: str) -> bool:
+        """Whether a submitted stage is done, or has failed."""
+        return stage in self._results or stage in self._failures
+
     def final_results(self) -> list[Result]:
         """Of the stages that no other stage took, evaluations apart: what the run was for."""
         taken = {

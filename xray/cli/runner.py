@@ -145,22 +145,24 @@ def load_flow(name: str) -> Any:
 
 
 def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
-    from xray.cli.display import LiveStages, LiveTrials
+    from xray.cli.display import LiveTrials
     from xray.tasks.output_directory import CONFIG, SEARCH
     from xray_runtime.config.loading import load_config
 
-    LiveStages(console, job.heartbeat).note("starting Prefect and Ray")
+    display = LiveTrials(console, job.heartbeat)
+    display.note("starting Prefect and Ray")
     with services(job.output, health):
         from xray.flows.search import load_search
         from xray.flows.trials import search_directory
         from xray.flows.tune import tune, watch_here
         from xray.flows.tune_report import print_results
 
+        # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
         config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
-        with LiveTrials(console, job.heartbeat) as live:
-            watch_here.set(live.told)
+        watch_here.set(display.told)
+        with display.watching_trials():
             content: dict[str, Any] = tune(config, search, str(job.output))
     print_results(console, content, search, directory)
     return content
