@@ -58,8 +58,8 @@ def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_login(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command line, and "
-            "the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command "
+            "line, and the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
 
