@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.objects import ConcurrencyOptions
@@ -47,7 +48,7 @@ def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> li
 
 
 def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[str, Any]], version: str) -> None:
-    flow: Any = load_flow_from_entrypoint(preset["entrypoint"])
+    flow: Flow[Any, Any] = load_flow_from_entrypoint(preset["entrypoint"])
     limit, pool = preset.get("concurrency_limit"), preset["work_pool"]
     client.create_deployment(
         client.create_flow(flow),

@@ -107,7 +107,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
         if job.config is not None:
             _run_lifecycle(job, display)
         else:
-            load_flow(str(job.flow))(**job.parameters)
+            run_flow(str(job.flow), job.parameters)
     if not opened:
         raise ConfigError(f"{job.flow}: the flow opened no workspace")
     for workspace in opened:
@@ -142,6 +142,19 @@ def load_flow(name: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{name!r} is not a function")
     return found
+
+
+def run_flow(name: str, parameters: dict[str, Any]) -> None:
+    """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
+    from prefect.exceptions import ParameterBindError, ParameterTypeError
+
+    flow = load_flow(name)
+    try:
+        if hasattr(flow, "validate_parameters"):
+            flow.validate_parameters(parameters)
+    except (ParameterBindError, ParameterTypeError, TypeError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+    flow(**parameters)
 
 
 def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
