@@ -53,6 +53,7 @@ from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.nodes import current_node, is_on_all_nodes, node_addresses, nodes
 from xray_runtime.workers.placement import with_device
@@ -259,6 +260,8 @@ class Workspace(Graph):
         self.tracking_uri = uri
         # Of several processes that make the same new database, all but one fail.
         with FileLock(self.output / LOCKS / "mlflow.lock"):
+            if uri == own:
+                prepare_mlflow_database(self.output / "mlflow.db")
             self.tracker = Tracker(self.tracking_uri, self.project, artifacts)
 
     def _start_run(self, record: dict[str, Any], before: dict[str, Any] | None) -> RunContext:

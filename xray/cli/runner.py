@@ -146,13 +146,13 @@ def load_flow(name: str) -> Any:
 
 def run_flow(name: str, parameters: dict[str, Any]) -> None:
     """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
-    from prefect.exceptions import ParameterBindError, ParameterTypeError
+    from prefect.exceptions import ParameterTypeError, SignatureMismatchError
 
     flow = load_flow(name)
     try:
         if hasattr(flow, "validate_parameters"):
             flow.validate_parameters(parameters)
-    except (ParameterBindError, ParameterTypeError, TypeError) as error:
+    except (ParameterTypeError, SignatureMismatchError, TypeError) as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
     flow(**parameters)
 
