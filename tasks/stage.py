@@ -63,7 +63,7 @@ def stage(
     """
     from xray_runtime.processes import redirect_output
     from xray_runtime.stages.identify import identify
-    from xray_runtime.stages.kind import config_of, find_kind
+    from xray_runtime.stages.kind import config_of, import_kind
     from xray_runtime.store.checkpoints import CHECKPOINTS, Store
     from xray_runtime.store.digest_memory import DigestMemory
     from xray_runtime.store.shared import open_shared
@@ -73,7 +73,7 @@ def stage(
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
     _log_warnings()
-    kind = find_kind(spec.kind, spec.module)
+    kind = import_kind(spec.kind, spec.module)
     if kind is None:
         raise ConfigError(f"{spec.name}: stage kind {spec.kind!r} is unknown on {socket.gethostname()}")
     _check_code(spec, kind)

@@ -21,7 +21,9 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
+from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, pad, take

@@ -93,17 +93,18 @@ def _member(owner: Any, name: str) -> Any:
     field = owner.model_fields.get(name)
     if field is None:
         return owner
-    models = _models(field.annotation)
-    if models and get_origin(field.annotation) in (list, dict):
+    annotation = field.annotation
+    models = _models(annotation)
+    if models and get_origin(annotation) in (list, dict):
         return [models[0]]
-    return owner if not models else models[0] if len(models) == 1 else tuple(models)
+    return (tuple(models) if len(models) > 1 else models[0]) if models else owner
 
 
-def _models(annotation: Any) -> list[Any]:
-    """The models in an annotation: of a field that may be None, and of a union within one, too."""
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, within unions, containers and `Annotated` too."""
     if _is_model(annotation):
         return [annotation]
-    return [model for inside in get_args(annotation) for model in _models(inside)]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
 def _is_model(thing: Any) -> bool:

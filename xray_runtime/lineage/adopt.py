@@ -62,6 +62,21 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
     return node.reference(_model_of(node.sha256, tracking_uri))
 
 
+def sha256_of(ref: str, output: Path) -> str:
+    """The checkpoint that `checkpoint_from` would bring; nothing is brought, and only manifests are read.
+
+    Raises:
+        ConfigError: `ref` names nothing, or several things.
+    """
+    place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
+    if Path(place).is_file():
+        with opened(Path(place), manifests_only=True) as bundle:
+            return (find(name, bundle) if name else _newest(bundle, place)).sha256
+    if name:
+        return find(name, open_lineage_store(Path(place), None)).sha256
+    return resolve(ref, output, None)[1].sha256
+
+
 def _newest(bundle: LineageStore, path: str) -> Node:
     """The one checkpoint of a bundle that nothing was made from but evaluations."""
     graph = bundle.graph

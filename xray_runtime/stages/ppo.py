@@ -26,7 +26,8 @@ from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, lr_at, max_prompt_tokens, text_rows, unique_prompts, with_end_of_turn

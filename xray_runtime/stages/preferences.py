@@ -10,14 +10,10 @@ import numpy as np
 
 from xray_runtime.config.preferences import DatasetPreferences, JudgedPreferences, RatingPreferences, SampledPreferences
 from xray_runtime.data.gold import load_gold
+from xray_runtime.data.heldout import split_by_prompt
+from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
-from xray_runtime.data.preferences import (
-    from_dataset,
-    label_pairs,
-    length_baseline_accuracy,
-    split_by_prompt,
-    split_ratings,
-)
+from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling

@@ -10,7 +10,7 @@ import torch
 
 from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.data.gold import load_function
-from xray_runtime.models.objectives import RewardObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.workers.model_spec import ModelSpec
 
