@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -26,11 +25,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.states import Completed
 
+from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import DIGESTS, LOCKS
 from xray.tasks.progress import StageProgress, publish_summary
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import StageOutOfMemoryError, error_summary, is_cancelled, is_out_of_memory, may_retry
+from xray_runtime.errors import is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from xray_runtime.tracking.recorder import StageRecorder
 
 log = logging.getLogger(__name__)
-
-MAX_DIVISOR = 64
 
 
 def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
@@ -170,7 +168,13 @@ class _Job:
                 for parent in self._parents.values():
                     store.bring(parent)
                 with store.building(spec.name, self.key) as built:
-                    step = self._run_in_memory(built, recorder)
+                    step = run_in_memory(
+                        spec.name,
+                        spec.runtime,
+                        built,
+                        recorder,
+                        lambda runtime: self.kind.run(self._stage(runtime, recorder), built, recorder),
+                    )
                     for outside in self._outside:
                         check_unchanged(outside, memory)
                     checkpoint = store.publish(
@@ -215,14 +219,12 @@ class _Job:
         return self._tracker.stage_run(context.run_id, spec.name, self.key, self.identity.config, context.tags)
 
     def _dataset(self) -> str | None:
-        """The first parent that is data."""
-        from xray_runtime.stages.artifacts import Dataset, Preferences
+        from xray_runtime.stages.artifacts import dataset_of
 
-        data = (Dataset.__name__, Preferences.__name__)
-        return next((parent.sha256 for parent in self._parents.values() if parent.type in data), None)
+        return dataset_of(self._parents.values())
 
     def _facts(self, mlflow_run_id: str, attempts: int) -> Any:
-        from xray_runtime.lineage.statement import RunFacts
+        from xray_runtime.lineage.statement import OutsideSource, RunFacts
 
         context, task_run = self._context, TaskRunContext.get()
         return RunFacts(
@@ -233,39 +235,12 @@ class _Job:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self.kind.sides is not None else None,
-            outside=self._outside,
+            outside=[OutsideSource(field=o.field, name=o.name, kind=o.kind, digest=o.digest) for o in self._outside],
         )
 
-    def _run_in_memory(self, built: Path, recorder: StageRecorder) -> int:
-        """The stage's body; where memory runs out, again from its last snapshot with smaller micro-batches."""
-        runtime, name = self.spec.runtime, self.spec.name
-        while True:
-            try:
-                return self.kind.run(self._stage(runtime, recorder), built, recorder)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                divisor = runtime.micro_batch_divisor * 2
-                if runtime.on_out_of_memory == "fail" or divisor > MAX_DIVISOR:
-                    raise StageOutOfMemoryError(
-                        f"{name}: out of memory ({error_summary(error)}); lower engine.micro_batch_tokens, or raise "
-                        f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
-                    ) from error
-                log.warning(
-                    "%s: out of memory (%s); going on with micro-batches 1/%d as large",
-                    name,
-                    error_summary(error),
-                    divisor,
-                )
-                runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
-                for left in built.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                recorder.begin()
-
     def _stage(self, runtime: Any, recorder: StageRecorder) -> Stage[Any, Any]:
-        from xray_runtime.workers.opening import model_opener
-
         from xray_runtime.stages.kind import Stage
+        from xray_runtime.workers.opening import model_opener
 
         roles = self.kind.roles
         inputs: dict[str, Any] = {}
