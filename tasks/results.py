@@ -41,6 +41,9 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
     except ValidationError:
         log.warning("%s: not the result of a stage; it is not used", path)
         return None
+    if (result.name, result.key) != (name, key):
+        log.warning("%s: the result of another stage; it is not used", path)
+        return None
     checkpoint = store.find(name, key)
     if checkpoint is None:
         return None

@@ -119,6 +119,8 @@ def _newest(store: Path, stage: str) -> Manifest | None:
 def differences(before: Identity, after: Identity) -> list[str]:
     """What changed from one identity to another, a phrase each."""
     changes = []
+    if before.kind != after.kind:
+        changes.append(f"kind {before.kind} → {after.kind}")
     if before.seed != after.seed:
         changes.append(f"seed {before.seed} → {after.seed}")
     for field, old, new in _changed(_flat(before.config), _flat(after.config)):
@@ -138,21 +140,21 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
     return [(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)]
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            flat |= _flat(item, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = item
-    return flat
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Dotted path → value, through mappings and lists."""
+    if not isinstance(value, Mapping | list) or not value:
+        return {path: value} if path else {}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {k: v for name, item in items for k, v in _flat(item, f"{path}.{name}" if path else str(name)).items()}
 
 
 def _show(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     kind, colon, digest = text.strip('"').partition(":")
-    if colon and kind in ("file", "directory", "hub", "package"):
+    if colon and kind in ("file", "directory", "hub"):
         return f"{kind} {digest[:12]}"
+    if colon and kind == "package":
+        return digest
     return text if len(text) <= 40 else text[:37] + "..."
 
 

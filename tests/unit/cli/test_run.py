@@ -1,0 +1,78 @@
+"""`xray run` before anything runs: what is refused comes before anything is moved or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner, Result
+
+from xray.cli import run as module
+from xray.cli.run import run
+
+APP = typer.Typer()
+APP.command()(run)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text("seed: 3\n")
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A directory that an earlier run has left."""
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.yaml").write_text("seed: 1\n")
+    return output
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: object, **kwargs: object) -> int:
+        raise AssertionError("it was about to run")
+
+    monkeypatch.setattr(module, "supervise", start)
+    monkeypatch.setattr(module, "verify_determinism", start)
+
+
+def called(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(APP, [str(argument) for argument in arguments])
+
+
+def unharmed(output: Path) -> bool:
+    return (output / "config.yaml").read_text() == "seed: 1\n" and not list(output.parent.glob("out.before-*"))
+
+
+def test_explaining_changes_nothing(config: Path, output: Path) -> None:
+    result = called(config, "--output", output, "--explain")
+    assert result.exit_code == 0
+    assert "it was never computed here" in result.output
+    assert unharmed(output)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--fresh", "--until", "stf"), "--until: 'stf' is not allowed: must be one of prepare, base, sft,"),
+        (("--fresh", "--explain"), "--explain: does not go with --fresh, which computes every stage"),
+        (("--fresh", "--set", "seed=x"), 'seed: "x" is not allowed: must be a whole number'),
+        (("--verify-determinism", "--until", "stf"), "--until: 'stf' is not allowed"),
+    ],
+)
+def test_bad_input_changes_nothing(options: tuple[str, ...], message: str, config: Path, output: Path) -> None:
+    result = called(config, "--output", output, *options)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert unharmed(output)
+
+
+def test_what_runs_is_written_down(config: Path, output: Path) -> None:
+    assert isinstance(called(config, "--output", output, "--fresh").exception, AssertionError)
+    assert yaml.safe_load((output / "config.yaml").read_text())["seed"] == 3
+    assert (output.with_name("out.before-1") / "config.yaml").read_text() == "seed: 1\n"
