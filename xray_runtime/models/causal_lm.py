@@ -10,16 +10,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
 import transformers
 from torch import nn
 
-from xray_runtime.config.base import FreshBase
 from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
+
+if TYPE_CHECKING:
+    from xray_runtime.config.base import FreshBase
 
 ATTENTION = "sdpa"
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.losses import policy_loss, value_loss
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Tensors, response_logprobs, response_positions, spread
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOStageConfig
 
 
 @dataclass(frozen=True)

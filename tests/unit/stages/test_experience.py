@@ -23,7 +23,13 @@ from xray_runtime.stages.experience import Experience, build_experience, reward_
 from xray_runtime.workers.rows import Rows
 
 KL_COEF = 0.5
-PLAIN = {"gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False, "reward_scaling": "none", "reward_clip": None}
+PLAIN: dict[str, Any] = {
+    "gamma": 0.5,
+    "gae_lambda": 0.5,
+    "whiten_advantages": False,
+    "reward_scaling": "none",
+    "reward_clip": None,
+}
 MASK = [[True, True, False], [True, True, True]]
 SCORES = (2.0, 5.0)
 BOOTSTRAPPED = [[-0.125, 0.5, 0.0], [0.21875, -1.125, 3.5]]
