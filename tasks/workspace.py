@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -52,6 +53,7 @@ from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.nodes import current_node, is_on_all_nodes, node_addresses, nodes
 from xray_runtime.workers.placement import with_device
@@ -193,8 +195,10 @@ class Workspace(Graph):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> bool:
-        super().__exit__()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        super().__exit__(kind, error, trace)
         early = isinstance(error, StoppedEarly)
         error = None if early else error
         try:
@@ -256,6 +260,8 @@ class Workspace(Graph):
         self.tracking_uri = uri
         # Of several processes that make the same new database, all but one fail.
         with FileLock(self.output / LOCKS / "mlflow.lock"):
+            if uri == own:
+                prepare_mlflow_database(self.output / "mlflow.db")
             self.tracker = Tracker(self.tracking_uri, self.project, artifacts)
 
     def _start_run(self, record: dict[str, Any], before: dict[str, Any] | None) -> RunContext:
@@ -390,6 +396,10 @@ class Workspace(Graph):
                 # With a limit: a wait without one cannot be interrupted.
                 self._changed.wait(POLL_SECONDS)
         return Result(self._results[handle.name], self)
+
+    def has_ended(self, stage: str) -> bool:
+        """Whether a submitted stage is done, or has failed."""
+        return stage in self._results or stage in self._failures
 
     def final_results(self) -> list[Result]:
         """Of the stages that no other stage took, evaluations apart: what the run was for."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import validate_as
+from xray_runtime.stages.artifacts import Evaluation, Model
 from xray_runtime.stages.graph import Graph, Handle, current_graph, is_planning
 
 
@@ -31,7 +32,7 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
     if planned is not None:
         runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
         seed = options.pop("seed", 0)
-        for name in ("project", "until", "gates", "record", "place", "tags"):
+        for name in ("project", "until", "gates", "record", "place", "tags", "tracking_uri"):
             options.pop(name, None)
         with Graph(seed, runtime, options) as graph:
             planned.append((Path(output).absolute(), graph))
@@ -67,5 +68,12 @@ def register(policy: Handle, evaluation: Handle | None = None, name: str | None 
     Args:
         evaluation: of the policy; its results go on the model card.
         name: of the registered model.
+
+    Raises:
+        ConfigError: one of them is of another type.
     """
-    current_graph().register(policy, evaluation, name)
+    graph = current_graph()
+    graph.require("register.policy", Model, policy)
+    if evaluation is not None:
+        graph.require("register.evaluation", Evaluation, evaluation)
+    graph.register(policy, evaluation, name)

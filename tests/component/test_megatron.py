@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
+from tests.component.models import open_models
 from tests.component.test_layouts import same
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
@@ -24,13 +25,14 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObjective
+from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.whole_model import open_models
 
 MEGATRON = {"library": "megatron"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig, LayoutConfig, Section
@@ -68,7 +69,7 @@ class Pair(Section):
 class DistillConfig(Section):
     """Of a user's own kind: engines where no kind of ours has any."""
 
-    pairs: list[Pair] = [Pair()]
+    pairs: list[Pair] = Field(default_factory=list)
     teacher: LayoutConfig = LayoutConfig()
 
 

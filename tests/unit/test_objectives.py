@@ -18,14 +18,13 @@ from torch import Tensor
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
-    CriticObjective,
     Objective,
-    PPOObjective,
     ReferenceObjective,
-    RewardObjective,
     SFTObjective,
     response_positions,
 )
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 
 MakeLM = Callable[[int], Any]
 AsRows = Callable[..., dict[str, Tensor]]

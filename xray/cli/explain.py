@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages.graph import Graph, StageCall, planning
+from xray_runtime.lineage.adopt import sha256_of
+from xray_runtime.stages.graph import Graph, OnlyPlannedError, StageCall, planning
 from xray_runtime.stages.identify import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_manifest
 from xray_runtime.store.digest_memory import DigestMemory
@@ -28,44 +30,58 @@ MAX_SHOWN = 6
 
 def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
     """Print a line a stage; exit code 0. Raises ConfigError where the graph cannot be written."""
-    for directory, graph in _graphs(job, output):
+    graphs, waits_for = _graphs(job, output)
+    for directory, graph in graphs:
         console.print(_table(graph, directory))
+    if waits_for is not None:
+        console.print(f"what the flow calls after it has {waits_for}'s result depends on that", highlight=False)
     return 0
 
 
-def _graphs(job: Mapping[str, Any], output: Path) -> list[tuple[Path, Graph]]:
+def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Graph]], str | None]:
+    """(output directory and graph of each workspace, the stage whose result the flow waits for, where it does)."""
     if job.get("config") is not None:
-        return [(output, recorded_graph(validate(job["config"])))]
+        return [(output, recorded_graph(validate(job["config"])))], None
     from xray.cli.runner import load_flow
 
-    flow = load_flow(job["flow"])
+    flow, waits_for = load_flow(job["flow"]), None
     with planning() as graphs:
         try:
             getattr(flow, "fn", flow)(**job["parameters"])
-        except RuntimeError:
-            # The flow waits for a result: what comes after depends on it.
-            if not graphs:
+        except OnlyPlannedError as error:
+            waits_for = error.stage
+        except TypeError as error:
+            if graphs:
                 raise
-    return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs]
+            raise ConfigError(f"{job['flow']}: {error}") from None
+    return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
 
 
 def _table(graph: Graph, output: Path) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("stage", "", "why"):
         table.add_column(column, overflow="fold")
-    known: dict[str, str] = {}
-    for call in graph.calls.values():
-        status, why = _explain_stage(call, graph, output, known)
-        table.add_row(call.name, status, why)
+    for row in explained(graph, output):
+        table.add_row(*map(escape, row))
     return table
 
 
+def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
+    """(stage, cached or compute, why) in the order in which they were called.
+
+    Raises:
+        ConfigError: an input, a file or a function cannot be read.
+    """
+    known: dict[str, str] = {}
+    return [(call.name, *_explain_stage(call, graph, output, known)) for call in graph.calls.values()]
+
+
 def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str, str]) -> tuple[str, str]:
-    """(cached or to compute, why). Puts the sha256 of a cached stage into `known`."""
+    """(cached or compute, why). Puts the sha256 of a cached stage into `known`."""
     unknown = [h.name for h in call.parents.values() if h.call is not None and h.name not in known]
     if unknown:
         return "compute", f"parent {unknown[0]} is computed again"
-    parents = {role: known.get(handle.name, handle.name) for role, handle in call.parents.items()}
+    parents = {role: known[h.name] if h.call else sha256_of(h.name, output) for role, h in call.parents.items()}
     runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
     memory = DigestMemory(output / DIGESTS)
     try:
@@ -81,9 +97,9 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
     if before is None:
         return "compute", "it was never computed here"
     changes = differences(before.identity, identity)
-    shown = "; ".join(changes[:MAX_SHOWN]) + (
-        f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
-    )
+    shown = "; ".join(changes[:MAX_SHOWN])
+    if len(changes) > MAX_SHOWN:
+        shown += f"; and {len(changes) - MAX_SHOWN} more"
     return "compute", shown or "its checkpoint is missing or damaged"
 
 

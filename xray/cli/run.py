@@ -61,16 +61,18 @@ def run(
         job, runtime, directory = _job(target, overrides or [], output)
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+        if until is not None:
+            _check_stage(until, job)
+        if why:
+            if fresh:
+                raise ConfigError("--explain: does not go with --fresh, which computes every stage")
+            raise typer.Exit(explain(job, directory, console))
         check_ray_address()
         if fresh:
             _move_away(directory, console)
         directory.mkdir(parents=True, exist_ok=True)
         if "config" in job:
             write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
-        if why:
-            raise typer.Exit(explain(job, directory, console))
-        if until is not None:
-            _check_stage(until, job)
         if verify:
             raise typer.Exit(verify_determinism(job, runtime, directory, console))
     except (ConfigError, OSError) as error:

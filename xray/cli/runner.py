@@ -107,7 +107,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
         if job.config is not None:
             _run_lifecycle(job, display)
         else:
-            load_flow(str(job.flow))(**job.parameters)
+            run_flow(str(job.flow), job.parameters)
     if not opened:
         raise ConfigError(f"{job.flow}: the flow opened no workspace")
     for workspace in opened:
@@ -144,23 +144,38 @@ def load_flow(name: str) -> Any:
     return found
 
 
+def run_flow(name: str, parameters: dict[str, Any]) -> None:
+    """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
+    from prefect.exceptions import ParameterTypeError, SignatureMismatchError
+
+    flow = load_flow(name)
+    try:
+        if hasattr(flow, "validate_parameters"):
+            flow.validate_parameters(parameters)
+    except (ParameterTypeError, SignatureMismatchError, TypeError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+    flow(**parameters)
+
+
 def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
-    from xray.cli.display import LiveStages, LiveTrials
+    from xray.cli.display import LiveTrials
     from xray.tasks.output_directory import CONFIG, SEARCH
     from xray_runtime.config.loading import load_config
 
-    LiveStages(console, job.heartbeat).note("starting Prefect and Ray")
+    display = LiveTrials(console, job.heartbeat)
+    display.note("starting Prefect and Ray")
     with services(job.output, health):
         from xray.flows.search import load_search
         from xray.flows.trials import search_directory
         from xray.flows.tune import tune, watch_here
         from xray.flows.tune_report import print_results
 
+        # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
         config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
-        with LiveTrials(console, job.heartbeat) as live:
-            watch_here.set(live.told)
+        watch_here.set(display.told)
+        with display.watching_trials():
             content: dict[str, Any] = tune(config, search, str(job.output))
     print_results(console, content, search, directory)
     return content

@@ -50,7 +50,8 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
             source = open_lineage_store(Path(place), None)
             node = find(name, source)
         else:
-            source, node = resolve(ref, output, tracking_uri)
+            # What lies elsewhere is audited with the MLflow that is known there.
+            source, node = resolve(ref, output, None)
         if source.output.resolve() != output.resolve() and _missing(source, node, output):
             _bring(source, node, output, tracking_uri, ref, move=False)
     store = open_lineage_store(output, tracking_uri)
@@ -59,6 +60,21 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
     if problems:
         raise ConfigError(f"{ref!r} is not what was published: {problems[0]}; `xray audit` says more")
     return node.reference(_model_of(node.sha256, tracking_uri))
+
+
+def sha256_of(ref: str, output: Path) -> str:
+    """The checkpoint that `checkpoint_from` would bring; nothing is brought, and only manifests are read.
+
+    Raises:
+        ConfigError: `ref` names nothing, or several things.
+    """
+    place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
+    if Path(place).is_file():
+        with opened(Path(place), manifests_only=True) as bundle:
+            return (find(name, bundle) if name else _newest(bundle, place)).sha256
+    if name:
+        return find(name, open_lineage_store(Path(place), None)).sha256
+    return resolve(ref, output, None)[1].sha256
 
 
 def _newest(bundle: LineageStore, path: str) -> Node:

@@ -130,6 +130,13 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
             raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
 
 
+def _preferences_read(config: Any) -> dict[str, str]:
+    if isinstance(config, RatingPreferences):
+        # No field names them: they come with the conversations.
+        return {"ratings": CHITCHAT}
+    return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
+
+
 def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
     needed: tuple[str, ...] = ("policy", "data") if isinstance(config, GoldPreferences) else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed
@@ -197,7 +204,7 @@ PREFERENCES = register(
         Preferences,
         "xray_runtime.stages.preferences:run",
         models=lambda config: {"generator": config.generator} if isinstance(config, SampledPreferences) else {},
-        outside=lambda config: {"path": config.path} if isinstance(config, DatasetPreferences) else {},
+        outside=_preferences_read,
         functions=_gold,
         check=_check_preferences,
         shorten=lambda config: (

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from xray_runtime.algorithms.losses import pairwise_loss, policy_loss, value_loss
+from xray_runtime.algorithms.losses import policy_loss, value_loss
+from xray_runtime.algorithms.pairwise import pairwise_loss
 
 
 def f64(x: object) -> Tensor:
