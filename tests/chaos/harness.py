@@ -34,7 +34,7 @@ TARGETS = {
     "learner": "ray::Learner",
     "generator": "ray::Generator",
     "proxy": "ray::WholeModel",
-    "stable": "ray::Stable",
+    "pool": "ray::WorkerPool",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",
     "prefect": "prefect.server.api.server:create_app",
