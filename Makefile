@@ -11,7 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 
-.PHONY: help install demo test test-long lint audit-deps unit component lifecycle clean
+.PHONY: help install demo test test-long lint docs audit-deps unit component lifecycle clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,10 +37,15 @@ test: install lint audit-deps unit component lifecycle  ## style and types, depe
 test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser (chromium)
 	$(BIN)/pytest tests -m long
 
-lint: install  ## style and types
+lint: install  ## style and types; the docs build without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
+
+docs: install  ## build the documentation into site/, offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html, or: $(BIN)/mkdocs serve"
 
 audit-deps: install  ## known vulnerabilities of what is pinned
 	$(BIN)/python .ci/audit_deps.py
@@ -55,4 +60,4 @@ lifecycle: install  ## the real command, whole and under twelve blows
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run
-	rm -rf .venv runs
+	rm -rf .venv runs site

@@ -27,7 +27,7 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.workers.learner import Learner

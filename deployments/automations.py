@@ -1,9 +1,9 @@
-"""What a Prefect server should do by itself about X-ray's runs, installed by `xray automations` and `xray up`.
+"""Automations of a Prefect server for X-ray's runs, installed by `xray automations` and `xray up`.
 
-A flow run whose driver and workers were killed together would stay Running for ever. Lifecycles send a heartbeat; where
-it stops in the midst of a run, the run is marked Crashed; retrying it on its page goes on from its snapshot. Three more
-tell people: of a run that failed, of an audit that found something, of a candidate that waits for approval. They post
-to the address in XRAY_NOTIFY_URL, which takes {"text": …} as chat services do; without one they only show as events.
+A flow run whose driver and workers were killed together would stay Running for ever. Lifecycles send a heartbeat; if it
+stops during a run, the run is marked Crashed, and a retry on its page goes on from its snapshot. Three more notify
+people: a run failed, an audit found something, a candidate waits for approval. They post {"text": …} to the address in
+XRAY_NOTIFY_URL, as chat services take it; without one they only show as events.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ WITHOUT_PROCESS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
 NOTIFY_URL = "XRAY_NOTIFY_URL"
 BLOCK = "xray"
 ANY_RUN: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
-"""What the audit flow emits."""
 
 
 def crashed_without_heartbeat() -> Automation:
-    """The first of them, not yet installed."""
+    """The automation that marks such a run Crashed, not yet installed."""
     return Automation(
         name=f"{PREFIX}a flow run whose process is gone has crashed",
         description=f"No heartbeat for {WITHIN.total_seconds():.0f} s, neither over nor suspended: marked Crashed.",
         trigger=EventTrigger(
             after={HEARTBEAT},
-            # A candidate may wait for days for somebody's word.
+            # A candidate may wait for days for approval.
             expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in WITHOUT_PROCESS)},
             match=ANY_RUN,
             for_each={"prefect.resource.id"},
@@ -57,7 +56,7 @@ def crashed_without_heartbeat() -> Automation:
 
 
 def notifications(block_id: Any | None) -> list[Automation]:
-    """Those that tell people through the notification block; with None they only leave an event."""
+    """The automations that notify people through the notification block; with None they only leave an event."""
     run = "{{ flow_run.name }} {{ flow_run.state.name }}: {{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
     kinds: list[tuple[str, set[str], dict[str, str | list[str]], dict[str, str | list[str]], str]] = [
         ("a run failed", {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, ANY_RUN, {}, run),
@@ -100,9 +99,9 @@ def notifications(block_id: Any | None) -> list[Automation]:
 
 
 def install() -> list[str]:
-    """Install them on the server of PREFECT_API_URL, or bring them up to date; returns the names of those changed.
+    """Install or update all of them on the server of PREFECT_API_URL; returns the names of those changed.
 
-    One that is there and the same is left alone, with its switch as it stands.
+    One that is up to date is left alone, switched on or off.
     """
     wanted = [crashed_without_heartbeat(), *notifications(_block())]
     changed = []
@@ -125,7 +124,7 @@ def _block() -> Any | None:
 
 
 def webhook(url: str) -> CustomWebhookNotificationBlock:
-    """What posts to `url`, which is a secret (who has it can post) that Prefect's pages do not show."""
+    """A block that posts to `url`, which is a secret (anyone who has it can post) that Prefect's pages do not show."""
     return CustomWebhookNotificationBlock(
         name="X-ray",
         url="{{address}}",

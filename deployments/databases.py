@@ -1,7 +1,7 @@
-"""Where `xray up` keeps the records of Prefect and of MLflow: SQLite files in its home, or PostgreSQL.
+"""Where `xray up` keeps the records of Prefect and of MLflow: SQLite files in its server home, or PostgreSQL.
 
-The addresses, passwords in them, come from the environment under the names the two programs gave them. They reach the
-one process that needs them, through its environment; written down and shown are host, port and name alone.
+The addresses, with passwords, come from the environment variables of the two programs. Each is passed on only to the
+process that needs it, in its environment; only host, port and name are saved and shown.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CONNECT_SECONDS = 15.0
 
 
 def databases(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Service → `HOST:PORT/NAME` of its PostgreSQL, of the services that have one.
+    """Service → `HOST:PORT/NAME` of its PostgreSQL, for the services that use one.
 
     Raises:
-        ConfigError: an address is none, or of something else; it is not repeated, for its password.
+        ConfigError: an address is not one of PostgreSQL; the message leaves it out, because of its password.
     """
     return {name: _shown(_url(name, environment)) for name, variable in VARIABLES.items() if environment.get(variable)}
 
 
 def check_databases(remembered: Mapping[str, str], running: set[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """`databases`, of which each that will be started on can be used.
+    """`databases`, after checking that each service to be started can use its own.
 
     Args:
-        remembered: what `databases` was when the services were last started.
+        remembered: `databases` of the last start.
         running: services that run.
 
     Raises:
-        ConfigError: one cannot be used, or records would be left behind unseen.
+        ConfigError: one cannot be used, or the records of the last start would not be found any more.
     """
     found = databases(environment)
     for name, variable in VARIABLES.items():
@@ -58,7 +58,7 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
 
 
 def address(name: str, otherwise: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that tells service `name` where its records are; `otherwise`: where none is set."""
+    """The variable that tells service `name` where its database is; `otherwise` if none is set."""
     return {VARIABLES[name]: environment.get(VARIABLES[name]) or otherwise}
 
 
@@ -89,7 +89,7 @@ def _why_not(name: str, url: URL) -> str | None:
     try:
         return asyncio.run(_ask(url, name == "prefect"))
     except Exception as error:
-        # Of many kinds: the network's, the server's, the driver's. None of them holds the password.
+        # Many kinds, from the network, the server or the driver. None of them holds the password.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

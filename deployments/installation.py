@@ -1,44 +1,78 @@
 """What `xray up` puts on its Prefect server: work pool, queues, deployments, automations.
 
-Safe to repeat. A deployment is written anew only when its file, its form or an address changed, so that what was edited
-on its page, or a schedule switched off there, stays.
+Safe to repeat. A deployment is written anew only when its preset, its form or an address changed, so that what was
+edited on its page, or a schedule switched off there, stays.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
-import yaml
+from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.client.schemas.objects import ConcurrencyOptions
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
+from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.servers import POOL
+from xray.deployments.presets import POOL, QUEUES, VARIABLES, deployments, pull_steps
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
 
-FILE = Path(__file__).parents[1] / "deployments" / "prefect.yaml"
-VERSION = "XRAY_DEPLOYED"
-VARIABLES = ("XRAY_HOME", "RAY_ADDRESS", "MLFLOW_TRACKING_URI", "XRAY_TIMEZONE")
-QUEUES = {"ray": 1}
-"""Work queue → how many of its runs may be on at a time."""
-
 
 def main() -> None:
     """Install everything on the server of PREFECT_API_URL."""
+    values = {name: os.environ[name] for name in VARIABLES}
     with get_client(sync_client=True) as client:
         _make_pool(client)
-        stale = _stale(client)
-    if stale:
-        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(FILE)]
-        subprocess.run([*command, *(part for name in stale for part in ("--name", name))], check=True)
-    changed = install_automations()
-    print(f"deployed: {stale}; automations: {changed}")
+        deployed = install_deployments(client, values)
+    print(f"deployed: {deployed}; automations: {install_automations()}")
+
+
+def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> list[str]:
+    """Write the deployments that are missing or of another version; returns their names."""
+    there = {deployment.name: deployment.version for deployment in client.read_deployments()}
+    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
+    pull, written = pull_steps(values), []
+    for preset in deployments(values):
+        version = digest({"preset": preset, "pull": pull, "forms": forms})[:12]
+        if there.get(preset["name"]) != version:
+            _write(client, preset, pull, version)
+            written.append(preset["name"])
+    return written
+
+
+def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[str, Any]], version: str) -> None:
+    flow: Flow[Any, Any] = load_flow_from_entrypoint(preset["entrypoint"])
+    limit, pool = preset.get("concurrency_limit"), preset["work_pool"]
+    client.create_deployment(
+        client.create_flow(flow),
+        preset["name"],
+        version=version,
+        description=preset["description"],
+        entrypoint=preset["entrypoint"],
+        tags=preset["tags"],
+        parameters=preset["parameters"],
+        parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
+        enforce_parameter_schema=True,
+        work_pool_name=pool["name"],
+        work_queue_name=pool.get("work_queue_name"),
+        job_variables=pool["job_variables"],
+        pull_steps=pull,
+        concurrency_limit=limit and limit["limit"],
+        concurrency_options=limit and ConcurrencyOptions(collision_strategy=limit["collision_strategy"]),
+        schedules=[
+            DeploymentScheduleCreate(
+                slug=entry["slug"], schedule=CronSchedule(cron=entry["cron"], timezone=entry["timezone"]), active=True
+            )
+            for entry in preset.get("schedules", [])
+        ],
+    )
 
 
 def _make_pool(client: SyncPrefectClient) -> None:
@@ -51,17 +85,6 @@ def _make_pool(client: SyncPrefectClient) -> None:
             client.read_work_queue_by_name(name, work_pool_name=POOL)
         except ObjectNotFound:
             client.create_work_queue(name, work_pool_name=POOL, concurrency_limit=limit)
-
-
-def _stale(client: SyncPrefectClient) -> list[str]:
-    """Deployments that are missing or of another version; the version goes into the environment, for the file."""
-    text = FILE.read_text(encoding="utf-8")
-    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
-    version = digest({"file": text, "forms": forms} | {name: os.environ.get(name) for name in VARIABLES})[:12]
-    os.environ[VERSION] = version
-    there = {deployment.name: deployment.version for deployment in client.read_deployments()}
-    wanted = [deployment["name"] for deployment in yaml.safe_load(text)["deployments"]]
-    return [name for name in wanted if there.get(name) != version]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run needs around it when nobody has started it: a Prefect server and a local Ray.
+"""What a run needs around it when nothing of it runs yet: a Prefect server and a local Ray.
 
 Where PREFECT_API_URL, RAY_ADDRESS or MLFLOW_TRACKING_URI are set, what they name is used instead. What is started binds
 to loopback, as far as it can, and is guarded by secrets that are made for this run and end with it: on a machine that
@@ -8,35 +8,39 @@ others work on too, loopback is theirs as well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
+from xray.deployments.service import LOOPBACK, Service, free_port
 from xray_runtime.credentials import hide_logins
 from xray_runtime.planning.workload import usable_cores
 from xray_runtime.processes import QUIET
+from xray_runtime.template_database import copy_template
 
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
-PREFECT_START_SECONDS = 120
 RAY_STARTS = 3
 FLUSH_SECONDS = 5
 LOST = 75
-"""Exit code of a run that found its Ray or its Prefect server dead (EX_TEMPFAIL)."""
+"""Exit code of a run that found its Ray dead (EX_TEMPFAIL)."""
+PREFECT_SERVER = [
+    sys.executable,
+    *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
+]
 
 
 def quiet_environment() -> None:
@@ -50,7 +54,7 @@ def quiet_environment() -> None:
 
 
 class Health:
-    """Looks after what a run started: a dead Prefect server is started again, a dead Ray ends the run."""
+    """Monitors what a run started: a dead Prefect server is started again, a dead Ray ends the run."""
 
     def __init__(self) -> None:
         self.lost = False
@@ -62,11 +66,11 @@ class Health:
         return any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in self._ray)
 
     @contextlib.contextmanager
-    def watching(self, server: PrefectServer | None) -> Iterator[None]:
-        """Look after the server, and end the whole process at once (exit code LOST) when Ray is dead."""
+    def watching(self, server: Service | None) -> Iterator[None]:
+        """Monitor Ray and the server; when Ray is dead, end the whole process at once (exit code LOST)."""
         # What waits for a dead Ray may wait for ever.
         self._ray = [p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")]
-        thread = threading.Thread(target=self._health, args=(server,), daemon=True)
+        thread = threading.Thread(target=self._watch, args=(server,), daemon=True)
         thread.start()
         try:
             yield
@@ -77,37 +81,79 @@ class Health:
             self._ended.set()
             thread.join()
 
-    def _health(self, server: PrefectServer | None) -> None:
+    def _watch(self, server: Service | None) -> None:
         while not self._ended.wait(WATCH_SECONDS):
             if self._ray_is_dead():
                 log.error("Ray died")
                 os._exit(LOST)
-            if server is not None and server.process.poll() is not None:
+            if server is not None and server.find() is None:
                 log.warning("the Prefect server died; starting it again")
                 server.start()
 
 
 @contextlib.contextmanager
 def services(output: Path, health: Health) -> Iterator[None]:
-    """Prefect and Ray for one run, started at the same time and stopped at the end.
+    """Prefect and Ray for one run, monitored by `health`. Before Prefect is imported.
 
     Raises:
-        RuntimeError: the Prefect server did not come up; names its log.
+        NotUpError: the Prefect server did not start.
     """
-    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-        # Started from this thread: the server is this run's child.
-        server = None
-        if not os.environ.get("PREFECT_API_URL"):
-            server = PrefectServer(output)
-            stack.callback(server.stop)
+    with (
+        _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server,
+        health.watching(server),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def local_services(output: Path) -> Iterator[None]:
+    """Prefect and Ray for a workspace, started where neither this process nor the environment has one.
+
+    Raises:
+        NotUpError: the Prefect server did not start.
+    """
+    from prefect.context import FlowRunContext
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    flow, address = FlowRunContext.get(), PREFECT_API_URL.value()
+    ray_runs = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    with _started(output, prefect=flow is None and address is None, ray=not ray_runs) as server:
+        settings = {}
+        if server is not None:
+            # Prefect reads the environment when it is imported, and never again.
+            settings = {PREFECT_API_URL: server.environment["PREFECT_API_URL"]}
+            settings[PREFECT_API_AUTH_STRING] = server.environment["PREFECT_API_AUTH_STRING"]
+        elif address is None and flow is not None:
+            # The server that Prefect started for this flow: without its address every worker would start another.
+            settings = {PREFECT_API_URL: str(flow.client.api_url)}
+        with temporary_settings(settings):
+            yield
+
+
+@contextlib.contextmanager
+def prefect_server(output: Path) -> Iterator[None]:
+    """The Prefect server of PREFECT_API_URL; where none is named, one of this process's own while it is needed."""
+    with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=False):
+        yield
+
+
+@contextlib.contextmanager
+def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | None]:
+    """A Prefect server (which is returned) and a Ray, as asked for, started at the same time; stopped at the end."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_prefect(output)) if prefect else None
+        threads = stack.enter_context(ThreadPoolExecutor())
         # What the flow will import takes seconds; it loads while the servers start.
-        imports = pool.submit(_import_ahead)
-        stack.enter_context(running_ray())
-        imports.result()
+        starting = [threads.submit(_import_ahead)]
+        if server is not None:
+            starting.append(threads.submit(server.start))
+        if ray:
+            stack.enter_context(running_ray())
+        for each in starting:
+            each.result()
         if server is not None:
             server.wait_healthy()
-        with health.watching(server):
-            yield
+        yield server
 
 
 def _import_ahead() -> None:
@@ -115,75 +161,78 @@ def _import_ahead() -> None:
 
 
 @contextlib.contextmanager
-def prefect_server(output: Path) -> Iterator[None]:
-    """The Prefect server of PREFECT_API_URL; where none is named, one of this process's own while it is needed."""
-    if os.environ.get("PREFECT_API_URL"):
-        yield
-        return
-    server = PrefectServer(output)
+def _prefect(output: Path) -> Iterator[Service]:
+    """A Prefect server of this process's own, not yet started; the environment names it. Stopped at the end."""
+    directory, lock = _server_directory(output)
+    (output / "logs").mkdir(exist_ok=True)
+    port, login = free_port(), f"xray:{secrets.token_hex(32)}"
+    variables = {
+        "PREFECT_API_URL": f"http://{LOOPBACK}:{port}/api",
+        "PREFECT_API_AUTH_STRING": login,
+        "PREFECT_SERVER_API_AUTH_STRING": login,
+        "PREFECT_HOME": str(directory),
+        # No record should lead to a page that is not there.
+        "PREFECT_UI_ENABLED": "false",
+    }
+    with lock, _environment(variables):
+        environment = os.environ | {"PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+        database, make = directory / "prefect.db", functools.partial(_make_prefect_database, environment)
+        service = Service(
+            name="prefect",
+            title="Prefect",
+            command=[*PREFECT_SERVER, f"--host={LOOPBACK}", f"--port={port}"],
+            environment=environment | _database(database),
+            log=output / "logs" / f"{directory.name}-server.log",
+            address=variables["PREFECT_API_URL"],
+            health=variables["PREFECT_API_URL"] + "/health",
+            prepare=functools.partial(copy_template, database, "prefect", make),
+        )
+        try:
+            yield service
+        finally:
+            _flush_to_server()
+            service.stop()
+
+
+def _database(path: Path) -> dict[str, str]:
+    return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}"}
+
+
+def _make_prefect_database(environment: Mapping[str, str], path: Path) -> None:
+    others = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
+    subprocess.run(
+        [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
+        env=others | QUIET | _database(path) | {"PREFECT_HOME": str(path.parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+    )
+
+
+def _server_directory(output: Path) -> tuple[Path, contextlib.AbstractContextManager[FileLock]]:
+    """A directory for a server's database that no other run in `output` uses at the moment, and its lock, held."""
+    number = 1
+    while True:
+        directory = output / ("prefect" if number == 1 else f"prefect-{number}")
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            return directory, FileLock(directory / "lock").acquire(timeout=0)
+        except Timeout:
+            number += 1
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
     try:
-        server.wait_healthy()
         yield
     finally:
-        server.stop()
-
-
-class PrefectServer:
-    """A Prefect server of this run's own, on loopback, its database under the output directory."""
-
-    def __init__(self, output: Path) -> None:
-        self._home, self._log = output / "prefect", output / "logs" / "prefect-server.log"
-        self._home.mkdir(parents=True, exist_ok=True)
-        self._log.parent.mkdir(exist_ok=True)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
-        login = f"xray:{secrets.token_hex(32)}"
-        self._variables = {
-            "PREFECT_API_URL": f"http://127.0.0.1:{self._port}/api",
-            "PREFECT_API_AUTH_STRING": login,
-            "PREFECT_SERVER_API_AUTH_STRING": login,
-            "PREFECT_HOME": str(self._home),
-            # No record should lead to a page that is not there.
-            "PREFECT_UI_ENABLED": "false",
-        }
-        os.environ |= self._variables
-        self.start()
-
-    def start(self) -> None:
-        """Start it, or start it again where it was."""
-        environment = os.environ | {
-            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self._home / 'prefect.db'}",
-            "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        }
-        command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        command += ["--host", "127.0.0.1", "--port", str(self._port), "--log-level", "warning"]
-        with self._log.open("ab") as log_file:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log_file, stderr=log_file, start_new_session=True
-            )
-
-    def wait_healthy(self) -> None:
-        """Raises RuntimeError where it does not come up."""
-        deadline = time.monotonic() + PREFECT_START_SECONDS
-        url = os.environ["PREFECT_API_URL"] + "/health"
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2):
-                return
-            time.sleep(0.1)
-        raise RuntimeError(f"the Prefect server did not come up; see {self._log}")
-
-    def stop(self) -> None:
-        """End it, after what this process still has to tell it."""
-        _flush_to_server()
-        self.process.terminate()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        for name in self._variables:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _flush_to_server() -> None:
@@ -198,19 +247,25 @@ def _flush_to_server() -> None:
 
 @contextlib.contextmanager
 def private_ray() -> Iterator[None]:
-    """Where this process starts a Ray of its own: a fresh token, and sockets and logs that only this user can reach.
+    """Where this process starts a Ray of its own: its own token, and sockets and logs that only this user can reach.
 
-    Before Ray is imported. By itself Ray has one token for all a user's runs, and opens its directories to everybody,
-    also one it is given: only what is above that one can keep others out.
+    By itself Ray has one token for all a user's runs, and opens its directories to everybody, also one it is given:
+    only the directory above that one can keep others out.
     """
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
-    place = tempfile.mkdtemp(prefix="xray-")
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": place}
-    yield
-    # Of a run that failed they stay, for whoever looks for the reason.
-    shutil.rmtree(place, ignore_errors=True)
+    directory = tempfile.mkdtemp(prefix="xray-")
+    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token(), "RAY_TMPDIR": directory}):
+        yield
+    # Those of a run that failed are kept, for whoever looks for the reason.
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@functools.cache
+def _ray_token() -> str:
+    # Ray reads its token once in a process, which may start one Ray after another.
+    return secrets.token_hex(32)
 
 
 @contextlib.contextmanager

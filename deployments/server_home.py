@@ -1,18 +1,17 @@
-"""The one directory `xray up` keeps everything in, and what it remembers there.
+"""The server home: the one directory `xray up` keeps everything in, and the state file there.
 
     HOME/state.json          what was started: ports, processes
-    HOME/output/             what lifecycles make: checkpoints, records, decisions, the key that signs
+    HOME/output/             what lifecycles make: checkpoints, records, decisions, the signing key
     HOME/prefect/, mlflow/   the servers' databases and artifacts
     HOME/ray-token           guards the ports of Ray
-    HOME/logs/               what every service said
+    HOME/logs/               the output of every service
 
-Only Ray's sessions lie elsewhere: the paths of its sockets must be short.
+Only Ray's sessions are elsewhere: the paths of its sockets must be short.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import socket
@@ -22,38 +21,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray.deployments.databases import VARIABLES, check_databases
+from xray.deployments.service import LOOPBACK, ProcessRecord
 from xray.tasks.preflight import is_loopback
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.processes import QUIET
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
-LOOPBACK = "127.0.0.1"
-SAME_SECONDS = 1.0
-"""A process is the one recorded when its start differs by less: the system's clock may have been set."""
-
-
-class ProcessRecord(BaseModel):
-    """A process of ours: its id alone may have become somebody else's."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    pid: int
-    created: float
-    """Seconds since 1970."""
-
-    def find(self) -> psutil.Process | None:
-        """The process, where it still runs."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < SAME_SECONDS
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.Error:
-            return None
 
 
 class State(BaseModel):
@@ -61,8 +39,8 @@ class State(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    mark: str
-    """Start of the mark (`xray_runtime.processes.MARK`) that everything started from this home carries."""
+    tag: str
+    """Start of the process tags (`xray_runtime.processes.TAG`) of everything started for this server home."""
     host: str = LOOPBACK
     ports: dict[str, int] = PORTS
     started: dict[str, ProcessRecord] = {}
@@ -72,13 +50,13 @@ class State(BaseModel):
 
 @dataclass(frozen=True)
 class ServerHome:
-    """The directory."""
+    """The directory at `path`."""
 
     path: Path
 
     @staticmethod
     def ray_sessions(state: State) -> Path:
-        return Path(tempfile.gettempdir()) / f"xray-{state.mark[:12]}"
+        return Path(tempfile.gettempdir()) / f"xray-{state.tag[:12]}"
 
     @property
     def output(self) -> Path:
@@ -91,7 +69,7 @@ class ServerHome:
         """Make it, with an empty store that can already be audited, and the token.
 
         Raises:
-            ConfigError: it cannot be one.
+            ConfigError: the directory cannot be made.
         """
         try:
             for name in ("logs", "prefect", "mlflow", "output/checkpoints"):
@@ -104,17 +82,16 @@ class ServerHome:
             self._token.chmod(0o600)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Only one `up` or `down` at a time; the system lets go with the process. Raises ConfigError."""
-        with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"--home: another xray up or down is at work in {str(self.path)!r}") from None
-            yield
+    def locked(self) -> Iterator[None]:
+        """Only one `up` or `down` at a time. Raises ConfigError."""
+        try:
+            with FileLock(self.path / "lock").acquire(timeout=0):
+                yield
+        except Timeout:
+            raise ConfigError(f"--home: another xray up or down is running in {str(self.path)!r}") from None
 
     def load(self) -> State | None:
-        """What is remembered; None where nothing was ever started. Raises ConfigError where it cannot be read."""
+        """The state file; None where nothing was ever started. Raises ConfigError where it cannot be read."""
         path = self.path / "state.json"
         try:
             return State.model_validate_json(path.read_bytes())
@@ -128,8 +105,8 @@ class ServerHome:
         write_atomic(self.path / "state.json", state.model_dump_json(indent=2))
 
     def environment(self, state: State) -> dict[str, str]:
-        """What every service, and every flow run, finds in its environment; where databases are, only their servers."""
-        # A token of the shell's would stand before the file of this home's.
+        """The environment of every service and every flow run; a database's address only its own server gets."""
+        # Ray would prefer a token from the shell to the file of this server home.
         hidden = {"RAY_AUTH_TOKEN", *VARIABLES.values()}
         known = {name: value for name, value in os.environ.items() if name not in hidden}
         port = state.ports["prefect"]
@@ -137,16 +114,16 @@ class ServerHome:
         return (
             QUIET
             | {
-                # Messages of ours show up on the flow run's page.
+                # Our log messages appear on the flow run's page.
                 "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,xray_runtime",
-                # In memory, the slots taken would stay taken after a server that was killed.
+                # In memory, slots would stay taken after the server was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }
-            # Pages of others, open in the same browser, need not ask Prefect anything.
+            # Other pages in the same browser cannot query Prefect.
             | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins)}
             | known
             | {
-                # Into the services' logs; for the terminal, less is asked for.
+                # For the services' logs; QUIET asks for less, for terminals.
                 "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
                 "XRAY_HOME": str(self.path),
                 "PREFECT_HOME": str(self.path / "prefect"),
@@ -172,12 +149,12 @@ def find_server_home(home: Path | None, environment: Mapping[str, str] = os.envi
 def new_state(
     old: State | None, host: str | None, ports: Mapping[str, int | None], environment: Mapping[str, str] = os.environ
 ) -> State:
-    """What `up` should bring about: what was asked for, else what is remembered, else the defaults.
+    """The state `up` should reach: what the options say, else the state file, else the defaults.
 
     Raises:
         ConfigError: something that runs would have to move, or a database cannot be used.
     """
-    state = old.model_copy(deep=True) if old is not None else State(mark=uuid.uuid4().hex)
+    state = old.model_copy(deep=True) if old is not None else State(tag=uuid.uuid4().hex)
     asked: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
     running = {name for name, started in state.started.items() if started.find()}
     if running:
@@ -198,7 +175,7 @@ def new_state(
 
 
 def check_free(host: str, name: str, port: int) -> None:
-    """Raises ConfigError where somebody else listens on what the service `name` needs."""
+    """Raises ConfigError where another program listens on the port that the service `name` needs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,7 +186,7 @@ def check_free(host: str, name: str, port: int) -> None:
 
 
 def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where Prefect's pages would be open to others without a password."""
+    """Raises ConfigError where others could open Prefect's pages without a password."""
     if is_loopback(host):
         return
     names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
@@ -223,5 +200,5 @@ def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def clients_address(host: str) -> str:
-    """Where programs on this machine reach what listens on `host`."""
+    """The address at which programs on this machine reach what listens on `host`."""
     return LOOPBACK if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

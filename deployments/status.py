@@ -1,4 +1,4 @@
-"""`xray status`: what is up, which flow runs are on, what is champion."""
+"""`xray status`: which services are up, which flow runs are running or next, what is champion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from xray.deployments.server_home import ServerHome, State
-from xray.deployments.servers import ask, find, servers, worker
+from xray.deployments.servers import ask, servers, worker
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.promotion import CHAMPION
 
@@ -24,16 +24,14 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
     services = [*servers(home, state), worker(home, state)] if state is not None else []
     content: dict[str, Any] = {"home": str(home.path), "up": bool(services), "services": {}, "runs": None, "next": None}
     for service in services:
-        assert state is not None
-        process = find(service, state)
-        healthy = process is not None and service.healthy(state.started[service.name].created)
+        process = service.find()
         content["services"][service.name] = {
-            "up": healthy,
+            "up": process is not None and service.is_healthy(),
             "pid": process.pid if process is not None else None,
             "address": service.address,
-            "log": str(home.log(service.name)),
+            "log": str(service.log),
         }
-        content["up"] &= healthy
+    content["up"] &= all(service["up"] for service in content["services"].values())
     if content["services"].get("prefect", {}).get("up"):
         assert state is not None
         api = home.environment(state)["PREFECT_API_URL"]
@@ -88,7 +86,7 @@ def show(console: Console, content: dict[str, Any]) -> None:
         table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see logs/{name}.log"))
     for title, key in (("on", "runs"), ("next", "next")):
         for run in content[key] or []:
-            # Before it starts, a run has a name that says nothing.
+            # Until a run starts, its name is a random one.
             name = run["deployment"] if key == "next" else run["name"]
             table.add_row(title, run["state"], escape(name or run["name"]), f"{run['at'][:19].replace('T', ' ')} UTC")
     if content["services"] and content["runs"] is None:

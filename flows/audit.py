@@ -9,9 +9,8 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
-from xray_runtime.lineage.audit.checkpoints import Audit
-from xray_runtime.lineage.audit.checkpoints import audit as run_audit
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.audit.checkpoints import Audit, audit as run_audit
+from xray_runtime.lineage.reference import open_lineage_store
 
 
 class NotSound(RuntimeError):
@@ -26,7 +25,7 @@ BROKEN_EVENT = "xray.audit.broken"
 def audit(output: str, tracking_uri: str | None = None, public_key: str | None = None) -> dict[str, Any]:
     """Audit everything in the output directory of lifecycles; the run fails when something is not as recorded."""
     root = Path(output).absolute()
-    result = run_audit(open_place(root, tracking_uri), public=Path(public_key) if public_key else None)
+    result = run_audit(open_lineage_store(root, tracking_uri), public=Path(public_key) if public_key else None)
     create_markdown_artifact(markdown(result), key="audit", description=str(root))
     content = result.to_json()
     if not result.is_sound:

@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place, resolve
+from xray_runtime.lineage.reference import LineageStore, resolve
 from xray_runtime.lineage.render import lineage_mermaid, lineage_text, write_html
 
 FOLDER = "lineage"
@@ -21,7 +21,7 @@ def lineage(output: str, reference: str, descendants: bool = False, tracking_uri
     return str(publish_lineage(place, node, descendants))
 
 
-def publish_lineage(place: Place, node: Node, descendants: bool = False) -> Path:
+def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) -> Path:
     """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the flow run at work that leads there."""
     page = place.output.absolute() / FOLDER / f"{node.directory.name}.html"
     page.parent.mkdir(exist_ok=True)

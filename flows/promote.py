@@ -8,36 +8,35 @@ audited just before, and asks again where that is not what the person was shown.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment
-from prefect_ray import RayTaskRunner
 from pydantic import Field
 
-from xray.flows.lifecycle import only_node, prefect_tags, run_stage, trigger_of_run
-from xray.tasks.stage import RunContext, forwarded_variables
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import DIGESTS, saved_config
+from xray.tasks.task_runner import task_runner
+from xray.tasks.workspace import Workspace
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
-from xray_runtime.lineage.audit.registry import Snapshot
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import NotPromoted, Review
-from xray_runtime.lineage.reference import Place, open_place, resolve
-from xray_runtime.stages.spec import StagePlan
-from xray_runtime.store.identity import digest, stage_key
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.workers.pool import open_worker_pool
+from xray_runtime.lineage.promotion import Review
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.stages.identify import identify
+from xray_runtime.stages.kinds import COMPARE
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.identity import digest
 
 STAGE = "compare"
 MAX_SAMPLES = 6
@@ -69,28 +68,28 @@ def promote(
     Args:
         output: output directory of the lifecycle.
         candidate: as in `xray lineage`; by default what has the alias `candidate`.
-        gates: by default the section `promotion` of the config the directory was last run with.
+        gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its evaluation
+            has on record.
 
     Raises:
         NotPromoted: the audit, a gate or a person stopped it.
     """
     root = Path(output).absolute()
-    config = saved_config(root)
-    gates = gates or config.promotion
     public = Path(public_key) if public_key else None
     place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
     try:
         comparison = None
         champion = promotion.champion_of(place, name)
-        if champion is not None and champion.checkpoint != node.sha256 and gates.max_regression is not None:
-            comparison = _compared(place, node, champion.checkpoint)
+        others = champion if champion is not None and champion.checkpoint != node.sha256 else None
+        if others is not None and gates_for(place, node, gates, public).config.max_regression is not None:
+            comparison = _compared(place, node, others.checkpoint)
             if comparison is None:
                 # Nothing is computed for a candidate that cannot pass.
-                alone = gates.model_copy(update={"max_regression": None})
+                alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
                 promotion.review(place, node, name=name, gates=alone, public=public)
-                compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri)
-                place = open_place(root, place.tracking_uri)
-                comparison = _compared(place, node, champion.checkpoint)
+                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri)
+                place = open_lineage_store(root, place.tracking_uri)
+                comparison = _compared(place, node, others.checkpoint)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
         answer = _ask(text)
@@ -108,6 +107,7 @@ def promote(
         "version": seen.version,
         "checkpoint": node.sha256,
         "gates": [gate.model_dump() for gate in seen.gates],
+        "gates_from": seen.gates_from,
         "evidence": seen.evidence,
         "by": answer.name,
         "note": answer.note,
@@ -121,63 +121,45 @@ def rollback(
     """Make the previous champion of `name` champion again, if its audit is sound; by whom and why is recorded."""
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    decision = promotion.roll_back(open_place(root, tracking_uri), name=name, by=by, note=note, public=public)
+    decision = promotion.roll_back(open_lineage_store(root, tracking_uri), name=name, by=by, note=note, public=public)
     _publish(f"**{_escape(by)} rolled {name} back to version {decision.version}:** {_escape(note)}", root)
     return {"name": name, "version": decision.version, "checkpoint": decision.checkpoint}
 
 
-@flow(
-    name="compare",
-    flow_run_name="compare {name}",
-    task_runner=RayTaskRunner(
-        address=os.environ.get("RAY_ADDRESS"), init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}
-    ),
-    persist_result=False,
-)
+@flow(name="compare", flow_run_name="compare {name}", task_runner=task_runner(), persist_result=False)
 def compare(output: str, name: str, candidate: str, champion: str, tracking_uri: str | None = None) -> str:
     """Let candidate and champion (their sha256s) answer the same held-out prompts; returns the comparison's sha256.
 
     It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
     """
     root = Path(output).absolute()
-    place = open_place(root, tracking_uri)
-    assert place.tracking_uri is not None
-    plan, roles = _plan(place, place.graph.nodes[candidate], champion)
-    numeric = plan.sections["numeric"]
-    runtime = saved_config(root).runtime.model_copy(update=numeric)
-    experiment = name.removesuffix("-policy")
-    tracker = Tracker(place.tracking_uri, experiment, place.artifacts)
-    title = f"compare {candidate[:12]} with {champion[:12]}"
-    tags = prefect_tags()
-    run_id = tracker.start_lifecycle(None, title, plan.sections, "", {"xray.output": str(root)} | tags)
-    flow_run_id, trigger = trigger_of_run()
-    context = RunContext(
-        output=str(root),
-        tracking_uri=place.tracking_uri,
-        experiment=experiment,
-        parent_run_id=run_id,
-        flow_run_id=flow_run_id,
-        trigger=trigger,
-        node=only_node(root),
-        tags=tags,
-        variables=forwarded_variables(),
-    )
-    snapshot = Snapshot(place.tracking_uri)
-    parents = {role: place.graph.nodes[sha].reference(snapshot.model_of(sha)) for role, sha in roles.items()}
-    # Both sides then generate in one process.
-    stable = open_worker_pool()
-    try:
-        result, _ = run_stage(plan, parents, context, plan.sections["seed"], runtime)
-    except BaseException:
-        tracker.finish(run_id, "FAILED")
-        raise
-    finally:
-        ray.kill(stable)
-    tracker.finish(run_id, "FINISHED")
-    return result.checkpoint.sha256
+    store = open_lineage_store(root, tracking_uri)
+    spec = promotion.comparison_spec(store.graph, store.graph.nodes[candidate], champion)
+    place = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}"
+    place.mkdir(parents=True, exist_ok=True)
+    with Workspace(
+        root,
+        project=name.removesuffix("-policy"),
+        seed=spec.seed,
+        runtime=saved_config(root).runtime.model_copy(update=spec.runtime),
+        record={"compare": candidate, "with": champion},
+        place=place,
+        tracking_uri=store.tracking_uri,
+    ) as workspace:
+        roles = {role: workspace.checkpoint(sha256) for role, sha256 in spec.parents.items()}
+        config = dict(spec.config)
+        rewards = [
+            term["weight"] * roles[term["model"]] if term["model"] is not None else term
+            for term in config.pop("rewards")
+        ]
+        seen = [handle for role, handle in roles.items() if role.partition(".")[0] == promotion.SEEN]
+        compared = COMPARE(
+            roles["policy"], roles["champion"], roles["prompts"], rewards=rewards, seen=seen, name=STAGE, **config
+        )
+    return str(compared.result().sha256)
 
 
-def review_markdown(seen: Review, place: Place) -> str:
+def review_markdown(seen: Review, place: LineageStore) -> str:
     """What a person should see before deciding."""
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
@@ -185,14 +167,16 @@ def review_markdown(seen: Review, place: Place) -> str:
         f"The present champion: {champion}. The audit is sound and every gate holds:",
         "",
         *(f"- {gate.name}: {_escape(gate.reason)}" for gate in seen.gates),
+        "",
+        f"The gates are {_escape(seen.gates_from)}.",
     ]
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
-    sides = ("champion", "candidate") if shown.manifest.kind == STAGE else ("before", "after")
     # Of a table, the narrow dialog that asks would show the prompts alone.
     for sample in samples:
         lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
-        lines += [f"- {side}: {_escape(str(sample.get(side, '')))}" for side in sides]
+        sides = [key for key in sample if key != "prompt" and not key.startswith(("reward_", "gold_"))]
+        lines += [f"- {side}: {_escape(str(sample[side]))}" for side in sides]
     return "\n".join(lines)
 
 
@@ -209,18 +193,16 @@ def _ask(text: str) -> Approval:
     return answer
 
 
-def _plan(place: Place, candidate: Node, champion: str) -> tuple[StagePlan, dict[str, str]]:
-    sections, roles = promotion.comparison_spec(place.graph, candidate, champion)
-    return StagePlan(STAGE, STAGE, sections, {role: place.graph.nodes[sha].name for role, sha in roles.items()}), roles
-
-
-def _compared(place: Place, candidate: Node, champion: str) -> Node | None:
+def _compared(store: LineageStore, candidate: Node, champion: str) -> Node | None:
     """The comparison of these two under the present code, where it is in the store and in MLflow."""
-    assert place.tracking_uri is not None
-    plan, roles = _plan(place, candidate, champion)
-    key = stage_key(stage=plan.name, kind=plan.kind, sections=plan.sections, parents=roles)
-    node = next((n for n in place.graph.nodes.values() if n.manifest.key == key), None)
-    return node if node is not None and Snapshot(place.tracking_uri).by_sha.get(node.sha256) else None
+    assert store.tracking_uri is not None
+    spec = promotion.comparison_spec(store.graph, candidate, champion)
+    config = COMPARE.validated(spec.config)
+    runtime = RuntimeConfig.model_validate(spec.runtime)
+    memory = DigestMemory(store.output / DIGESTS)
+    identity, _ = identify(COMPARE, STAGE, config, spec.seed, runtime, spec.parents, {}, memory)
+    node = next((n for n in store.graph.nodes.values() if n.manifest.key == identity.key), None)
+    return node if node is not None and RegistryView(store.tracking_uri).by_sha.get(node.sha256) else None
 
 
 def _publish(text: str, root: Path) -> None:

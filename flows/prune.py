@@ -8,9 +8,8 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from xray_runtime.lineage.reference import open_place, resolve
-from xray_runtime.lineage.retention import plan_prune
-from xray_runtime.lineage.retention import prune as run_prune
+from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
 
 @flow(name="prune", flow_run_name="prune {output}", persist_result=False)
@@ -23,7 +22,7 @@ def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> d
         remove: remove them. Without it, only what would go is shown.
     """
     root = Path(output).absolute()
-    place = open_place(root, None)
+    place = open_lineage_store(root, None)
     plan = plan_prune(place, [resolve(reference, root, None)[1] for reference in keep or []])
     if remove:
         run_prune(place, plan)

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import put, read_mapping, validate
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.stages.spec import StagePlan, plan_stages
+from xray_runtime.stages.graph import StageCall
 from xray_runtime.store.identity import digest
 
 Mode = Literal["max", "min"]
@@ -82,8 +83,10 @@ class SearchConfig(Section):
     """Metric of that stage (docs/metrics.md) whose last value counts."""
     mode: Mode = "max"
     trials: Annotated[int, Field(ge=1, le=10_000)] = 20
+    concurrent: Count = 1
+    """Trials at work at the same time; each waits for the devices that its stages need."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of the search alone: the same seed tries the same values in the same order."""
+    """Of the search alone: trials one after the other try the same values with the same seed."""
     prune: PruneConfig | None = None
     """None: every trial runs to its end."""
 
@@ -107,6 +110,9 @@ class Span:
     @property
     def ends(self) -> list[float]:
         return [int(end) if self.whole else end for end in (self.low, self.high)]
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.low <= value <= self.high
 
     def draw(self, rng: random.Random) -> float:
         return rng.randint(int(self.low), int(self.high)) if self.whole else rng.uniform(self.low, self.high)
@@ -144,10 +150,18 @@ def trial_digest(config: LifecycleConfig, values: Mapping[str, Any], search: Sea
     return digest({"config": _data(config, values), **how})
 
 
-def plans_until(config: LifecycleConfig, stage: str) -> list[StagePlan]:
-    """The stages of a lifecycle that ends after `stage`."""
-    plans = plan_stages(config)
-    return plans[: [plan.name for plan in plans].index(stage) + 1]
+def search_digest(config: LifecycleConfig, search: SearchConfig) -> str:
+    """What makes two searches the same: all but how many trials there are, and how many of them at a time."""
+    what = search.model_dump(mode="json", exclude={"name", "trials", "concurrent"})
+    return digest({"config": config.model_dump(mode="json"), "search": what})
+
+
+def calls_until(config: LifecycleConfig, stage: str) -> list[StageCall]:
+    """The stages of a lifecycle that ends after `stage`. Raises ConfigError where it has none of that name."""
+    calls = recorded_graph(config).calls
+    if stage not in calls:
+        raise ConfigError(f"until: {stage!r} is not allowed: must be one of {', '.join(calls)}")
+    return list(calls.values())[: list(calls).index(stage) + 1]
 
 
 def search_space(config: LifecycleConfig, search: SearchConfig) -> Space:
@@ -157,10 +171,7 @@ def search_space(config: LifecycleConfig, search: SearchConfig) -> Space:
         ConfigError: no such stage or field, a value that the field does not allow, a range for a field that is no
             number, or a field that nothing measured depends on.
     """
-    names = [plan.name for plan in plan_stages(config)]
-    if search.until not in names:
-        raise ConfigError(f"until: {search.until!r} is not allowed: must be one of {', '.join(names)}")
-    names = names[: names.index(search.until) + 1]
+    names = [call.name for call in calls_until(config, search.until)]
     if search.watched is not None and search.watched[0] not in names:
         raise ConfigError(f"prune.stage: {search.watched[0]!r} is not allowed: must be one of {', '.join(names)}")
     space = {path: _span(config, search, path, field) for path, field in search.fields.items()}
@@ -203,6 +214,7 @@ def _check_draws(config: LifecycleConfig, search: SearchConfig, space: Space) ->
         values = {path: s.draw(rng) if isinstance(s, Span) else rng.choice(s) for path, s in space.items()}
         try:
             drawn = with_values(config, values)
+            calls_until(drawn, search.until)
             break
         except ConfigError as error:
             refused = refused or error
@@ -218,9 +230,11 @@ def _check_draws(config: LifecycleConfig, search: SearchConfig, space: Space) ->
 def _read(config: LifecycleConfig, until: str, path: str, value: Any) -> str | None:
     """Digest of what the stages read with `value` at `path`; None where that is not allowed."""
     try:
-        return digest([plan.sections for plan in plans_until(with_values(config, {path: value}), until)])
+        calls = calls_until(with_values(config, {path: value}), until)
     except ConfigError:
         return None
+    parents = [{role: handle.name for role, handle in call.parents.items()} for call in calls]
+    return digest([[c.name, c.kind.name, c.config_json(), c.seed, p] for c, p in zip(calls, parents, strict=True)])
 
 
 def _data(config: LifecycleConfig, values: Mapping[str, Any]) -> dict[str, Any]:

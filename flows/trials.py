@@ -1,7 +1,6 @@
 """One trial of a search: a lifecycle of its own in the search's output directory, and how it came out.
 
-A trial lies under the digest of its config and of what is measured, so the same trial is never run twice: a search that
-is started again hears of its finished trials what they reported then, and goes on where it was cut.
+A trial lies under the digest of its config and of what is measured, so the same trial is never run twice.
 """
 
 from __future__ import annotations
@@ -10,42 +9,59 @@ import json
 import logging
 import math
 import os
-import shutil
+import queue
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from prefect import flow
-from prefect import tags as prefect_tags
+from prefect import flow, tags as prefect_tags
+from prefect.context import hydrated_context, serialize_context
 from prefect.states import Cancelled
-from prefect_ray import RayTaskRunner
 from pydantic import BaseModel, ConfigDict, ValidationError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray import tune as ray_tune
 
-from xray.flows.lifecycle import recorded, run_stages
-from xray.flows.search import SearchConfig, plans_until, trial_digest, with_values
-from xray.tasks.workspace import CONFIG, LIFECYCLE_LOCK, file_lock
+from xray.flows.lifecycle import open_workspace
+from xray.flows.lifecycle_graph import lifecycle_graph
+from xray.flows.search import SearchConfig, Space, search_digest, trial_digest, with_values
+from xray.tasks.output_directory import CONFIG, DIGESTS, LIFECYCLE
+from xray.tasks.spec import forwarded_variables
+from xray.tasks.task_runner import task_runner
+from xray.tasks.workspace import STOP_SECONDS, Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import load_config
+from xray_runtime.config.loading import resolved_yaml
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.files import write_atomic
-from xray_runtime.processes import QUIET, redirect_output
-from xray_runtime.progress import open_progress
+from xray_runtime.processes import redirect_output
+from xray_runtime.progress import find_progress
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.store.identity import stage_key
+from xray_runtime.stages.graph import Handle
+from xray_runtime.stages.identify import identify
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.shared import open_shared
+from xray_runtime.store.snapshots import Snapshots
 from xray_runtime.tracking.mlflow_tracker import StageRun
-from xray_runtime.tracking.recorder import records_directory, snapshots_directory
+from xray_runtime.tracking.recorder import METRICS, records_directory, snapshots_directory
 from xray_runtime.workers.placement import resolve_layouts
-from xray_runtime.workers.pool import open_worker_pool
 
-State = Literal["finished", "pruned", "failed"]
+State = Literal["running", "finished", "pruned", "failed"]
 Points = list[tuple[int, float]]
-RUNNER, NAMESPACE = "xray-trials", "xray"
 RECORD = "trial.json"
 VALUE = "search/value"
 """Metric of a trial's run in MLflow, by which trials can be compared there."""
+POLL_SECONDS = 0.5
+
+
+class UnknownMetricError(ConfigError):
+    """What the search measures is not logged: no trial can come out."""
 
 
 class TrialRecord(BaseModel):
@@ -53,10 +69,13 @@ class TrialRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    number: int
+    search: str
+    """Digest of the search it was drawn in first."""
     values: dict[str, Any]
     state: State
-    value: float | None
-    points: Points
+    value: float | None = None
+    points: Points = []
     """(steps done, value) of what pruning watches."""
     error: str | None = None
     run_id: str | None = None
@@ -72,57 +91,86 @@ class Trial:
     search: SearchConfig
     values: dict[str, Any]
 
-    @property
+    @cached_property
     def place(self) -> Path:
-        """Directory of its config, journal and record."""
+        """Directory of its config, its lifecycle.json and its record."""
         digest = trial_digest(self.config, self.values, self.search)
         return search_directory(self.root, self.search.name) / "trials" / digest[:12]
 
     def record(self) -> TrialRecord | None:
-        """What was recorded of it; None where it did not end, or failed: a failed trial is tried again."""
+        return _read_record(self.place / RECORD)
+
+    def keep(self, record: TrialRecord) -> None:
+        self.place.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.place / RECORD, record.model_dump_json(indent=2))
+
+    def run(self) -> dict[str, Any]:
+        """Its lifecycle.json; empty where it has not begun."""
         try:
-            record = TrialRecord.model_validate_json((self.place / RECORD).read_bytes())
-        except (OSError, ValidationError):
-            return None
-        return record if record.state != "failed" else None
+            content: dict[str, Any] = json.loads((self.place / LIFECYCLE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content
 
-    def series(self, stage: str) -> dict[str, Points]:
-        """What `stage` has logged so far: metric → (step, value) points."""
-        directory = self._directory(records_directory, stage)
-        return read_metrics(directory / "metrics.jsonl") if directory is not None else {}
+    def progress(self) -> Any:
+        """The progress actor of its run; None where it is not at work."""
+        run = self.run()
+        return find_progress(run["run_id"]) if run.get("status") == "running" else None
 
-    def points(self) -> Points:
-        """What pruning watches, so far, by the number of steps done."""
-        if self.search.watched is None:
-            return []
-        stage, metric = self.search.watched
-        points = self.series(stage).get(metric, [])
-        return [(step + 1, value) for step, value in points if math.isfinite(value)]
 
-    def drop_snapshots(self) -> None:
-        """Remove what a trial that was pruned would have gone on from."""
-        for plan in plans_until(self.config, self.search.until):
-            directory = self._directory(snapshots_directory, plan.name)
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
+def stop_trials(trials: Iterable[Trial]) -> None:
+    """Have trials at work make a last snapshot, and wait for it."""
+    working = [(trial, progress) for trial in trials if (progress := trial.progress()) is not None]
+    for _, progress in working:
+        ray.get(progress.stop.remote())
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(trial.run()["status"] == "running" for trial, _ in working) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
-    def run_id(self) -> str | None:
-        content = _journal(self.place)
-        return content["run_id"] if content is not None else None
 
-    def _directory(self, kind: Any, stage: str) -> Path | None:
-        """The directory of this kind of `stage`; None until all stages it builds on are done."""
-        content = _journal(self.place)
-        if content is None:
-            return None
-        done = {entry["name"]: entry["checkpoint"]["sha256"] for entry in content["stages"]}
-        plans = plans_until(load_config(self.place / CONFIG), stage)
-        if not set(plans[-1].parents.values()) <= set(done):
-            return None
-        parents = {role: done[name] for role, name in plans[-1].parents.items()}
-        key = stage_key(stage=stage, kind=plans[-1].kind, sections=plans[-1].sections, parents=parents)
-        directory: Path = kind(self.root, stage, key)
-        return directory
+@dataclass(frozen=True)
+class Search:
+    """A search over `config` in the output directory `root`, and what is known of its trials."""
+
+    root: Path
+    config: LifecycleConfig
+    wanted: SearchConfig
+    space: Space
+
+    @property
+    def directory(self) -> Path:
+        return search_directory(self.root, self.wanted.name)
+
+    @cached_property
+    def digest(self) -> str:
+        return search_digest(self.config, self.wanted)
+
+    def trial(self, drawn: Mapping[str, Any]) -> Trial:
+        """The trial of what the searcher drew: of choices it draws the index."""
+        space = self.space.items()
+        values = {path: found[drawn[path]] if isinstance(found, list) else drawn[path] for path, found in space}
+        return Trial(self.root, self.config, self.wanted, values)
+
+    def drawn(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the searcher would have drawn."""
+        space = self.space.items()
+        return {path: found.index(values[path]) if isinstance(found, list) else values[path] for path, found in space}
+
+    def records(self) -> list[tuple[Trial, TrialRecord]]:
+        """The trials that fit this search and are not at work, in their order; also those of it as it was before."""
+        found = []
+        for path in (self.directory / "trials").glob(f"*/{RECORD}"):
+            record = _read_record(path)
+            if record is None or record.state == "running" or record.values.keys() != self.space.keys():
+                continue
+            trial = Trial(self.root, self.config, self.wanted, record.values)
+            if trial.place == path.parent and all(record.values[name] in self.space[name] for name in self.space):
+                found.append((trial, record))
+        return sorted(found, key=lambda entry: entry[1].number)
+
+    def next_number(self) -> int:
+        paths = (self.directory / "trials").glob(f"*/{RECORD}")
+        return 1 + max((record.number for path in paths if (record := _read_record(path)) is not None), default=-1)
 
 
 def search_directory(root: Path, name: str) -> Path:
@@ -130,86 +178,143 @@ def search_directory(root: Path, name: str) -> Path:
     return root / "searches" / name
 
 
-def start_runner() -> Any:
-    """The process that runs trials, on this node: its output lies there, and whatever ends the search ends it too."""
-    here = ray.get_runtime_context().get_node_id()
-    options: dict[str, Any] = {
-        "name": RUNNER,
-        "namespace": NAMESPACE,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
-    }
-    if os.environ.get("RAY_ADDRESS"):
-        # A Ray that was there before does not hand on what this process has in its environment.
-        names = ("PREFECT_", "MLFLOW_", "XRAY_")
-        variables = QUIET | {name: value for name, value in os.environ.items() if name.startswith(names)}
-        options["runtime_env"] = {"env_vars": variables}
-    return ray.remote(TrialRunner).options(**options).remote()
-
-
-class TrialRunner:
-    """Runs trials one after the other; Workhorses wait from one trial to the next."""
-
-    def __init__(self) -> None:
-        self._stable, self._board = open_worker_pool(), open_progress()
-
-    def run(self, trial: Trial) -> bool:
-        """Run `trial`; returns whether it came to its end, or was stopped. Raises what its lifecycle failed of."""
-        redirect_output(trial.root / "logs" / "trials.log")
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        ray.get(self._board.begin.remote())
-        place = trial.place
-        place.mkdir(parents=True, exist_ok=True)
-        with prefect_tags("xray", f"search:{trial.search.name}"):
-            config = with_values(trial.config, trial.values)
-            state: Any = run_trial(config, trial.search, trial.values, str(trial.root), str(place), return_state=True)
-        if state.is_cancelled():
-            return False
-        state.result()
-        return True
-
-    def idle(self) -> None:
-        """Answers as soon as no trial is at work."""
-
-
-@flow(
-    name="trial",
-    flow_run_name="{search.name} {values}",
-    task_runner=RayTaskRunner(init_kwargs={"log_to_driver": False, "logging_level": "ERROR"}),
-    persist_result=False,
-)
-def run_trial(config: LifecycleConfig, search: SearchConfig, values: dict[str, Any], output: str, place: str) -> Any:
-    """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`."""
-    root = Path(output)
-    config, _ = resolve_layouts(config)
-    plans = plans_until(config, search.until)
-    tags = {"xray.search": search.name, "xray.trial": json.dumps(values)}
+def _read_record(path: Path) -> TrialRecord | None:
     try:
-        with file_lock(root, LIFECYCLE_LOCK), recorded(config, root, Path(place), tags) as (tracker, context, summary):
-            done = run_stages(plans, config, tracker, context, summary)
-            last = done[search.until]
-            value = read_metrics(records_directory(root, last.name, last.key) / "metrics.jsonl").get(search.metric)
-            if value:
-                point = (value[-1][0], int(time.time() * 1000), {VALUE: value[-1][1]})
-                StageRun(tracker, context.parent_run_id).metrics([point])
-            summary.ended(done["evaluate"].checkpoint.path if "evaluate" in done else None)
-            tracker.log_files(context.parent_run_id, summary.path)
+        return TrialRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def surroundings() -> dict[str, Any]:
+    """What the process of a trial takes over from that of the search, also on a cluster that another started."""
+    return {
+        "settings": serialize_context()["settings_context"],
+        "tracking_uri": tracking_address(),
+        "variables": forwarded_variables(),
+        "path": [path for path in sys.path if "site-packages" not in path],
+    }
+
+
+_report: ContextVar[Callable[[dict[str, Any]], None]] = ContextVar("report")
+"""Who is told the points that pruning watches."""
+
+
+class LifecycleTrial(ray_tune.Trainable):
+    """Ray Tune's side of a trial: reports what pruning watches, then the value."""
+
+    def setup(self, config: dict[str, Any], search: Search, here: dict[str, Any]) -> None:
+        self.trial, self._here = search.trial(config), here
+        self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def step(self) -> dict[str, Any]:
+        event = self._events.get()
+        if isinstance(event, BaseException):
+            raise event
+        return event
+
+    def cleanup(self) -> None:
+        # A trial that was pruned has been asked to stop; it still drops its snapshots.
+        self._thread.join(STOP_SECONDS)
+
+    def _work(self) -> None:
+        _report.set(self._events.put)
+        try:
+            self._events.put({"value": self.measure(), "done": True})
+        except BaseException as error:
+            self._events.put(error)
+
+    def measure(self) -> float:
+        """Run the trial; returns its value."""
+        here, trial = self._here, self.trial
+        os.environ |= {name: value.get_secret_value() for name, value in here["variables"].items()}
+        sys.path += [path for path in here["path"] if path not in sys.path]
+        redirect_output(trial.place / "trial.log")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        settings = hydrated_context({"settings_context": here["settings"]})
+        with settings, prefect_tags("xray", f"search:{trial.search.name}"):
+            config = with_values(trial.config, trial.values)
+            where = (str(trial.root), str(trial.place), here["tracking_uri"])
+            state: Any = run_trial(config, trial.search, trial.values, *where, return_state=True)
+            if state.is_cancelled():
+                raise RuntimeError("its lifecycle was stopped")
+            value: float = state.result()
+        return value
+
+
+@flow(name="trial", flow_run_name="{search.name} {values}", task_runner=task_runner(), persist_result=False)
+def run_trial(
+    config: LifecycleConfig,
+    search: SearchConfig,
+    values: dict[str, Any],
+    output: str,
+    place: str,
+    tracking_uri: str | None,
+) -> Any:
+    """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`.
+
+    Returns the trial's value.
+    """
+    config, _ = resolve_layouts(config)
+    write_atomic(Path(place) / CONFIG, resolved_yaml(config))
+    tags = {"xray.search": search.name, "xray.trial": json.dumps(values)}
+    options: dict[str, Any] = {"place": Path(place), "tags": tags, "tracking_uri": tracking_uri}
+    key = ""
+    try:
+        with open_workspace(config, Path(output), until=search.until, **options) as workspace:
+            lifecycle_graph(config)
+            if search.watched is not None:
+                key = _key(workspace, search.watched[0])
+                _follow(workspace, key, *search.watched)
     except Exception as error:
         if not is_cancelled(error):
             raise
+        record = _read_record(Path(place) / RECORD)
+        if key and search.watched is not None and record is not None and record.state == "pruned":
+            directory = snapshots_directory(workspace.output, search.watched[0], key)
+            Snapshots(directory, 1, open_shared(config.runtime.storage)).clear()
         return Cancelled(message="The search ended it early.")
-    return None
+    if search.watched is not None:
+        _value(workspace, "prune.metric", *search.watched)
+    value = _value(workspace, "metric", search.until, search.metric)
+    if not math.isfinite(value):
+        raise ValueError(f"{search.metric} is {value}")
+    StageRun(workspace.tracker, workspace.context.run_id).metrics([(0, int(time.time() * 1000), {VALUE: value})])
+    return value
 
 
-def write_record(trial: Trial, record: TrialRecord) -> None:
-    trial.place.mkdir(parents=True, exist_ok=True)
-    write_atomic(trial.place / RECORD, record.model_dump_json(indent=2))
+def _handle(workspace: Workspace, stage: str) -> Handle:
+    call = workspace.calls[stage]
+    return Handle(workspace, stage, call.kind.output, call)
 
 
-def _journal(place: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads((place / "lifecycle.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content
+def _key(workspace: Workspace, stage: str) -> str:
+    """Key of a stage, as soon as what it takes from is done."""
+    call = workspace.calls[stage]
+    parents = {role: handle.result().sha256 for role, handle in call.parents.items()}
+    memory = DigestMemory(workspace.output / DIGESTS)
+    runtime = workspace.runtime
+    return identify(call.kind, stage, call.config, call.seed, runtime, parents, call.functions, memory)[0].key
+
+
+def _follow(workspace: Workspace, key: str, stage: str, metric: str) -> None:
+    """Report each point of `metric` until the stage has ended."""
+    path = records_directory(workspace.output, stage, key) / METRICS
+    ended, done = False, 0
+    while not ended:
+        ended = workspace.has_ended(stage)
+        for step, value in read_metrics(path).get(metric, []):
+            if step >= done and math.isfinite(value):
+                done = step + 1
+                _report.get()({"step": done, "watched": value})
+        time.sleep(POLL_SECONDS)
+
+
+def _value(workspace: Workspace, field: str, stage: str, metric: str) -> float:
+    """The last value of a metric. Raises UnknownMetricError."""
+    metrics: dict[str, float] = _handle(workspace, stage).result().metrics
+    if metric not in metrics:
+        known = ", ".join(sorted(metrics))
+        raise UnknownMetricError(f"{field}: {metric!r} is not allowed: stage {stage!r} logs {known}")
+    return metrics[metric]

@@ -1,65 +1,69 @@
 """The flow behind `xray tune`: Ray Tune asks Optuna for values, a trial is a lifecycle, bad ones are ended early.
 
-One trial is at work at a time: it has the whole cluster, and every stage that an earlier trial has computed is there.
-The searcher draws from the search's seed and hears of the trials in their order, so the same search tries the same
-values. That is also how it goes on after a kill: it begins anew, and finished trials report from their records at once.
-Ray Tune's own snapshot of an experiment is not used: it is pickled, and its number of trials is fixed.
+Every stage that an earlier trial has computed is there. A search that was killed is restored by Ray Tune; one that was
+edited, or wants more trials, begins with what is known of the trials there were.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
-import signal
-import threading
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What Ray Tune reads when it is imported: no reporters, no handler of its own for Ctrl-C; metrics come when they come.
-os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
-os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
-os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+# What Ray Tune reads when it is imported or at work: no reporters, no handler of its own for Ctrl-C; metrics come when
+# they come; paths in a config are relative to where the search was started; little is lost when it is killed.
+os.environ |= {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+}
 
 import optuna
 import ray
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, MedianStoppingRule
 from ray.tune.search.optuna import OptunaSearch
 
-from xray.flows.lifecycle import STOP_SECONDS, terminate
-from xray.flows.search import SearchConfig, Space, Span, search_space
-from xray.flows.trials import Trial, TrialRecord, search_directory, start_runner, write_record
-from xray.flows.tune_report import report, results_markdown
+from xray.flows.lifecycle import prepare_deployment
+from xray.flows.search import SearchConfig, search_space
+from xray.flows.trials import (
+    LifecycleTrial,
+    Points,
+    Search,
+    Trial,
+    TrialRecord,
+    UnknownMetricError,
+    stop_trials,
+    surroundings,
+)
+from xray.flows.tune_report import distributions, report, results_markdown
 from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.task_runner import task_runner
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.config.loading import check_storage
 from xray_runtime.errors import error_summary, root_cause
 from xray_runtime.files import write_atomic
-from xray_runtime.processes import redirect_output
-from xray_runtime.progress import open_progress
+from xray_runtime.store.identity import digest
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5
-OUTCOMES = {"value", "failed", "wrong"}
-"""How a trial's last report says how it came out."""
-Event = tuple[int, Trial, TrialRecord | None]
-"""(number of the trial, the trial, how it came out; None when it begins)."""
+Event = tuple[Trial, TrialRecord]
 watch_here: ContextVar[Callable[[Event], None]] = ContextVar("watch_here")
 """Who is told when a trial begins and ends."""
 
 
-@flow(name="tune", flow_run_name="{search.name} on {config.project}", persist_result=False)
+@flow(name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False)
 def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
     """Search fields of `config` in the directory `output`; returns what `results.json` says.
 
@@ -68,114 +72,104 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         RuntimeError: no trial finished.
     """
     root = Path(output).absolute()
-    directory = search_directory(root, search.name)
-    directory.mkdir(parents=True, exist_ok=True)
-    (root / "logs").mkdir(exist_ok=True)
-    if deployment.id is not None and threading.current_thread() is threading.main_thread():
-        redirect_output(root / "logs" / "tune.log")
-        signal.signal(signal.SIGTERM, terminate)
-    if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS"), namespace="xray", log_to_driver=False, logging_level="ERROR")
-    before = directory / "flow_run"
+    at_hand = Search(root, config, search, search_space(config, search))
+    at_hand.directory.mkdir(parents=True, exist_ok=True)
+    prepare_deployment(root)
+    check_storage(config)
+    before = at_hand.directory / "flow_run"
     crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
     write_atomic(before, str(flow_run.id))
-    trials = run_search(root, config, search)
-    results = report(directory, config, search, trials)
+    trials = run_search(at_hand)
+    results = report(at_hand, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
     if results["best"] is None:
         raise RuntimeError(f"no trial of {search.name} finished; the first: {trials[0][1].error}")
     return results
 
 
-def run_search(root: Path, config: LifecycleConfig, search: SearchConfig) -> list[tuple[Trial, TrialRecord]]:
+def run_search(search: Search, trainable: type[LifecycleTrial] = LifecycleTrial) -> list[tuple[Trial, TrialRecord]]:
     """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`."""
-    space = search_space(config, search)
-    runner, board = start_runner(), open_progress()
-    job = _Search(root, config, search, space, runner)
-    summary = _Journal(job, board)
-    scratch = search_directory(root, search.name) / "ray"
-    # Of a search that was killed.
-    shutil.rmtree(scratch, ignore_errors=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    keeper = _Keeper(search)
+    _keeper.set(keeper)
     try:
-        warnings.filterwarnings("ignore", "fail_fast='raise'")
-        _tuner(job, summary, scratch).fit()
+        _fit(search, keeper, trainable)
     except Exception:
         # Ray Tune makes text of what a callback raises.
-        if summary.wrong is not None:
-            raise ConfigError(summary.wrong) from None
+        if keeper.wrong is not None:
+            raise keeper.wrong from None
         raise
     except BaseException:
-        # The trial at work makes a snapshot first.
-        ray.get(board.stop.remote())
-        ray.wait([runner.idle.remote()], timeout=STOP_SECONDS)
+        stop_trials(keeper.at_work.values())
         raise
-    finally:
-        ray.kill(runner)
-        shutil.rmtree(scratch, ignore_errors=True)
-    return summary.trials
+    return search.records()
 
 
-@dataclass(frozen=True)
-class _Search:
-    root: Path
-    config: LifecycleConfig
-    search: SearchConfig
-    space: Space
-    runner: Any
+def _fit(search: Search, keeper: _Keeper, trainable: type[LifecycleTrial]) -> None:
+    wanted, here = search.wanted, f"node:{ray.util.get_node_ip_address()}"
+    # On this node, whose disk the output is on; so many at a time, those too that are tried again.
+    resources = ray_tune.PlacementGroupFactory([{"CPU": 0, here: int(10_000 / wanted.concurrent) / 10_000}])
+    made = ray_tune.with_resources(ray_tune.with_parameters(trainable, search=search, here=surroundings()), resources)
+    experiments, same = search.directory / "ray", digest([search.digest, wanted.trials, wanted.concurrent, here])[:12]
+    for place in experiments.glob(f"{same}-*"):
+        if any(place.glob("experiment_state-*.json")):
+            tuner = ray_tune.Tuner.restore(str(place), made, resume_unfinished=True, restart_errored=True)
+            if len(tuner.fit()) == int(place.name.rsplit("-", 1)[1]):
+                return
+        # It was killed before all was on record.
+        log.warning("%s cannot be restored; the search begins anew with the trials that have ended", place)
+        shutil.rmtree(place)
+    known = [entry for entry in search.records() if entry[1].state != "failed"]
+    num_trials = wanted.trials - sum(record.search == search.digest for _, record in known)
+    if num_trials > 0:
+        _tuner(search, keeper, made, experiments / f"{same}-{num_trials}", num_trials, known).fit()
 
-    def trial(self, drawn: dict[str, Any]) -> Trial:
-        """The trial of what Ray Tune drew."""
-        values = {
-            path: values[drawn[path]] if isinstance(values, list) else drawn[path]
-            for path, values in self.space.items()
-        }
-        return Trial(self.root, self.config, self.search, values)
 
-
-def _tuner(job: _Search, summary: _Journal, scratch: Path) -> Any:
-    search, prune = job.search, job.search.prune
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+def _tuner(
+    search: Search,
+    keeper: _Keeper,
+    trainable: Any,
+    place: Path,
+    num_trials: int,
+    known: list[tuple[Trial, TrialRecord]],
+) -> Any:
+    wanted, prune = search.wanted, search.wanted.prune
+    finished = [record for _, record in known if record.state == "finished"]
     scheduler = FIFOScheduler()
     if prune is not None:
-        scheduler = MedianStoppingRule(
+        scheduler = _MedianRule(
             time_attr="step",
             metric="watched",
-            mode=prune.mode or search.mode,
+            mode=prune.mode or wanted.mode,
             grace_period=prune.after_steps,
             min_samples_required=prune.min_trials,
+            # A trial does not give way to one that waits.
+            min_time_slice=float("inf"),
         )
-    here = f"node:{ray.util.get_node_ip_address()}"
     return ray_tune.Tuner(
-        ray_tune.with_resources(
-            ray_tune.with_parameters(_Watcher, job=job), ray_tune.PlacementGroupFactory([{"CPU": 0, here: 0.001}])
-        ),
-        param_space={path: _domain(values) for path, values in job.space.items()},
+        trainable,
         tune_config=ray_tune.TuneConfig(
-            search_alg=_Searcher(metric="value", mode=search.mode, seed=search.seed),
+            search_alg=_Searcher(
+                distributions(search.space),
+                metric="value",
+                mode=wanted.mode,
+                # With the same seed it would draw again what it has drawn.
+                seed=wanted.seed + len(known),
+                points_to_evaluate=[search.drawn(record.values) for record in finished],
+                evaluated_rewards=[record.value for record in finished],
+            ),
             scheduler=scheduler,
-            num_samples=search.trials,
-            max_concurrent_trials=1,
-            reuse_actors=True,
+            num_samples=num_trials,
+            max_concurrent_trials=wanted.concurrent,
         ),
         run_config=ray_tune.RunConfig(
-            storage_path=str(scratch),
-            name=search.name,
+            storage_path=str(place.parent),
+            name=place.name,
             verbose=0,
-            callbacks=[summary],
-            # What a trial fails of, it reports; what is raised here is the search's own trouble.
-            failure_config=ray_tune.FailureConfig(fail_fast="raise"),
+            callbacks=[keeper],
             checkpoint_config=ray_tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
-
-
-def _domain(values: Span | list[Any]) -> Any:
-    if isinstance(values, list):
-        # By index: what may be chosen need not be something Optuna can compare.
-        return ray_tune.choice(list(range(len(values))))
-    if values.whole:
-        return (ray_tune.lograndint if values.log else ray_tune.randint)(int(values.low), int(values.high) + 1)
-    return (ray_tune.loguniform if values.log else ray_tune.uniform)(values.low, values.high)
 
 
 class _Searcher(OptunaSearch):
@@ -183,128 +177,81 @@ class _Searcher(OptunaSearch):
         """Optuna is told how trials end; what they report on the way is for the scheduler."""
 
 
-class _Watcher(ray_tune.Trainable):
-    """Ray Tune's side of a trial: starts it, and reports what pruning watches, then the value."""
+class _MedianRule(MedianStoppingRule):
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Compare with the trials of earlier processes too: Ray Tune does not keep what they reported."""
+        super().on_trial_add(tune_controller, trial)
+        if not self._results:
+            for earlier, record in _keeper.get().search.records():
+                if record.points and record.state != "failed":
+                    self._results[earlier.place] = [{"step": step, "watched": value} for step, value in record.points]
 
-    def setup(self, config: dict[str, Any], job: _Search) -> None:
-        self._job = job
-        self.reset_config(config)
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self._trial = self._job.trial(new_config)
-        self._sent: list[tuple[int, float]] = []
-        self._running: Any = None
-        self._told: TrialRecord | None = None
-        return True
-
-    def step(self) -> dict[str, Any]:
-        try:
-            return self._step()
-        except Exception as error:
-            return self._last(failed=f"{type(root_cause(error)).__name__}: {error_summary(error)}")
-
-    def _step(self) -> dict[str, Any]:
-        if not self._sent:
-            self._told = self._trial.record()
-        record = self._told
-        points = record.points if record is not None else []
-        if record is None or (record.state == "pruned" and len(points) <= len(self._sent)):
-            # Of a trial that was pruned, and is not this time, the rest is needed.
-            points = self._wait()
-        if len(points) > len(self._sent):
-            step, value = points[len(self._sent)]
-            self._sent.append((step, value))
-            return {"step": step, "watched": value}
-        if record is not None and record.state == "finished":
-            return self._last(value=record.value)
-        return self._ended()
-
-    def _wait(self) -> list[tuple[int, float]]:
-        """The points so far, when there is a new one or the trial has ended. Raises what its lifecycle failed of."""
-        if self._running is None:
-            self._running = self._job.runner.run.remote(self._trial)
-        while True:
-            ended = bool(ray.wait([self._running], timeout=POLL_SECONDS)[0])
-            points = self._trial.points()
-            if len(points) > len(self._sent):
-                return points
-            if ended:
-                if not ray.get(self._running):
-                    raise RuntimeError("its lifecycle was stopped")
-                return points
-
-    def _ended(self) -> dict[str, Any]:
-        search = self._job.search
-        wanted = [("metric", search.until, search.metric)]
-        if search.watched is not None:
-            wanted.append(("prune.metric", *search.watched))
-        for field, stage, metric in wanted:
-            series = self._trial.series(stage)
-            if metric not in series:
-                known = ", ".join(sorted(series))
-                return self._last(wrong=f"{field}: {metric!r} is not allowed: stage {stage!r} logs {known}")
-        value = self._trial.series(search.until)[search.metric][-1][1]
-        if not math.isfinite(value):
-            return self._last(failed=f"{search.metric} is {value}")
-        return self._last(value=value)
-
-    def _last(self, **outcome: Any) -> dict[str, Any]:
-        # The scheduler keeps this beside the points: after the last step, before any other, so that none counts twice.
-        step, watched = self._sent[-1] if self._sent else (0, math.nan)
-        return {"step": step + 0.5, "watched": watched, "done": True, **outcome}
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """Its points are there already."""
 
 
-class _Journal(ray_tune.Callback):
-    """In the flow's process: stops the trials that are pruned, and writes down how each came out."""
+class _Keeper(ray_tune.Callback):
+    """In the flow's process: keeps the records of trials, and stops those that are pruned."""
 
-    def __init__(self, job: _Search, board: Any) -> None:
-        self.trials: list[tuple[Trial, TrialRecord]] = []
-        self.wrong: str | None = None
+    def __init__(self, search: Search) -> None:
+        self.search, self.at_work = search, dict[str, Trial]()
+        self.wrong: UnknownMetricError | None = None
         """What about the search could only be seen once a trial had run."""
-        self._job, self._board = job, board
-        self._points: list[tuple[int, float]] = []
+        self._points: dict[str, Points] = {}
         self._tell = watch_here.get(_log)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Ray Tune keeps a pickled copy of its callbacks, which nobody reads, and a terminal cannot be pickled.
-        return {}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray Tune stores its callbacks with the experiment; restored, it has the one of the search at hand.
+        return _keeper_at_hand, ()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._points = []
-        self._tell((len(self.trials), self._job.trial(trial.config), None))
+        self._points[trial.trial_id] = []
+        lifecycle = self.at_work[trial.trial_id] = self.search.trial(trial.config)
+        before = lifecycle.record()
+        number = before.number if before is not None else self.search.next_number()
+        record = TrialRecord(number=number, search=self.search.digest, values=lifecycle.values, state="running")
+        if before is None or before.state in ("running", "failed"):
+            lifecycle.keep(record)
+        self._tell((lifecycle, record))
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        self.wrong = result.get("wrong")
-        if self.wrong is not None:
-            raise ConfigError(self.wrong)
-        # Of a point at which a trial is pruned, `done` says true as well.
-        if not OUTCOMES & set(result):
-            self._points.append((result["step"], result["watched"]))
+        if "value" not in result:
+            self._points[trial.trial_id].append((result["step"], result["watched"]))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        lifecycle, last = self._job.trial(trial.config), trial.last_result
-        value, failed = last.get("value"), last.get("failed")
-        if value is None and failed is None:
-            ray.get(self._board.stop.remote())
-            ray.get(self._job.runner.idle.remote())
-            lifecycle.drop_snapshots()
-        record = TrialRecord(
-            values=lifecycle.values,
-            state="finished" if value is not None else "failed" if failed is not None else "pruned",
-            value=value,
-            points=self._points,
-            error=failed,
-            run_id=lifecycle.run_id(),
-        )
+        value = trial.last_result.get("value")
+        self._ended(trial, state="finished" if value is not None else "pruned", value=value)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        error = trial.get_pickled_error() or trial.get_error()
+        cause = root_cause(error)
+        self._ended(trial, state="failed", error=f"{type(cause).__name__}: {error_summary(error)}")
+        if isinstance(cause, UnknownMetricError):
+            self.wrong = cause
+            raise cause
+
+    def _ended(self, trial: Any, **outcome: Any) -> None:
+        lifecycle = self.at_work.pop(trial.trial_id)
+        before = lifecycle.record()
+        assert before is not None
+        outcome |= {"points": self._points.pop(trial.trial_id), "run_id": lifecycle.run().get("run_id")}
+        record = before.model_copy(update={"value": None, "error": None} | outcome)
         # The same values drawn again may be pruned; that they came to an end before is worth more.
-        if record.state == "finished" or lifecycle.record() is None:
-            write_record(lifecycle, record)
-        self._tell((len(self.trials), lifecycle, record))
-        self.trials.append((lifecycle, record))
+        if before.state != "finished":
+            lifecycle.keep(record)
+        if record.state == "pruned":
+            stop_trials([lifecycle])
+        self._tell((lifecycle, record))
+
+
+_keeper: ContextVar[_Keeper] = ContextVar("keeper")
+
+
+def _keeper_at_hand() -> _Keeper:
+    return _keeper.get()
 
 
 def _log(event: Event) -> None:
-    number, trial, record = event
-    log.info("trial %d %s: %s", number, trial.values, record.state if record is not None else "begins")
+    log.info("trial %d %s: %s", event[1].number, event[1].values, event[1].state)

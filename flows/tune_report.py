@@ -12,9 +12,8 @@ import optuna
 from rich.console import Console
 from rich.table import Table
 
-from xray.flows.search import SearchConfig, Space, Span, search_space, with_values
-from xray.flows.trials import State, Trial, TrialRecord
-from xray_runtime.config.lifecycle import LifecycleConfig
+from xray.flows.search import SearchConfig, Space, Span, with_values
+from xray.flows.trials import Search, State, Trial, TrialRecord
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.files import write_atomic
 from xray_runtime.report.figures import COLORS, style
@@ -29,46 +28,44 @@ STATES: dict[State, optuna.trial.TrialState] = {
 }
 
 
-def report(
-    directory: Path, config: LifecycleConfig, search: SearchConfig, trials: Sequence[tuple[Trial, TrialRecord]]
-) -> dict[str, Any]:
-    """Write everything into `directory`; returns what results.json says."""
-    finished = [(number, record) for number, (_, record) in enumerate(trials) if record.state == "finished"]
-    sign = 1 if search.mode == "max" else -1
-    best = max(finished, key=lambda entry: sign * (entry[1].value or 0.0), default=None)
+def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[str, Any]:
+    """Write everything into the search's directory; returns what results.json says."""
+    wanted, directory = search.wanted, search.directory
+    finished = [record for _, record in trials if record.state == "finished"]
+    sign = 1 if wanted.mode == "max" else -1
+    best = max(finished, key=lambda record: sign * (record.value or 0.0), default=None)
     results: dict[str, Any] = {
-        "search": search.model_dump(mode="json"),
+        "search": wanted.model_dump(mode="json"),
         "trials": [
-            {"number": number, "directory": str(trial.place), **record.model_dump(mode="json", exclude={"points"})}
-            for number, (trial, record) in enumerate(trials)
+            {"directory": str(trial.place), **record.model_dump(mode="json", exclude={"points", "search"})}
+            for trial, record in trials
         ],
         "best": None,
-        "importance": importance(search_space(config, search), search, [record for _, record in trials]),
+        "importance": importance(search, [record for _, record in trials]),
     }
     if best is not None:
-        number, record = best
-        results["best"] = {"number": number, "value": record.value, "values": record.values}
-        write_atomic(directory / BEST, resolved_yaml(with_values(config, record.values)))
-    write_atomic(directory / FIGURE, figure(results, search))
+        results["best"] = {"number": best.number, "value": best.value, "values": best.values}
+        write_atomic(directory / BEST, resolved_yaml(with_values(search.config, best.values)))
+    write_atomic(directory / FIGURE, figure(results, wanted))
     write_atomic(directory / RESULTS, json.dumps(results, indent=2))
     return results
 
 
-def importance(space: Space, search: SearchConfig, records: Sequence[TrialRecord]) -> dict[str, float]:
+def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, float]:
     """Field → its share in what the values differ by (PED-ANOVA, Watanabe et al. 2023); nothing from few trials."""
-    values = {record.value for record in records if record.state == "finished"}
-    if len(values) < MIN_FOR_IMPORTANCE:
+    if len({record.value for record in records if record.state == "finished"}) < MIN_FOR_IMPORTANCE:
         return {}
-    study = optuna.create_study(direction="maximize" if search.mode == "max" else "minimize")
-    distributions = {path: _distribution(values) for path, values in space.items()}
+    study = optuna.create_study(direction="maximize" if search.wanted.mode == "max" else "minimize")
+    space = distributions(search.space)
     for record in records:
-        params = {path: _drawn(values, record.values[path]) for path, values in space.items()}
-        study.add_trial(
-            optuna.trial.create_trial(
-                state=STATES[record.state], value=record.value, params=params, distributions=distributions
-            )
-        )
+        params, state = search.drawn(record.values), STATES[record.state]
+        study.add_trial(optuna.trial.create_trial(state=state, value=record.value, params=params, distributions=space))
     return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+
+
+def distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:
+    """A space as Optuna takes it; of choices the index, since what may be chosen need not be something it compares."""
+    return {path: _distribution(values) for path, values in space.items()}
 
 
 def _distribution(values: Span | list[Any]) -> optuna.distributions.BaseDistribution:
@@ -77,10 +74,6 @@ def _distribution(values: Span | list[Any]) -> optuna.distributions.BaseDistribu
     if values.whole:
         return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
     return optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
-
-
-def _drawn(values: Span | list[Any], value: Any) -> Any:
-    return values.index(value) if isinstance(values, list) else value
 
 
 def figure(results: dict[str, Any], search: SearchConfig) -> bytes:

@@ -1,45 +1,85 @@
-"""Where the results of stages lie between runs: files that whoever can write to the store may have written.
+"""Results of stages, by key: on this machine, and in the shared store, where other machines find them.
 
-Prefect lets a result file name what decodes it, pickle and any function that can be imported among the choices, and
-reads it whenever a stage with its key is asked for. Only a file that plain JSON decodes is let through.
+results/STAGE-KEY.json      the `StageResult`, in the output directory and in the shared store; written last
+checkpoints/STAGE-KEY/      the checkpoint, its attestation beside it
+records/STAGE-KEY/          metrics, tables, figures
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any, cast
+import logging
+import shutil
+import tempfile
+from pathlib import Path
 
-from prefect.filesystems import LocalFileSystem
-from prefect.serializers import JSONSerializer
+from pydantic import ValidationError
 
-PLAIN = JSONSerializer(object_encoder=None, object_decoder=None)
-"""JSON without Prefect's additions, by which a text can name a class to import and build."""
-_SERIALIZER = PLAIN.model_dump(mode="json")
+from xray.tasks.spec import StageResult
+from xray_runtime.files import write_atomic
+from xray_runtime.store.checkpoints import Store
+from xray_runtime.store.shared import DamagedError, SharedStore
+from xray_runtime.tracking.recorder import RECORDS, records_directory
 
+log = logging.getLogger(__name__)
 
-class PlainResults(LocalFileSystem):
-    """A directory of result files. What is none reads as if it could not be read, and its stage is asked anew."""
-
-    # Without a name of its own Prefect takes it for its own LocalFileSystem, and says so at every start.
-    _block_type_name = "X-ray results"
-
-    def read_path(self, path: str, **options: Any) -> bytes:  # type: ignore[override]
-        """Raises ValueError where there is no file, or none that `PLAIN` wrote."""
-        # Prefect asks for it without waiting: `_sync` is among the options.
-        return _checked(path, cast(bytes, super().read_path(path, **options)))
-
-    async def aread_path(self, path: str) -> bytes:
-        """As `read_path`."""
-        return _checked(path, await super().aread_path(path))
+RESULTS = "results"
 
 
-def _checked(path: str, content: bytes) -> bytes:
+def find_result(name: str, key: str, output: Path, store: Store) -> StageResult | None:
+    """The result of a stage that was computed before, here or elsewhere; every byte of its checkpoint is verified.
+
+    None where it has to be computed. `attempts` is 0: nothing was.
+    """
+    path = _file(output, name, key)
+    content = path.read_bytes() if path.is_file() else None
+    if content is None and store.shared is not None:
+        content = store.shared.read(f"{RESULTS}/{path.name}")
+    if content is None:
+        return None
     try:
-        record = json.loads(content)
-        plain = record.keys() == {"metadata", "result"} and record["metadata"]["serializer"] == _SERIALIZER
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        plain = False
-    if not plain:
-        raise ValueError(f"{path}: not a result of ours")
-    # What was looked at is what is decoded: of a key that stands twice another reader might take the first.
-    return json.dumps(record).encode()
+        result = StageResult.model_validate_json(content)
+    except ValidationError:
+        log.warning("%s: not the result of a stage; it is not used", path)
+        return None
+    checkpoint = store.find(name, key)
+    if checkpoint is None:
+        return None
+    if store.shared is not None:
+        _fetch_records(f"{RECORDS}/{path.stem}", records_directory(output, name, key), store.shared)
+    if checkpoint.sha256 == result.checkpoint.sha256:
+        checkpoint = checkpoint.model_copy(update={"mlflow_model_id": result.checkpoint.mlflow_model_id})
+    return result.model_copy(update={"checkpoint": checkpoint, "attempts": 0})
+
+
+def keep_result(result: StageResult, output: Path, store: Store) -> None:
+    """Remember a result, here and in the shared store. Raises StorageError."""
+    path = _file(output, result.name, result.key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, result.model_dump_json())
+    if store.shared is None:
+        return
+    store.share(result.checkpoint)
+    if store.shared.read(f"{RESULTS}/{path.name}") is None:
+        records = records_directory(output, result.name, result.key)
+        if records.is_dir():
+            store.shared.put(f"{RECORDS}/{path.stem}", records)
+        store.shared.write(f"{RESULTS}/{path.name}", result.model_dump_json().encode())
+
+
+def _file(output: Path, name: str, key: str) -> Path:
+    return output / RESULTS / f"{name}-{key[:12]}.json"
+
+
+def _fetch_records(name: str, directory: Path, shared: SharedStore) -> None:
+    """Curves and tables for the report; what is here, or cannot be had whole, is left."""
+    if directory.exists():
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f"{directory.name}.fetching-"))
+    try:
+        if shared.get(name, temporary) is not None:
+            temporary.rename(directory)
+    except DamagedError as error:
+        log.warning("%s; the report lacks its curves", error)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a finished stage tells: to the flow, as a small record; to people on Prefect's page, as a table with curves."""
+"""A finished stage on Prefect's page: a table with curves."""
 
 from __future__ import annotations
 
@@ -7,35 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from pydantic import BaseModel, ConfigDict
-
-from xray_runtime.report.figures import PANELS
-from xray_runtime.store.ref import CheckpointRef
+from xray.tasks.spec import StageResult
+from xray_runtime.stages.kind import StageKind
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 24
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
-class StageResult(BaseModel):
-    """What a finished stage tells the flow; small, since it travels through Prefect."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    kind: str
-    key: str
-    checkpoint: CheckpointRef
-    parents: dict[str, str]
-    """Role → checkpoint sha256."""
-    dataset: str | None
-    mlflow_run_id: str
-    seconds: float
-    attempts: int
-    """0: it was fetched from the shared store."""
-
-
-def stage_markdown(result: StageResult, series: Series, page: str | None, image: str | None) -> str:
+def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: str | None, image: str | None) -> str:
     """A stage for Prefect's page.
 
     Args:
@@ -49,7 +29,7 @@ def stage_markdown(result: StageResult, series: Series, page: str | None, image:
         lines += [f"[Its run in MLflow]({page}): parameters, curves, tables, what it came from.", ""]
     lines += [f"- {role}: `{sha256[:12]}`" for role, sha256 in sorted(result.parents.items())]
     lines += [f"- files: `{result.checkpoint.path}`", ""]
-    names = [name for _, panel in PANELS.get(result.kind, []) for name in panel if series.get(name)]
+    names = [name for _, panel in kind.panels for name in panel if series.get(name)]
     if names:
         lines += ["| metric | first | last | curve |", "|---|---|---|---|"]
     for name in names:
@@ -57,10 +37,9 @@ def stage_markdown(result: StageResult, series: Series, page: str | None, image:
         lines.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {sparkline(values)} |")
     if image is not None:
         lines += ["", f"![training curves]({image})"]
-    evaluation = result.checkpoint.path / "evaluation.json"
-    if evaluation.is_file():
+    if kind.results is not None:
         lines += ["| result | value |", "|---|---|"]
-        found = json.loads(evaluation.read_text(encoding="utf-8"))
+        found = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
         lines += [f"| {name} | {value:.4g} |" for name, value in found.items() if isinstance(value, int | float)]
     return "\n".join(lines)
 

@@ -1,0 +1,90 @@
+"""X-ray: the whole life of an RLHF model as one auditable workflow, written as a graph in Python.
+
+    import xray
+
+    with xray.workspace("runs/mine", project="mine"):
+        chats = xray.prepare(source="chats.jsonl")
+        base = xray.base(model="Qwen/Qwen3-0.6B")
+        sft = xray.sft(base, data=chats, steps=500)
+        policy = xray.ppo(sft, prompts=chats, rewards=[xray.reward(my_function)])
+        result = xray.evaluate(policy, against=sft, prompts=chats)
+        xray.register(policy, result)
+
+Every stage kind is a callable here under its name (`xray.sft`), users' own too. Names are looked up when they are
+used, so that `import xray` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xray.session import checkpoint, register, workspace
+    from xray.tasks.task_runner import task_runner
+    from xray.tasks.workspace import Result, Workspace
+    from xray_runtime.config.engines import Section
+    from xray_runtime.config.validation import ConfigError
+    from xray_runtime.stages.artifacts import (
+        Artifact,
+        Comparison,
+        Dataset,
+        Evaluation,
+        Judgements,
+        Model,
+        Preferences,
+        RewardModel,
+    )
+    from xray_runtime.stages.graph import Handle, reward
+    from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
+    from xray_runtime.stages.kinds import (
+        BASE as base,
+        COMPARE as compare,
+        EVALUATE as evaluate,
+        FRESH_BASE as fresh_base,
+        PPO as ppo,
+        PREFERENCES as preferences,
+        PREPARE as prepare,
+        REWARD_MODEL as reward_model,
+        SFT as sft,
+    )
+
+_WHERE = {
+    "xray.session": ("workspace", "checkpoint", "register"),
+    "xray.tasks.task_runner": ("task_runner",),
+    "xray.tasks.workspace": ("Result", "Workspace"),
+    "xray_runtime.config.engines": ("Section",),
+    "xray_runtime.config.validation": ("ConfigError",),
+    "xray_runtime.stages.artifacts": (
+        "Artifact",
+        "Comparison",
+        "Dataset",
+        "Evaluation",
+        "Judgements",
+        "Model",
+        "Preferences",
+        "RewardModel",
+    ),
+    "xray_runtime.stages.graph": ("Handle", "reward"),
+    "xray_runtime.stages.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
+}
+_MODULES = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if not name.startswith("_"):
+        from xray_runtime.stages.kind import find_kind
+
+        kind = find_kind(name)
+        if kind is not None:
+            return kind
+    raise AttributeError(f"module 'xray' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from xray_runtime.stages.kind import KINDS, find_kind
+
+    find_kind("")
+    return sorted([*_MODULES, *KINDS])

@@ -1,8 +1,8 @@
 """Processes and their output: where noise goes, and how nothing outlives the run that started it.
 
-`guard()` starts a small watcher beside this process. Everything the run starts inherits a unique mark in its
-environment; when the run ends, also by SIGKILL, the watcher ends every process that carries the mark. It never looks
-at names.
+`start_reaper()` starts a small process beside this one. Everything the run starts inherits a unique process tag in its
+environment; when the run ends, also by SIGKILL, the reaper ends every process that carries the tag. It never looks at
+names.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-MARK = "XRAY_RUN_MARK"
+TAG = "XRAY_RUN_TAG"
+"""Environment variable that holds the process tag."""
 GRACE_SECONDS = 3.0
 
 QUIET = {
@@ -49,19 +51,19 @@ def redirect_output(path: Path) -> None:
 
 
 def start_reaper() -> str:
-    """Mark this process's descendants-to-be and watch over them; returns the mark.
+    """Give this process's future descendants a tag, and end them when this process ends; returns the tag.
 
     Call it before anything else is started.
     """
-    mark = uuid.uuid4().hex
-    os.environ[MARK] = mark
+    tag = uuid.uuid4().hex
+    os.environ[TAG] = tag
     reader, writer = os.pipe()
     # The writing end closes exactly when this process ends, however it ends: programs do not inherit Python's pipes,
     # and forks close theirs.
     subprocess.Popen(
-        [sys.executable, "-m", "xray_runtime.processes", mark, str(reader)],
+        [sys.executable, "-m", "xray_runtime.processes", tag, str(reader)],
         pass_fds=[reader],
-        env={k: v for k, v in os.environ.items() if k != MARK},
+        env={k: v for k, v in os.environ.items() if k != TAG},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -69,44 +71,49 @@ def start_reaper() -> str:
     )
     os.close(reader)
     os.register_at_fork(after_in_child=lambda: os.close(writer))
-    return mark
+    return tag
 
 
-def tagged(mark: str) -> list[psutil.Process]:
-    """Every process but this one that carries `mark`."""
+def tagged(tag: str) -> list[psutil.Process]:
+    """Every process but this one that carries `tag`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+            if process.pid != os.getpid() and process.environ().get(TAG) == tag:
                 found.append(process)
     return found
 
 
-def kill_tagged(mark: str, grace_s: float = GRACE_SECONDS) -> None:
-    """End every process that carries `mark`: asked first, killed after `grace_s` seconds."""
+def kill_tagged(tag: str, grace_s: float = GRACE_SECONDS) -> None:
+    """End every process that carries `tag`, as `kill` does."""
+    kill(lambda: tagged(tag), grace_s)
+
+
+def kill(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
+    """Send SIGTERM to the processes that `find` returns, and SIGKILL to those it still returns after `grace_s`."""
     deadline = time.monotonic() + grace_s
-    for process in tagged(mark):
+    for process in find():
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    while (left := tagged(mark)) and time.monotonic() < deadline:
+    while (left := find()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    # A process may start another between two looks; look until none is left.
+    # A process may start another between two calls of `find`: repeat until none is left.
     for _ in range(50):
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        left = tagged(mark)
+        left = find()
         if not left:
             return
         time.sleep(0.1)
 
 
-def _health(mark: str, reader: int) -> None:
+def _reap(tag: str, reader: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.read(reader, 1)
-    kill_tagged(mark)
+    kill_tagged(tag)
 
 
 if __name__ == "__main__":
-    _health(sys.argv[1], int(sys.argv[2]))
+    _reap(sys.argv[1], int(sys.argv[2]))

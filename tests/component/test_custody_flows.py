@@ -21,10 +21,10 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Completed, Running
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from xray.deployments.local_services import PrefectServer
+from xray.deployments.local_services import prefect_server
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.reference import open_lineage_store
 
 SERVE = """
 from prefect import serve
@@ -46,20 +46,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.delenv("PREFECT_API_URL", raising=False)
-        own = PrefectServer(home)
-        own.wait_healthy()
-        url, login = os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
-        log = (home / "serve.log").open("wb")
-        runner = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=log, stderr=log)
-        try:
-            with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: login}):
-                until(lambda: deployed("promote/promote"), f"see {log.name}")
-                yield url
-        finally:
-            runner.terminate()
-            runner.wait(30)
-            log.close()
-            own.stop()
+        with prefect_server(home), (home / "serve.log").open("wb") as log:
+            url, login = os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"]
+            runner = subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=log, stderr=log)
+            try:
+                with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: login}):
+                    until(lambda: deployed("promote/promote"), f"see {log.name}")
+                    yield url
+            finally:
+                runner.terminate()
+                runner.wait(30)
 
 
 def asked(address: str, query: dict[str, Any]) -> Any:
@@ -151,7 +147,7 @@ def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
     assert {name: d["action"] for name, d in last.items()} == {"yes": "promote", "changed": "register"}
     assert (last["yes"]["by"], last["yes"]["note"]) == ("Ada", "she says yes")
     assert last["yes"]["gates"][0]["name"] == "min_win_rate"
-    assert audit(open_place(outputs["yes"], None)).is_sound
+    assert audit(open_lineage_store(outputs["yes"], None)).is_sound
     assert any("Ada promoted it" in text for text in artifacts(server, runs["yes"]))
     assert any("is not promoted" in text for text in artifacts(server, runs["changed"]))
 

@@ -21,7 +21,8 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
-from xray_runtime.models.objectives import PPOObjective, ReferenceObjective
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.weights.object_store import WeightTransferError, pack
 from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec

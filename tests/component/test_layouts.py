@@ -25,7 +25,8 @@ from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.shard_loading import fill
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective, RewardObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec

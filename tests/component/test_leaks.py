@@ -20,7 +20,7 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.processes import MARK, tagged
+from xray_runtime.processes import TAG, tagged
 from xray_runtime.workers.model_spec import ModelSpec
 
 pytestmark = pytest.mark.long
@@ -43,7 +43,7 @@ def cycle(model: Path, logs: Path) -> None:
 
 def left() -> dict[str, int]:
     """What there is of everything that could be left behind."""
-    mine = tagged(os.environ[MARK])
+    mine = tagged(os.environ[TAG])
     workers = [p for p in mine if _command(p).startswith("ray::")]
     pids = {p.pid for p in mine} | {os.getpid()}
     free = ray.available_resources()

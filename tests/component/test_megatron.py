@@ -25,7 +25,9 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import PPOObjective, RewardObjective, SFTObjective
+from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from xray_runtime.stages.spec import StageSpec, plan_stages
 
-from tests.component.conftest import TINY
-from xray.tasks.stage import _run_in_memory
-from xray_runtime.config.loading import validate
+from xray.tasks.out_of_memory import run_in_memory
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_jsonl
 from xray_runtime.errors import StageOutOfMemoryError
-from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.stages.artifacts import Dataset, Model
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import SFT, SFTInputs
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.workers.opening import model_opener
 
 ROWS, STEPS = 3072, 2
 MICRO_BATCH_TOKENS = 98304
@@ -63,8 +65,8 @@ def _writer_of(log: Path) -> int:
     return pid
 
 
-def stage(model: Path, root: Path, **runtime: Any) -> StageSpec:
-    """SFT of `model` on two ranks, each with its rows in one micro-batch."""
+def dataset(root: Path) -> Path:
+    """Pairs of which each rank's share is one micro-batch."""
     rng = np.random.default_rng(0)
     data = root / "data"
     data.mkdir(parents=True)
@@ -76,30 +78,24 @@ def stage(model: Path, root: Path, **runtime: Any) -> StageSpec:
         prompts = [[{"role": "user", "content": text(20)}] for _ in range(count)]
         examples = [Example(str(i), str(i), p, text(int(rng.integers(10, 28)))) for i, p in enumerate(prompts)]
         write_jsonl(data / f"{name}.jsonl", examples)
+    (data / "dataset.json").write_text(json.dumps({"max_prompt_tokens": 32}))
+    return data
+
+
+def run(model: Path, root: Path, spare: int | None = None) -> tuple[dict[str, torch.Tensor], Limited]:
+    """SFT of `model` on two ranks: (final weights, the recorder)."""
     engine = {"num_workhorses": 2, "micro_batch_tokens": MICRO_BATCH_TOKENS}
-    config = validate(
-        {
-            "base": TINY.model_dump(),
-            "sft": {"steps": STEPS, "batch_size": ROWS, "engine": engine},
-            "runtime": {"threads": 1, "device": "cpu", **runtime},
-        }
-    )
-    [plan] = [plan for plan in plan_stages(config) if plan.name == "sft"]
-    parents = {
-        role: CheckpointRef(uri=str(place), sha256="0" * 64, stage=role, kind=role, step=0)
-        for role, place in (("base", model), ("dataset", data))
-    }
-    return StageSpec(
-        name="sft", kind="sft", key="k" * 64, seed=0, sections=plan.sections, parents=parents, runtime=config.runtime
-    )
-
-
-def run(spec: StageSpec, root: Path, spare: int | None = None) -> tuple[dict[str, torch.Tensor], Limited]:
-    """(final weights, the recorder)."""
+    config = SFT.validated({"steps": STEPS, "batch_size": ROWS, "engine": engine})
+    inputs = SFTInputs(Model(model), Dataset(dataset(root)))
     recorder, out = Limited(root, spare), root / "out"
+
+    def body(runtime: RuntimeConfig) -> int:
+        opener = model_opener(runtime, recorder.log_dir, "test")
+        return SFT.run(Stage("sft", 0, config, inputs, runtime, opener), out, recorder)
+
     recorder.begin()
     out.mkdir()
-    _run_in_memory(spec, out, recorder)
+    run_in_memory("sft", RuntimeConfig(threads=1, device="cpu"), out, recorder, body)
     return load_file(out / "model.safetensors"), recorder
 
 
@@ -107,12 +103,12 @@ def run(spec: StageSpec, root: Path, spare: int | None = None) -> tuple[dict[str
 def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     cluster: None, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    undisturbed, recorder = run(stage(tiny_model, tmp_path / "undisturbed"), tmp_path / "undisturbed")
+    undisturbed, recorder = run(tiny_model, tmp_path / "undisturbed")
     [needed] = recorder.used
     assert needed > 800e6  # much more than threads and libraries may add to a process
     spare = int(0.75 * needed)
-    with caplog.at_level(logging.WARNING, logger="xray.tasks.stage"):
-        weights, recorder = run(stage(tiny_model, tmp_path / "limited"), tmp_path / "limited", spare)
+    with caplog.at_level(logging.WARNING, logger="xray.tasks.out_of_memory"):
+        weights, recorder = run(tiny_model, tmp_path / "limited", spare)
     # Each attempt had the same limit; how often it takes halving is for the allocator to say.
     *failed, went_on = recorder.used
     assert failed
@@ -132,16 +128,17 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
 
 @pytest.mark.parametrize(("choice", "divisor"), [("fail", 1), ("halve", 64)])
 def test_where_smaller_micro_batches_do_not_help_the_message_says_what_does(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, divisor: int
+    tmp_path: Path, choice: Literal["fail", "halve"], divisor: int
 ) -> None:
     tried: list[int] = []
 
-    def body(spec: StageSpec, *_: Any) -> int:
-        tried.append(spec.runtime.micro_batch_divisor)
+    def body(runtime: RuntimeConfig) -> int:
+        tried.append(runtime.micro_batch_divisor)
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("xray_runtime.stages.spec.run_stage", body)
     says = rf"sft: out of memory \(CUDA out of memory.*\); lower engine.micro_batch_tokens.*\(now {divisor}\)"
+    recorder, out = StageRecorder(tmp_path, "sft", "k" * 64, None, lambda *_: None, every=1), tmp_path / "out"
+    out.mkdir()
     with pytest.raises(StageOutOfMemoryError, match=says):
-        run(stage(tiny_model, tmp_path, on_out_of_memory=choice), tmp_path)
+        run_in_memory("sft", RuntimeConfig(on_out_of_memory=choice), out, recorder, body)
     assert tried == [2**i for i in range(divisor.bit_length())]

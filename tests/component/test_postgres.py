@@ -18,7 +18,7 @@ import pytest
 
 from xray.deployments.databases import VARIABLES
 from xray.deployments.server_home import PORTS, ServerHome, new_state
-from xray.deployments.servers import ask, find, servers, start_missing, stop, wait_healthy
+from xray.deployments.servers import ask, servers, start_missing, stop, wait_healthy
 from xray_runtime.config.validation import ConfigError
 
 pytestmark = pytest.mark.long
@@ -93,11 +93,11 @@ def started(home: ServerHome, ports: dict[str, int | None]) -> None:
     both = servers(home, state)[:2]
     try:
         start_missing(home, state, both)
-        wait_healthy(home, state, both, lambda _: None)
+        wait_healthy(both, lambda _: None)
         ask(f"http://127.0.0.1:{ports['prefect']}/api/flows/", {"name": "noted"})
         mlflow.MlflowClient(f"http://127.0.0.1:{ports['mlflow']}").create_experiment("noted")
         for service in both:
-            process = find(service, state)
+            process = service.find()
             assert process is not None
             assert PASSWORD not in " ".join(process.cmdline())
             others = set(VARIABLES.values()) - {VARIABLES[service.name]}

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import digest
+from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
 from xray_runtime.tracking.recorder import StageRecorder, records_directory
@@ -43,26 +43,27 @@ def lifecycle(tracker: Tracker) -> str:
 
 def publish(root: Path, stage: str, parents: list[CheckpointRef], dataset: CheckpointRef | None = None) -> Any:
     """A real checkpoint that nobody has published before."""
-    key, store = digest([stage, next(numbers)]), Store(root / "checkpoints")
-    with store.building(stage, key) as built:
-        (built / "model.bin").write_text(key)
-        return store.publish(
-            built,
-            stage=stage,
-            kind=stage.split("-")[0],
-            key=key,
-            step=7,
-            seed=3,
-            parents={parent.stage: parent.sha256 for parent in parents},
-            dataset=dataset.sha256 if dataset else None,
-            sections={"lr": 1e-3},
-        )
+    store = Store(root / "checkpoints")
+    identity = Identity(
+        stage=stage,
+        kind=stage.split("-")[0],
+        config={"lr": 1e-3, "number": next(numbers)},
+        seed=3,
+        parents={parent.stage: parent.sha256 for parent in parents},
+        functions={},
+        code={},
+        versions={},
+    )
+    with store.building(stage, identity.key) as built:
+        (built / "model.bin").write_text(identity.key)
+        dataset_sha256 = dataset.sha256 if dataset else None
+        return store.publish(built, identity, type="Model", step=7, dataset=dataset_sha256)
 
 
 def log(tracker: Tracker, parent_run_id: str, ref: CheckpointRef, parents: list[CheckpointRef]) -> CheckpointRef:
     """The stage of `ref` as a finished child run."""
     manifest = load_manifest(ref.path)
-    run = tracker.stage_run(parent_run_id, ref.stage, manifest.key, manifest.sections)
+    run = tracker.stage_run(parent_run_id, ref.stage, manifest.key, manifest.config)
     logged = run.log_checkpoint(ref, manifest, parents)
     run.finish("FINISHED")
     return logged
@@ -151,7 +152,7 @@ def test_a_checkpoint_is_linked_to_what_it_came_from(tracker: Tracker, lifecycle
     base = log(tracker, lifecycle, publish(root, "base", []), [])
     ref = publish(root, "sft", [base, dataset], dataset)
     manifest = load_manifest(ref.path)
-    run = tracker.stage_run(lifecycle, "sft", manifest.key, manifest.sections)
+    run = tracker.stage_run(lifecycle, "sft", manifest.key, manifest.config)
     logged = run.log_checkpoint(ref, manifest, [base, dataset])
     assert logged == ref.model_copy(update={"mlflow_model_id": logged.mlflow_model_id})
     model = tracker.client.get_logged_model(logged.mlflow_model_id)
@@ -161,7 +162,7 @@ def test_a_checkpoint_is_linked_to_what_it_came_from(tracker: Tracker, lifecycle
         "sha256": ref.sha256,
         "uri": ref.uri,
         "key": manifest.key,
-        "config_digest": digest({"lr": 1e-3}),
+        "config_digest": digest(manifest.config),
         "statement_sha256": "",  # published without one
         "code_digest": manifest.code_digest,
         "seed": "3",
@@ -196,7 +197,7 @@ def test_a_cached_stage_shows_the_model_that_was_there(tracker: Tracker, lifecyc
     ref = log(tracker, lifecycle, publish(root, "sft", [dataset], dataset), [dataset])
     manifest = load_manifest(ref.path)
     again = tracker.start_lifecycle(None, "again", {}, "", {})
-    run = tracker.stage_run(again, "sft", manifest.key, manifest.sections)
+    run = tracker.stage_run(again, "sft", manifest.key, manifest.config)
     assert ref.mlflow_model_id is not None
     assert tracker.has_model(ref.mlflow_model_id)
     for _ in range(2):

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
-from xray_runtime.processes import MARK
+from xray_runtime.processes import TAG
 
 PORTS = ("prefect", "mlflow", "ray", "dashboard")
 LONG = 900.0
@@ -166,12 +166,12 @@ class Operator:
         return str(self.ask("artifacts/filter", asked)[-1]["id"])
 
     def left(self) -> list[str]:
-        """Processes that carry the mark of this home."""
-        mark = json.loads((self.home / "state.json").read_text())["mark"]
+        """Processes that carry a process tag of this server home."""
+        tag = json.loads((self.home / "state.json").read_text())["tag"]
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK, "").startswith(mark):
+                if process.environ().get(TAG, "").startswith(tag):
                     found.append(" ".join(process.cmdline())[:80])
             except (psutil.Error, OSError):
                 continue

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
-from xray_runtime.processes import MARK, tagged
+from xray_runtime.processes import TAG, tagged
 from xray_runtime.workers.nodes import PLACEMENT
 
 pytestmark = pytest.mark.long
@@ -78,7 +78,7 @@ class Cluster:
         self._run(name, f"--address={self.variables['RAY_ADDRESS']}", before=own_disk)
 
     def _run(self, name: str, *options: str, before: Sequence[str] = ()) -> None:
-        variables = environment() | self.variables | {MARK: f"{self._mark}-{name}", "RAY_USAGE_STATS_ENABLED": "0"}
+        variables = environment() | self.variables | {TAG: f"{self._mark}-{name}", "RAY_USAGE_STATS_ENABLED": "0"}
         del variables["RAY_ADDRESS"]
         # Any free worker ports: the nodes share a machine. Without --block it returns when the node is up.
         same = ["--min-worker-port=0", "--max-worker-port=0", "--object-store-memory=200000000"]

@@ -64,7 +64,7 @@ def _started(output: Path) -> tuple[subprocess.Popen[bytes], str]:
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline, "no Workhorse was started"
         time.sleep(0.2)
-    marks = {child.environ().get("XRAY_RUN_MARK") for child in psutil.Process(process.pid).children(recursive=True)} - {
+    marks = {child.environ().get("XRAY_RUN_TAG") for child in psutil.Process(process.pid).children(recursive=True)} - {
         None
     }
     assert len(marks) == 1
@@ -75,7 +75,7 @@ def _left(mark: str) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("XRAY_RUN_MARK") == mark:
+            if process.environ().get("XRAY_RUN_TAG") == mark:
                 found.append(" ".join(process.cmdline())[:80])
         except (psutil.Error, OSError):
             continue

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from xray_runtime.stages.spec import plan_stages
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray_runtime.config.loading import load_config
-from xray_runtime.stages.spec import plan_stages
 from xray_runtime.store.identity import stage_key
 
 pytestmark = pytest.mark.long

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import choose, choose_layouts, describe
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
-from xray_runtime.stages.spec import plan_stages
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")
@@ -32,8 +32,7 @@ def auto(base: dict[str, Any] | None = None, **stage: Any) -> LifecycleConfig:
 
 
 def layouts(config: LifecycleConfig) -> set[tuple[int, int]]:
-    sections = [config.sft, config.reward, *config.ppo.stages]
-    return {(section.engine.num_workhorses, section.engine.zero_stage) for section in sections}
+    return {(engine.num_workhorses, engine.zero_stage) for engine in config.engines.values()}
 
 
 # The model and the data of `custom.yaml` are the reader's.
@@ -106,7 +105,7 @@ def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
 
 def replica(config: LifecycleConfig) -> tuple[int, int, int, int]:
     """(TP, PP, DP, ZeRO stage), the same for every trained model."""
-    [engine] = {section.engine for section in (config.sft, config.reward, *config.ppo.stages)}
+    [engine] = set(config.engines.values())
     return engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.zero_stage
 
 
@@ -223,7 +222,23 @@ def test_what_was_chosen_is_as_if_written_by_hand() -> None:
     engine = {"engine": {"num_workhorses": 5, "zero_stage": 3}}
     base = {"kind": "fresh", **SEVEN}
     by_hand = validate({"base": base, "sft": engine, "reward": engine, "ppo": {"stages": [engine]}})
-    assert [p.sections for p in plan_stages(chosen)] == [p.sections for p in plan_stages(by_hand)]
+    graphs = recorded_graph(chosen), recorded_graph(by_hand)
+    assert [call.config for call in graphs[0].calls.values()] == [call.config for call in graphs[1].calls.values()]
+
+
+def test_activations_are_computed_again_where_nothing_else_fits() -> None:
+    """One GPU, 10⁹ parameters: states of 16 GB, frozen models of 4 each. A pass of 16,384 tokens keeps 16,384 × 172,104
+    bytes a layer, 56 GB in all; computed again, 16,384 × 4 × 2,048, 2.7 GB, and one layer's 2.8.
+    """
+    sizes = {"hidden_size": 2048, "num_layers": 20, "num_heads": 16, "num_kv_heads": 16, "intermediate_size": 5632}
+    engine = {"engine": {"micro_batch_tokens": 16_384}}
+    stages = {"sft": engine, "reward": engine, "ppo": {"stages": [engine]}}
+    config = validate({"base": {"kind": "fresh", **sizes}, **stages, "runtime": {"parallel": "auto"}})
+    chosen, plan = choose_layouts(config, gpus(1))
+    assert {engine.activation_checkpointing for engine in chosen.engines.values()} == {True}
+    assert "under ZeRO-0, recomputing: " in describe(plan)
+    roomy, _ = choose_layouts(config, gpus(1, 141))
+    assert {engine.activation_checkpointing for engine in roomy.engines.values()} == {False}
 
 
 def test_what_else_an_engine_says_is_kept() -> None:

@@ -59,4 +59,4 @@ def test_one_that_does_not_answer_is_refused_before_anything_starts() -> None:
 def test_runs_do_not_hear_of_the_databases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in BOTH.items():
         monkeypatch.setitem(os.environ, name, value)
-    assert not {PREFECT, MLFLOW} & set(ServerHome(tmp_path).environment(State(mark="m")))
+    assert not {PREFECT, MLFLOW} & set(ServerHome(tmp_path).environment(State(tag="m")))

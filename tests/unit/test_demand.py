@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import Field
 
+from xray.flows.lifecycle_graph import recorded_graph
+from xray_runtime.config.engines import EngineConfig, LayoutConfig, Section
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import validate
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import may_retry
-from xray_runtime.planning.demand import check_config, stage_demands
+from xray_runtime.planning import demand
+from xray_runtime.planning.demand import Demand, call_demands, check_graph, graph_demands
+from xray_runtime.stages.artifacts import Model
+from xray_runtime.stages.graph import Graph
+from xray_runtime.stages.kind import NoInputs, StageKind
 
 TWO_CORES = [{"CPU": 2.0, "memory": 1e9}]
 
@@ -20,20 +28,72 @@ def config(**runtime: Any) -> LifecycleConfig:
     return validate({"ppo": {"stages": stages}, "sft": {"engine": {"num_workhorses": 2}}, "runtime": runtime})
 
 
+def check_config(config: LifecycleConfig, device: str, nodes: Any) -> None:
+    demand.check_config(config, recorded_graph(config), device, nodes)
+
+
+def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
+    return graph_demands(recorded_graph(config), device)
+
+
 def test_every_stage_that_holds_models_is_counted() -> None:
     found = {stage: {d.role: d.num_ranks for d in ds} for stage, ds in stage_demands(config(), "cpu").items()}
     assert found == {
         "sft": {"policy": 2},
         "preferences": {"generator": 1},
         "reward": {"reward": 1},
-        "ppo-1": {"generator": 1, "policy": 4, "reward": 1, "reference": 1, "critic": 4},
-        "evaluate": {"generator": 1, "before": 1, "after": 1, "reward": 1},
+        "ppo-1": {"generator": 1, "policy": 4, "reference": 1, "rewards.0": 1, "critic": 4},
+        "evaluate": {"generator": 1, "before": 1, "after": 1, "rewards.0": 1},
     }
 
 
 def test_a_shared_trunk_needs_no_reference() -> None:
     shared = validate({"base": {"kind": "pretrained", "model": "x", "trainable_layers": 2}})
-    assert [d.role for d in stage_demands(shared, "cpu")["ppo-1"]] == ["generator", "policy", "reward"]
+    assert [d.role for d in stage_demands(shared, "cpu")["ppo-1"]] == ["generator", "policy", "rewards.0"]
+
+
+def test_stages_that_are_left_out_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "vader")
+    reward = {"reward": None, "preferences": None, "rewards": [{"function": "vader:score"}]}
+    found = stage_demands(validate({"sft": None, **reward}), "cpu")
+    assert {stage: [d.role for d in ds] for stage, ds in found.items()} == {
+        "ppo-1": ["generator", "policy", "reference"],
+        "evaluate": ["generator", "before", "after"],
+    }
+
+
+class Pair(Section):
+    engine: EngineConfig = EngineConfig()
+
+
+class DistillConfig(Section):
+    """Of a user's own kind: engines where no kind of ours has any."""
+
+    pairs: list[Pair] = Field(default_factory=list)
+    teacher: LayoutConfig = LayoutConfig()
+
+
+def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
+    distill = StageKind(
+        "distill",
+        DistillConfig,
+        NoInputs,
+        Model,
+        "nowhere:run",
+        models=lambda config: {"student": config.pairs[0].engine, "teacher": config.teacher},
+    )
+    with Graph(runtime=RuntimeConfig(gpus_per_workhorse=0.5)) as graph:
+        engine = {"num_workhorses": 3, "zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}
+        handle = distill(name="small", pairs=[{}, {"engine": engine}], teacher={"num_workhorses": 2})
+    assert handle.call is not None
+    assert [(d.role, d.num_ranks, d.gpus) for d in call_demands(handle.call, graph.runtime, "cuda")] == [
+        ("student", 1, 0.5),
+        ("teacher", 2, 0.5),
+    ]
+    with pytest.raises(ConfigError, match=r'^small\.pairs\.1\.engine\.offload: "nvme" is not allowed: it needs CUDA'):
+        check_graph(graph, "cpu", TWO_CORES)
+    with pytest.raises(ConfigError, match=r"^small: its models ask for 1.5 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
+        check_graph(graph, "cuda", [{"CPU": 4.0, "GPU": 1.0}])
 
 
 def test_what_there_is_may_be_filled_to_the_last() -> None:
@@ -63,8 +123,8 @@ def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, in
             {"cpus_per_workhorse": 0.25},
             "cpu",
             TWO_CORES,
-            "ppo-1: its models ask for 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reward 1 × 0.25, reference "
-            "1 × 0.25, critic 4 × 0.25) and the cluster has 2: lower runtime.cpus_per_workhorse or "
+            "ppo-1: its models ask for 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reference 1 × 0.25, "
+            "rewards.0 1 × 0.25, critic 4 × 0.25) and the cluster has 2: lower runtime.cpus_per_workhorse or "
             "engine.num_workhorses, or give it more",
         ),
         ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models ask for 2 GPUs (policy 2 × 1) and the"),

@@ -1,4 +1,4 @@
-"""deployments/prefect.yaml says what the flows and configs say."""
+"""The deployments of `deployments/presets.py` are what the configs and the flows say, and Prefect reads them so."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from typing import Any
 import pytest
 import yaml
 
-from xray.flows.search import SearchConfig, load_search
+from xray.deployments.presets import VARIABLES, as_yaml, deployments, pull_steps
 from xray_runtime.config.loading import load_config, validate
 
 ROOT = Path(__file__).parents[2]
-FILE = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
-DEPLOYMENTS: dict[str, dict[str, Any]] = {d["name"]: d for d in FILE["deployments"]}
+VALUES = {
+    "XRAY_HOME": "/home/x",
+    "RAY_ADDRESS": "127.0.0.1:6379",
+    "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000",
+    "XRAY_TIMEZONE": "Europe/Berlin",
+}
+DEPLOYMENTS: dict[str, dict[str, Any]] = {d["name"]: d for d in deployments(VALUES)}
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), [("lifecycle", "quickstart"), ("lifecycle-tiny", "tiny"), ("tune", "quickstart")]
+    ("name", "config"), [("lifecycle", "quickstart"), ("lifecycle-tiny", "tiny"), ("tune", "quickstart")]
 )
-def test_presets_are_the_configs(name: str, preset: str) -> None:
-    parameters = DEPLOYMENTS[name]["parameters"]
-    assert validate(parameters["config"]) == load_config(ROOT / "configs" / f"{preset}.yaml")
+def test_presets_are_the_configs(name: str, config: str) -> None:
+    assert validate(DEPLOYMENTS[name]["parameters"]["config"]) == load_config(ROOT / "configs" / f"{config}.yaml")
 
 
 def test_the_search_is_the_example() -> None:
+    from xray.flows.search import SearchConfig, load_search
+
     search = SearchConfig.model_validate(DEPLOYMENTS["tune"]["parameters"]["search"])
     assert search == load_search(ROOT / "configs" / "search" / "quickstart-ppo.yaml")
 
@@ -38,6 +44,7 @@ def test_parameters_are_those_of_the_flow(name: str) -> None:
     (flow,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     assert "flow" in {decorator.func.id for decorator in flow.decorator_list}  # type: ignore[attr-defined]
     assert set(deployment["parameters"]) <= {argument.arg for argument in flow.args.args}
+    assert deployment["parameters"]["output"] == "/home/x/output"
     assert "xray" in deployment["tags"]
 
 
@@ -46,4 +53,21 @@ def test_what_computes_is_one_at_a_time() -> None:
         assert DEPLOYMENTS[name]["work_pool"]["work_queue_name"] == "ray"
     for name in ("lifecycle", "lifecycle-tiny", "tune"):
         assert DEPLOYMENTS[name]["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
-    assert DEPLOYMENTS["lifecycle"]["schedules"][0]["timezone"] == "{{ $XRAY_TIMEZONE }}"
+    assert "work_queue_name" not in DEPLOYMENTS["audit"]["work_pool"]
+
+
+def test_two_run_by_themselves() -> None:
+    schedules = {name: d["schedules"] for name, d in DEPLOYMENTS.items() if "schedules" in d}
+    assert schedules == {
+        "lifecycle": [{"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin"}],
+        "audit": [{"slug": "hourly", "cron": "17 * * * *", "timezone": "Europe/Berlin"}],
+    }
+
+
+def test_the_file_for_prefect_deploy_says_the_same() -> None:
+    text = as_yaml()
+    assert all(f"#   {name} " in text for name in VARIABLES)
+    for name, value in VALUES.items():
+        text = text.replace(f"{{{{ ${name} }}}}", value)
+    content = yaml.safe_load(text)
+    assert content == {"pull": pull_steps(VALUES), "deployments": list(DEPLOYMENTS.values())}

@@ -14,8 +14,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from xray.deployments.installation import VARIABLES
-from xray.deployments.servers import POOL
+from xray.deployments.presets import POOL, VARIABLES
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments"
 DOCUMENTS = [

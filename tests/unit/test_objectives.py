@@ -12,21 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
-    CriticObjective,
     Objective,
-    PPOObjective,
     ReferenceObjective,
-    RewardObjective,
     SFTObjective,
     response_positions,
 )
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
 
 MakeLM = Callable[[int], Any]
 AsRows = Callable[..., dict[str, Tensor]]

@@ -14,7 +14,9 @@ from rich.console import Console
 from xray.deployments.automations import crashed_without_heartbeat
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.status import service_status, show
-from xray.tasks.summary import BARS, StageResult, sparkline, stage_markdown
+from xray.tasks.spec import StageResult
+from xray.tasks.summary import BARS, sparkline, stage_markdown
+from xray_runtime.stages.kind import StageKind, find_kind
 from xray_runtime.store.ref import CheckpointRef
 
 SHA = "ab" * 32
@@ -38,7 +40,7 @@ def test_sparkline(values: list[float], bars: str) -> None:
 
 
 def result(directory: Path) -> StageResult:
-    checkpoint = CheckpointRef(uri=str(directory), sha256=SHA, stage="ppo-1", kind="ppo", step=2)
+    checkpoint = CheckpointRef(uri=str(directory), sha256=SHA, stage="ppo-1", kind="ppo", type="Model", step=2)
     return StageResult(
         name="ppo-1",
         kind="ppo",
@@ -52,23 +54,29 @@ def result(directory: Path) -> StageResult:
     )
 
 
+def kind(name: str) -> StageKind:
+    found = find_kind(name)
+    assert found is not None
+    return found
+
+
 def test_a_stage_leads_to_mlflow_and_shows_its_curves(tmp_path: Path) -> None:
     series = {"reward/mean": [(0, 0.5), (1, 1.5)], "secret/other": [(0, 1.0)]}
-    text = stage_markdown(result(tmp_path), series, "http://m/#/run", "http://m/training.png")
+    text = stage_markdown(kind("ppo"), result(tmp_path), series, "http://m/#/run", "http://m/training.png")
     assert "took 12.3 s in 2 attempts: `abababababab`" in text
     assert "](http://m/#/run)" in text
     assert "- policy: `cdcdcdcdcdcd`" in text
     assert "| reward/mean | 0.5 | 1.5 | ▁█ |" in text
     assert "![training curves](http://m/training.png)" in text
     assert "secret" not in text
-    plain = stage_markdown(result(tmp_path), {}, None, None)
+    plain = stage_markdown(kind("ppo"), result(tmp_path), {}, None, None)
     assert "http" not in plain
     assert "| metric" not in plain
 
 
 def test_an_evaluation_shows_its_numbers(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text('{"win_rate": 0.87654, "win_rate_ci95": [0, 1], "samples": 16}')
-    text = stage_markdown(result(tmp_path), {}, None, None)
+    text = stage_markdown(kind("evaluate"), result(tmp_path), {}, None, None)
     assert "| win_rate | 0.8765 |" in text
     assert "| samples | 16 |" in text
     assert "ci95" not in text
@@ -79,7 +87,7 @@ def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
     nothing = service_status(home, None)
     assert (nothing["up"], nothing["services"], nothing["champions"]) == (False, {}, [])
     assert "nothing was started in" in shown(nothing)
-    dead = service_status(home, State(mark="ef"))
+    dead = service_status(home, State(tag="ef"))
     assert set(dead["services"]) == {"prefect", "mlflow", "ray", "worker"}
     assert not dead["up"]
     assert dead["runs"] is None
@@ -87,7 +95,7 @@ def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
 
 
 def test_status_shows_runs_and_champions(tmp_path: Path) -> None:
-    content = service_status(ServerHome(tmp_path), State(mark="ef"))
+    content = service_status(ServerHome(tmp_path), State(tag="ef"))
     run = {"id": "1", "name": "[demo] seed 0", "state": "Running", "at": "2026-01-02T03:04:05Z", "deployment": None}
     champion = {"name": "demo-policy", "version": "3", "checkpoint": SHA, "by": "Ada", "at": "2026-01-01T00:00:00"}
     text = shown(content | {"runs": [run], "next": [], "champions": [champion]})

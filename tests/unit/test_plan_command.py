@@ -10,6 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from xray.cli.main import app
+from xray_runtime.config.loading import load_config
+from xray_runtime.planning.auto import choose_layouts
+from xray_runtime.planning.suggestions import Changes
+from xray_runtime.planning.workload import GIB, Machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,52 +45,66 @@ def test_the_json_contract() -> None:
     roles = {"policy", "reference", "critic", "reward", "generator"}
     assert content["layout"].keys() == content["memory_gb"].keys() == content["breakdown_gb"].keys() == roles
     for name, layout in content["layout"].items():
-        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "checkpointing", "devices"}
-        first, last = layout["devices"]
-        assert last - first + 1 == layout["tp"] * layout["pp"] * layout["dp"]
+        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "checkpointing", "num_devices"}
+        assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
         assert content["memory_gb"][name] == pytest.approx(sum(content["breakdown_gb"][name].values()), abs=1e-3)
         assert content["memory_gb"][name] <= content["usable_gb"] == pytest.approx(0.9 * 80 * 1.073741824, abs=1e-3)
     assert content["peak_gb"] == max(content["memory_gb"].values())
-    assert content["limits"] == ["devices 0–17 need 65.1 of 77.3 usable GB, most of it policy's activations (27.5 GB)"]
-    assert content["reasons"] == ["colocated: needs 102 GB a device, 77.3 GB are usable"]
+    # Three devices for what is frozen and the generator, thirty for each of the two that are trained.
+    assert content["layout"]["policy"]["dp"] == content["layout"]["critic"]["dp"] == 30
+    assert content["limits"] == [
+        "the fullest device needs 63.1 of 77.3 usable GB, most of it policy's activations (27.5 GB)"
+    ]
+    assert content["reasons"] == ["separate: needs 149.1 GB a device, 77.31 GB are usable"]
     assert content["suggestions"] == []
 
 
 def test_where_nothing_fits_the_options_of_the_command_are_suggested() -> None:
     """Each suggestion can be given to the same command, which then has a plan."""
-    content = planned("--params", "7e9", "--devices", "4", "--memory-gib", "80")
+    same = ("--params", "7e9", "--devices", "8", "--memory-gib", "40")
+    content = planned(*same)
     assert content["fits"] is False
     assert content["peak_gb"] > content["usable_gb"]
     by_change = {s["change"]: s["value"] for s in content["suggestions"]}
-    assert planned("--params", "7e9", "--devices", str(by_change["num_devices"]), "--memory-gib", "80")["fits"]
-    assert planned("--params", "7e9", "--devices", "4", "--memory-gib", str(by_change["memory_gib"]))["fits"]
-    same = ("--params", "7e9", "--devices", "4", "--memory-gib", "80")
+    assert planned("--params", "7e9", "--devices", str(by_change["num_devices"]), "--memory-gib", "40")["fits"]
+    assert planned("--params", "7e9", "--devices", "8", "--memory-gib", str(by_change["memory_gib"]))["fits"]
     assert planned(*same, "--lora-rank", str(by_change["lora_rank"]))["fits"]
     assert planned(*same, "--offload")["fits"]
+
+
+def test_what_is_planned_is_what_auto_takes(tmp_path: Path) -> None:
+    """Layouts that are written in the config, Megatron's too, do not stand in the planner's way."""
+    engine = "{num_workhorses: 2, tensor_parallel: 2, library: megatron, micro_batch_tokens: 512}"
+    base = "{kind: fresh, hidden_size: 4096, num_layers: 32, num_heads: 32, num_kv_heads: 32, intermediate_size: 11008}"
+    text = f"base: {base}\nsft: {{engine: {engine}}}\nppo: {{stages: [{{engine: {engine}}}]}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    content = planned(str(tmp_path / "config.yaml"), "--devices", "8", "--memory-gib", "80")
+    written = load_config(tmp_path / "config.yaml")
+    chosen, _ = choose_layouts(Changes().of_config(written), Machine(num_devices=8, memory_bytes=80 * GIB))
+    policy, layout = chosen.ppo.stages[0].engine, content["layout"]["policy"]
+    assert (policy.num_workhorses, policy.zero_stage) == (layout["num_devices"], layout["zero_stage"])
+    assert (policy.library, policy.tensor_parallel) == ("deepspeed", layout["tp"])
 
 
 @pytest.mark.parametrize("preset", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.stem != "custom"))
 def test_every_preset_that_needs_no_hub_has_a_plan_here(preset: str) -> None:
     content = planned(str(ROOT / "configs" / preset))
     assert content["num_devices"] >= 1
-    assert content["placement"] in ("colocated", "separate", "tensor-parallel generator")
+    assert content["fits"] is True
+    assert content["placement"] == "colocated"
 
 
-def test_how_models_are_trained_shows() -> None:
-    options = "{zero_stage: 3, precision: bfloat16, offload: nvme, nvme_path: /nvme, activation_checkpointing: true}"
-    asked = (
-        str(ROOT / "configs" / "tiny.yaml"),
-        "--devices",
-        "2",
-        "--memory-gib",
-        "80",
-        "--set",
-        "runtime.device=cuda",
-    )
-    asked += ("--set", f"ppo.stages.0.engine={options}", "--set", f"ppo.stages.1.engine={options}")
-    asked += ("--set", "ppo.stages.0.lora.rank=8", "--set", "ppo.stages.1.lora.rank=4")
+def test_how_models_are_trained_shows(tmp_path: Path) -> None:
+    options = "zero_stage: 3, precision: bfloat16, offload: nvme, nvme_path: /nvme, activation_checkpointing: true"
+
+    def stage(rank: int) -> str:
+        return f"{{engine: {{{options}, micro_batch_tokens: 512}}, lora: {{rank: {rank}}}}}"
+
+    text = f"sft: {stage(8)}\nreward: {stage(2)}\nppo: {{stages: [{stage(8)}, {stage(4)}]}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    asked = (str(tmp_path / "config.yaml"), "--devices", "5", "--memory-gib", "80", "--set", "runtime.device=cuda")
     content = planned(*asked)
-    # The larger of two ranks; in one column where a person looks.
+    # The largest of the ranks; in one column where a person looks.
     assert content["training"] == {"policy": {"weight_bytes": 2, "lora_rank": 8, "offload": True}}
     assert (content["layout"]["policy"]["zero_stage"], content["layout"]["policy"]["checkpointing"]) == (3, True)
     assert content["breakdown_gb"]["policy"]["optimizer"] == 0
@@ -96,12 +114,7 @@ def test_how_models_are_trained_shows() -> None:
 def test_people_see_a_table_and_reasons() -> None:
     outcome = xray_plan("--params", "70e9", "--devices", "8", "--memory-gib", "80")
     assert outcome.exit_code == 0
-    for words in (
-        "nothing fits; nearest: tensor-parallel generator",
-        "recompute",
-        "limit",
-        "would fit with  64 devices",
-    ):
+    for words in ("nothing fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  44 dev"):
         assert words in outcome.stdout
 
 
@@ -126,6 +139,15 @@ def test_people_see_a_table_and_reasons() -> None:
         (["configs/tiny.yaml", "--set", "ppo.stages.0.lr=-1"], "ppo.stages.0.lr: -1 is not allowed: must be greater"),
         (["configs/smollm2.yaml", "--set", "base.model=./absent"], "base.model: './absent' is not a directory"),
         (["configs/smollm2.yaml", "--set", "base.trainable_layers=31"], "base.trainable_layers: 31 is not allowed"),
+        (["configs/smollm2.yaml", "--lora-rank", "8"], "sft.lora must be null where base.trainable_layers is set"),
+        (
+            ["configs/tiny.yaml", "--set", "base={kind: checkpoint, ref: 'runs/a#sft'}"],
+            "base.ref: 'runs/a#sft' cannot be planned: must be a checkpoint's directory",
+        ),
+        (
+            ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],
+            "sft: its models ask for 1000 CPUs (policy 1 × 1000) and the cluster has",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.planning.memory import (

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from xray_runtime import processes
-from xray_runtime.processes import MARK, kill_tagged, tagged
+from xray_runtime.processes import TAG, kill_tagged, tagged
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -28,7 +28,7 @@ import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True, stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 """
-# A run: guards itself, starts children of every kind, says their pids, and ends as its last line says.
+# A run: starts its reaper, starts children of every kind, says their pids, and ends as its last line says.
 RUN = f"""
 import os, subprocess, sys, time
 from xray_runtime.processes import start_reaper
@@ -55,12 +55,12 @@ UNTIL_THE_END = "print(*pids, flush=True); sys.stdin.readline()"
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python code, with a mark or without; whatever is left of it is killed at the end."""
+    """Start Python code, with a process tag or without; whatever is left of it is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
-    def launch(code: str, mark: str | None = None) -> subprocess.Popen[str]:
-        hidden = (MARK, "PYTHONUNBUFFERED")
-        environment = {k: v for k, v in os.environ.items() if k not in hidden} | ({MARK: mark} if mark else {})
+    def launch(code: str, tag: str | None = None) -> subprocess.Popen[str]:
+        hidden = (TAG, "PYTHONUNBUFFERED")
+        environment = {k: v for k, v in os.environ.items() if k not in hidden} | ({TAG: tag} if tag else {})
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes))
         return started[-1]
@@ -90,93 +90,92 @@ def gone(pids: list[int], seconds: float) -> bool:
     return not any(map(alive, pids))
 
 
-def test_only_what_carries_the_mark_is_ended(start: Start) -> None:
-    ours, other, unmarked = start(SLEEP, "mark-a"), start(SLEEP, "mark-b"), start(SLEEP)
-    # A mark is the whole word.
-    longer = start(SLEEP, "mark-a-too")
-    assert [p.pid for p in tagged("mark-a")] == [ours.pid]
-    kill_tagged("mark-a")
+def test_only_what_carries_the_tag_is_ended(start: Start) -> None:
+    ours, other, untagged = start(SLEEP, "tag-a"), start(SLEEP, "tag-b"), start(SLEEP)
+    # A tag is the whole word.
+    longer = start(SLEEP, "tag-a-too")
+    assert [p.pid for p in tagged("tag-a")] == [ours.pid]
+    kill_tagged("tag-a")
     assert ours.wait(5) == -signal.SIGTERM
-    assert [p.poll() for p in (other, unmarked, longer)] == [None, None, None]
-    assert tagged("mark-a") == []
-    kill_tagged("mark-a")  # nothing left to end
+    assert [p.poll() for p in (other, untagged, longer)] == [None, None, None]
+    assert tagged("tag-a") == []
+    kill_tagged("tag-a")  # nothing left to end
 
 
 def test_who_asks_is_spared(start: Start) -> None:
-    """The command marks itself, then cleans up after itself and still has to say how it went."""
-    code = "from xray_runtime.processes import kill_tagged, tagged; print(len(tagged('mark-c'))); kill_tagged('mark-c')"
-    process = start(code + "; print('still here')", "mark-c")
+    """The command tags itself, then cleans up after itself and still has to say how it went."""
+    code = "from xray_runtime.processes import kill_tagged, tagged; print(len(tagged('tag-c'))); kill_tagged('tag-c')"
+    process = start(code + "; print('still here')", "tag-c")
     assert (said(process), said(process)) == ("0", "still here")
 
 
-def test_who_ignores_the_request_is_killed(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
-    stubborn = start(STUBBORN, "mark-d")
+def test_who_ignores_the_request_is_killed(start: Start) -> None:
+    stubborn = start(STUBBORN, "tag-d")
     assert said(stubborn) == "up"
     begin = time.monotonic()
-    kill_tagged("mark-d")
+    kill_tagged("tag-d", 0.5)
     assert stubborn.wait(5) == -signal.SIGKILL
     # It had its time to end by itself.
     assert time.monotonic() - begin >= 0.5
 
 
 def test_what_was_started_by_a_child_that_is_gone_is_found(start: Start) -> None:
-    parent = start(ORPHAN, "mark-e")
+    parent = start(ORPHAN, "tag-e")
     orphan = int(said(parent))
     assert parent.wait(10) == 0
-    assert [p.pid for p in tagged("mark-e")] == [orphan]
-    kill_tagged("mark-e")
+    assert [p.pid for p in tagged("tag-e")] == [orphan]
+    kill_tagged("tag-e")
     assert gone([orphan], 5)
 
 
 def begun(run: subprocess.Popen[str]) -> tuple[str, list[int], psutil.Process]:
-    """(mark, pids of children, watcher) of a run that is up."""
-    mark, pids = said(run), [int(pid) for pid in said(run).split()]
-    [watcher] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.processes" in p.cmdline()]
+    """(tag, pids of children, reaper) of a run that is up."""
+    tag, pids = said(run), [int(pid) for pid in said(run).split()]
+    [reaper] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.processes" in p.cmdline()]
     assert all(map(alive, pids))
-    assert {p.pid for p in tagged(mark)} == set(pids)
-    return mark, pids, watcher
+    assert {p.pid for p in tagged(tag)} == set(pids)
+    return tag, pids, reaper
 
 
 def test_a_killed_run_leaves_nothing(start: Start) -> None:
     run, bystander = start(RUN + WITH_A_STUBBORN_ONE + UNTIL_A_SIGNAL), start(SLEEP)
-    _, pids, watcher = begun(run)
+    _, pids, reaper = begun(run)
     assert len(pids) == 3
     run.kill()
     run.wait(5)
-    # The stubborn one has its time; the watcher goes when its work is done.
-    assert gone([*pids, watcher.pid], processes.GRACE_SECONDS + 20)
+    # The stubborn one has its time; the reaper goes when its work is done.
+    assert gone([*pids, reaper.pid], processes.GRACE_SECONDS + 20)
     assert bystander.poll() is None
 
 
 def test_a_run_that_ends_by_itself_leaves_nothing(start: Start) -> None:
     run = start(RUN + UNTIL_THE_END)
-    _, pids, watcher = begun(run)
+    _, pids, reaper = begun(run)
     assert run.communicate("\n", timeout=5) == ("", None)
     assert run.returncode == 0
-    assert gone([*pids, watcher.pid], 20)
+    assert gone([*pids, reaper.pid], 20)
 
 
-def test_the_watcher_is_deaf_to_what_ends_a_terminal(start: Start) -> None:
+def test_the_reaper_is_deaf_to_what_ends_a_terminal(start: Start) -> None:
     run = start(RUN + UNTIL_A_SIGNAL)
-    _, pids, watcher = begun(run)
-    assert os.getsid(watcher.pid) == watcher.pid != os.getsid(run.pid)
+    _, pids, reaper = begun(run)
+    assert os.getsid(reaper.pid) == reaper.pid != os.getsid(run.pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        watcher.send_signal(number)
+        reaper.send_signal(number)
     run.terminate()
     assert run.wait(5) == -signal.SIGTERM
-    assert gone([*pids, watcher.pid], 20)
+    assert gone([*pids, reaper.pid], 20)
 
 
 def test_a_fork_does_not_keep_the_run_alive(start: Start) -> None:
     """A forked copy of the run holds its open files, but the run has ended when the run has ended."""
     run = start(RUN + WITH_A_FORK + "print(*pids, flush=True); print(forked, flush=True); time.sleep(120)")
-    _, pids, watcher = begun(run)
+    _, pids, reaper = begun(run)
     forked = psutil.Process(int(said(run)))
     run.kill()
     run.wait(5)
     try:
-        assert gone([*pids, watcher.pid], 20)
+        assert gone([*pids, reaper.pid], 20)
     finally:
         forked.kill()
 

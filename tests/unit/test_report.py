@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.report.figures import PANELS, StageRecord, read_metrics, training_figure
+from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 from xray_runtime.report.html import lineage_graph, write_report
+from xray_runtime.stages.kind import KINDS
+from xray_runtime.stages.kinds import PPO, PREPARE, SFT
+
+PANELS = {name: kind.panels for name, kind in KINDS.items() if kind.panels}
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} {% raw %} 日本 ]]> --> &amp; <svg onload=x>"
 SHAS = {name: digit * 64 for name, digit in zip(("prepare", "base", "sft", "ppo-1"), "abcd", strict=True)}
@@ -81,9 +85,9 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 
 def records(directory: Path) -> list[StageRecord]:
-    """Records of one stage of each kind; a base has no curves."""
+    """Records of one stage of each kind; a base has no curves, nor has a kind that nobody registered here."""
     made = []
-    for kind in ("base", *PANELS):
+    for kind in ("base", "somebody's", *PANELS):
         path = directory / f"{kind}.jsonl"
         names = [name for _, panel in PANELS.get(kind, []) for name in panel] or ["base/parameters"]
         lines = [{"step": step, "metrics": dict.fromkeys(names, step + 0.5)} for step in range(3)]
@@ -108,7 +112,7 @@ def write(
 @pytest.mark.parametrize("kind", list(PANELS))
 def test_a_figure_has_a_panel_for_each_subject(kind: str) -> None:
     series = {name: [(0, 1.0), (1, 2.0)] for _, names in PANELS[kind] for name in names}
-    figure = training_figure(kind, series)
+    figure = training_figure(PANELS[kind], series)
     assert figure is not None
     assert [axes.get_title(loc="left") for axes in figure.axes] == [title for title, _ in PANELS[kind]]
     for axes, (title, names) in zip(figure.axes, PANELS[kind], strict=True):
@@ -126,7 +130,7 @@ def test_a_figure_has_a_panel_for_each_subject(kind: str) -> None:
 
 def test_a_curve_has_the_points_that_were_recorded() -> None:
     series = {"sft/loss": [(0, 4.0), (10, 2.5), (20, 2.0)], "sft/heldout_loss": [(20, 2.25)]}
-    figure = training_figure("sft", series)
+    figure = training_figure(SFT.panels, series)
     assert figure is not None
     [axes] = figure.axes
     points = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
@@ -138,7 +142,7 @@ def test_a_curve_has_the_points_that_were_recorded() -> None:
 def test_phases_are_stacked() -> None:
     # Step 1 has no sync: what comes above it starts at the bottom there.
     series = {"seconds/sync": [(0, 2.0)], "seconds/generate": [(0, 3.0), (1, 4.0)], "seconds/update": [(1, 0.5)]}
-    figure = training_figure("ppo", series)
+    figure = training_figure(PPO.panels, series)
     assert figure is not None
     [axes] = figure.axes
     bars = [[(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in c] for c in axes.containers]
@@ -149,9 +153,9 @@ def test_phases_are_stacked() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["prepare", "base", "preferences", "evaluate", "sft"])
-def test_nothing_recorded_is_no_figure(kind: str) -> None:
-    assert training_figure(kind, {"other/metric": [(0, 1.0)]}) is None
+def test_nothing_recorded_is_no_figure() -> None:
+    for kind in (PREPARE, SFT):
+        assert training_figure(kind.panels, {"other/metric": [(0, 1.0)]}) is None
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     assert "sft (cached)" in text
     # Beside the lineage a figure for each stage that has curves, below its name.
     assert [tag for tag, _ in page.elements].count("svg") == 1 + len(PANELS)
-    assert [name for name in ("base", *PANELS) if f"{name} curves" in text] == list(PANELS)
+    assert [name for name in ("base", "somebody's", *PANELS) if f"{name} curves" in text] == list(PANELS)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,17 @@ def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
     text = Page(html).text
     assert "gold score" not in text
     assert "None" not in text
-    assert "win rate over the SFT model (by reward)" in text
+    assert "win rate over the model before (by reward)" in text
+
+
+def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
+    null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
+    text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
+    assert "KL to the model before" in text
+    assert not any(word in text for word in ("win rate", "learned reward", "gold score", "None"))
+    write_report(tmp_path / "bare.html", lifecycle() | {"evaluation": None, "registered": None}, [], [], "")
+    text = Page((tmp_path / "bare.html").read_text(encoding="utf-8")).text
+    assert not any(word in text for word in ("KL", "Replies", "None"))
 
 
 @pytest.mark.parametrize("field", ["prompt", "before", "after"])

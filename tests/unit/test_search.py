@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from xray.flows.search import SearchConfig, Span, load_search, plans_until, search_space, trial_digest, with_values
+from xray.flows.search import (
+    SearchConfig,
+    Span,
+    calls_until,
+    load_search,
+    search_digest,
+    search_space,
+    trial_digest,
+    with_values,
+)
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
 
@@ -113,7 +122,8 @@ def test_the_name_is_the_files_and_trials_may_be_more(tmp_path: Path) -> None:
 
 def test_stages_before_what_is_searched_are_shared() -> None:
     a, b = (with_values(TINY, {"ppo.stages.0.lr": lr}) for lr in (1e-3, 1e-4))
-    shared = [p.name for p, q in zip(plans_until(a, "ppo-2"), plans_until(b, "ppo-2"), strict=True) if p == q]
+    pairs = zip(calls_until(a, "ppo-2"), calls_until(b, "ppo-2"), strict=True)
+    shared = [one.name for one, other in pairs if one.config == other.config]
     assert shared == ["prepare", "base", "sft", "preferences", "reward", "ppo-2"]
 
 
@@ -124,6 +134,9 @@ def test_more_trials_are_the_same_search_and_another_metric_is_not() -> None:
     assert of == trial_digest(TINY, rate, search.model_copy(update={"trials": 99, "seed": 5}))
     assert of != trial_digest(TINY, rate, search.model_copy(update={"metric": "evaluate/kl"}))
     assert of != trial_digest(TINY, {"sft.lr": 1.25}, search)
+    of = search_digest(TINY, search)
+    assert of == search_digest(TINY, search.model_copy(update={"trials": 99, "concurrent": 2}))
+    assert of != search_digest(TINY, search.model_copy(update={"seed": 5}))
 
 
 def test_the_example_fits_its_config() -> None:

@@ -17,7 +17,6 @@ from xray.cli.main import app
 from xray.cli.up import local_timezone
 from xray.deployments.server_home import (
     PORTS,
-    ProcessRecord,
     ServerHome,
     State,
     check_free,
@@ -25,8 +24,10 @@ from xray.deployments.server_home import (
     find_server_home,
     new_state,
 )
-from xray.deployments.servers import NotUpError, Service, servers, start_missing, stop, wait_healthy, worker
+from xray.deployments.servers import servers, start_missing, stop, wait_healthy, worker
+from xray.deployments.service import NotUpError, ProcessRecord, Service
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.processes import TAG
 
 
 @pytest.fixture
@@ -37,18 +38,18 @@ def home(tmp_path: Path) -> ServerHome:
 
 
 def me() -> ProcessRecord:
-    return ProcessRecord(pid=os.getpid(), created=psutil.Process().create_time())
+    return ProcessRecord.of(os.getpid())
 
 
 def test_what_is_remembered_comes_back_whole(home: ServerHome) -> None:
     assert home.load() is None
-    state = State(mark="ab", ports=PORTS | {"ray": 7000}, started={"ray": me()})
+    state = State(tag="ab", ports=PORTS | {"ray": 7000}, started={"ray": me()})
     home.save(state)
     assert home.load() == state
     assert sorted(path.name for path in home.path.iterdir()) == ["logs", "state.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"mark": "a", "unknown": 1}', "[]"])
+@pytest.mark.parametrize("text", ["", "{", '{"tag": "a", "unknown": 1}', "[]"])
 def test_a_damaged_state_is_one_line(home: ServerHome, text: str) -> None:
     (home.path / "state.json").write_text(text)
     with pytest.raises(ConfigError, match=r"state.json: cannot be used \(it is damaged\)"):
@@ -98,7 +99,7 @@ def test_others_need_a_password(host: str) -> None:
 def test_a_remembered_host_needs_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = ServerHome(tmp_path / "h")
     home.make()
-    home.save(State(mark="ab", host="0.0.0.0"))
+    home.save(State(tag="ab", host="0.0.0.0"))
     for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"):
         monkeypatch.delenv(name, raising=False)
     done = CliRunner().invoke(app, ["up", "--home", str(home.path)])
@@ -108,7 +109,7 @@ def test_a_remembered_host_needs_one_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_services_find_in_their_environment(home: ServerHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the shell")
-    found = home.environment(State(mark="ab", ports=PORTS | {"prefect": 4201}))
+    found = home.environment(State(tag="ab", ports=PORTS | {"prefect": 4201}))
     assert "RAY_AUTH_TOKEN" not in found
     assert found["RAY_AUTH_TOKEN_PATH"] == str(home.path / "ray-token")
     assert found["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4201,http://localhost:4201"
@@ -120,7 +121,7 @@ def test_loopback_needs_none(host: str) -> None:
 
 
 def test_a_taken_port_is_refused_before_anything_starts(home: ServerHome) -> None:
-    state = State(mark="cd")
+    state = State(tag="cd")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -134,21 +135,20 @@ def test_a_taken_port_is_refused_before_anything_starts(home: ServerHome) -> Non
     assert home.load() is None
 
 
-def test_down_ends_by_mark_and_nothing_else(home: ServerHome) -> None:
-    state = State(mark="test-of-down")
-    hands = worker(home, state)
+def test_down_ends_by_process_tag_and_nothing_else(home: ServerHome) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     with (
-        subprocess.Popen(sleep, env=os.environ | {"XRAY_RUN_MARK": hands.mark(state)}) as ours,
-        subprocess.Popen(sleep, env=os.environ | {"XRAY_RUN_MARK": "another"}) as theirs,
+        subprocess.Popen(sleep, env=os.environ | {TAG: "test-of-down-worker"}) as ours,
+        subprocess.Popen(sleep, env=os.environ | {TAG: "another"}) as theirs,
     ):
-        # Its number is remembered, but it has become somebody else's.
-        state.started = {"ray": ProcessRecord(pid=theirs.pid, created=psutil.Process(theirs.pid).create_time() - 60)}
-        assert stop(home, state, [hands, *servers(home, state)]) == ["worker"]
+        # Its process id was recorded, but the system has given it to another process since.
+        recorded = ProcessRecord(pid=theirs.pid, created=psutil.Process(theirs.pid).create_time() - 60)
+        state = State(tag="test-of-down", started={"ray": recorded})
+        assert stop(home, state, [worker(home, state), *servers(home, state)]) == ["worker"]
         assert ours.wait(10) != 0
         assert theirs.poll() is None
         theirs.kill()
-    assert home.load() == State(mark="test-of-down")
+    assert home.load() == State(tag="test-of-down")
 
 
 def test_where_it_is(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_only_one_at_a_time_and_the_token_is_private(tmp_path: Path) -> None:
     home.make()
     assert (home.path / "ray-token").read_text() == token
     assert (home.path / "ray-token").stat().st_mode & 0o077 == 0
-    with home.held(), pytest.raises(ConfigError, match="another xray up or down is at work"), home.held():
+    with home.locked(), pytest.raises(ConfigError, match="another xray up or down is running"), home.locked():
         pass
 
 
@@ -184,37 +184,71 @@ def test_the_time_zone_is_the_machines(tmp_path: Path, monkeypatch: pytest.Monke
     assert local_timezone(tmp_path) == "Asia/Tokyo"
 
 
-def service(code: str, healthy: bool) -> Service:
+def service(home: ServerHome, code: str, *, healthy: bool, tag: str | None = "ef-ray") -> Service:
     return Service(
-        "ray", "Thing", [sys.executable, "-c", code], "http://here", lambda _: healthy, {"GREETING": "hello"}
+        "ray",
+        "Thing",
+        [sys.executable, "-c", code],
+        os.environ | {"GREETING": "hello"} | ({TAG: tag} if tag else {}),
+        home.log("ray"),
+        "http://here",
+        lambda _: healthy,
+        tag=tag,
     )
 
 
 def test_a_service_that_ends_says_why(home: ServerHome) -> None:
-    """…with the end of its log; it had its variables, and was remembered before it could end."""
-    state = State(mark="ef" * 16)
-    thing = service("import os, sys; sys.exit(os.environ['GREETING'] + ': no such disk')", healthy=False)
+    """…with the end of its log; it had its variables, and was recorded before it could end."""
+    state = State(tag="ef")
+    thing = service(home, "import os, sys; sys.exit(os.environ['GREETING'] + ': no such disk')", healthy=False)
     assert start_missing(home, state, [thing]) == ["ray"]
     assert home.load() == state
     with pytest.raises(
         NotUpError, match=r"Thing ended as soon as it was started. The end of .*ray.log:\n  hello: no such"
     ):
-        wait_healthy(home, state, [thing], print)
+        wait_healthy([thing], print)
     stop(home, state, [thing])
 
 
+def test_a_service_that_never_answers_is_an_error_that_names_its_log(
+    home: ServerHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xray.deployments.service.START_SECONDS", 0.3)
+    monkeypatch.setattr("xray.deployments.service.SAY_SECONDS", 0.1)
+    thing, said = service(home, "import time; time.sleep(60)", healthy=False), list[str]()
+    thing.start()
+    with pytest.raises(NotUpError, match=r"Thing: no answer after 0 s. The end of .*ray.log:"):
+        thing.wait_healthy(said.append)
+    assert said[0].startswith("still waiting for Thing")
+    assert thing.stop()
+
+
 def test_what_is_up_is_left_alone(home: ServerHome) -> None:
-    state, said = State(mark="fe" * 16), list[str]()
-    thing = service("import time; time.sleep(60)", healthy=True)
+    state, said = State(tag="ef"), list[str]()
+    thing = service(home, "import time; time.sleep(60)", healthy=True)
     assert start_missing(home, state, [thing]) == ["ray"]
-    wait_healthy(home, state, [thing], said.append)
+    wait_healthy([thing], said.append)
     assert said == ["Thing    http://here"]
     before = state.started["ray"]
     assert start_missing(home, state, [thing]) == []
     os.kill(before.pid, signal.SIGKILL)
     os.waitpid(before.pid, 0)
+    assert not thing.is_healthy()
     assert start_missing(home, state, [thing]) == ["ray"]
     assert state.started["ray"] != before
     assert stop(home, state, [thing]) == ["ray"]
     assert state.started == {}
     assert not home.ray_sessions(state).exists()
+
+
+def test_without_a_tag_of_its_own_a_service_ends_alone(home: ServerHome) -> None:
+    """Otherwise a run's server would end what else carries the tag of the run."""
+    thing = service(home, "import time; time.sleep(60)", healthy=True, tag=None)
+    other = service(home, "import time; time.sleep(60)", healthy=True, tag=None)
+    thing.start()
+    other.start()
+    assert thing.stop()
+    assert not thing.stop()
+    assert thing.find() is None
+    assert other.is_healthy()
+    assert other.stop()

@@ -11,11 +11,22 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.store.checkpoints import Store, load_manifest, verify
+from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import SharedStore
 
-KEY = "ab" * 32
+IDENTITY = Identity(
+    stage="sft",
+    kind="sft",
+    config={"lr": 1e-3},
+    seed=0,
+    parents={"base": "cd" * 32},
+    functions={},
+    code={"xray_runtime.stages.sft": "ef" * 32},
+    versions={"torch": "2"},
+)
+KEY = IDENTITY.key
 
 
 def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None = None) -> CheckpointRef:
@@ -24,17 +35,7 @@ def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None 
         (built / "model.bin").write_bytes(content)
         (built / "head").mkdir()
         (built / "head" / "h.bin").write_bytes(b"head")
-        return store.publish(
-            built,
-            stage="sft",
-            kind="sft",
-            key=KEY,
-            step=3,
-            seed=0,
-            parents={"base": "cd" * 32},
-            dataset=None,
-            sections={"lr": 1e-3},
-        )
+        return store.publish(built, IDENTITY, type="Model", step=3, dataset=None)
 
 
 def test_equal_builds_have_equal_digests_wherever_they_are(tmp_path: Path) -> None:

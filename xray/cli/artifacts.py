@@ -27,12 +27,11 @@ def prune(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
     from xray_runtime.lineage.render import printable
-    from xray_runtime.lineage.retention import plan_prune
-    from xray_runtime.lineage.retention import prune as run_prune
+    from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
-    place = checked(lambda: open_place(output, None))
+    place = checked(lambda: open_lineage_store(output, None))
     kept = checked(lambda: [resolve(ref, output, None)[1] for ref in keep or []])
     plan = plan_prune(place, kept)
     if yes:

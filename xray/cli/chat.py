@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xray.cli.lineage import BAD_INPUT, Output, Ref, Tracking, checked
-from xray.tasks.workspace import saved_config
+from xray.tasks.output_directory import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.feedback.chat_model import ChatModel
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import Place
+    from xray_runtime.lineage.reference import LineageStore
 
 Temperature = Annotated[
     float | None, typer.Option("--temperature", help="Of sampling. Default: as the evaluation samples.")
@@ -78,10 +78,10 @@ def shown(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def _chat(place: Place, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
+def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.sources import clean
-    from xray_runtime.feedback.chat_model import ChatModel, Limits, last_messages, trained_context
+    from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, last_messages, trained_context
     from xray_runtime.lineage.audit.checkpoints import audit
     from xray_runtime.lineage.reference import require_language_model
     from xray_runtime.planning.workload import this_machine
@@ -90,7 +90,7 @@ def _chat(place: Place, node: Node, temperature: float | None, max_new_tokens: i
     require_language_model(node)
     config = saved_config(place.output)
     temperature, max_new_tokens = sampling_of(config, temperature, max_new_tokens)
-    limits = Limits(node.directory, max_new_tokens, temperature)
+    limits = PromptLimits(node.directory, max_new_tokens, temperature)
     words = Console(stderr=True, highlight=False, soft_wrap=True)
     words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
     with words.status("auditing it"):

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
-from xray.tasks.workspace import file_lock, saved_config
+from xray.tasks.output_directory import file_lock, saved_config
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xray_runtime.feedback.judgements import Question
     from xray_runtime.feedback.session import Session
     from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import Place
+    from xray_runtime.lineage.reference import LineageStore
 
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
@@ -94,9 +94,9 @@ def preferences(
     Exit codes: 0 done, 2 bad input.
     """
     from xray_runtime.feedback.publication import publish
-    from xray_runtime.lineage.reference import open_place
+    from xray_runtime.lineage.reference import open_lineage_store
 
-    place = checked(lambda: open_place(output, tracking_uri))
+    place = checked(lambda: open_lineage_store(output, tracking_uri))
     project = checked(lambda: saved_config(output)).project
     done = checked(lambda: publish(place, project, getpass.getuser()))
     if as_json:
@@ -191,8 +191,7 @@ def _wait(coming: Future[None], console: Console) -> None:
 def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
     """Show one question and keep the verdict; False where the person wants to go back instead."""
     from xray_runtime.data.pairs import prompt_text
-    from xray_runtime.feedback.judgements import KEYS as VERDICTS
-    from xray_runtime.feedback.judgements import Judgement, left_model, verdict_of
+    from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
     left = left_model(session.setup.seed, judge, question.number)
     replies = (question.a, question.b) if left == "a" else (question.b, question.a)
@@ -231,7 +230,7 @@ def _key() -> str:
     return line.strip().lower()
 
 
-def _require_sound(place: Place, models: tuple[Node, Node], console: Console) -> None:
+def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Console) -> None:
     """What is judged here is trained on later: a model that is not what it was must not get that far."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
@@ -242,7 +241,7 @@ def _require_sound(place: Place, models: tuple[Node, Node], console: Console) ->
         raise typer.Exit(BROKEN)
 
 
-def _print_result(result: dict[str, Any], place: Place, console: Console) -> None:
+def _print_result(result: dict[str, Any], place: LineageStore, console: Console) -> None:
     verdicts, rate = result["verdicts"], result["win_rate"]
     console.print()
     if rate is None:

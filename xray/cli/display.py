@@ -6,19 +6,26 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn as TimeLeftColumn,
+)
 from rich.table import Table
 
-from xray.flows.search import plans_until
 from xray_runtime.credentials import tracking_address
 
 if TYPE_CHECKING:
+    from xray.flows.trials import Trial
     from xray.flows.tune import Event
 
 POLL_SECONDS = 0.5
@@ -27,7 +34,7 @@ PLAIN_SECONDS = 15.0
 
 
 class LiveStages:
-    """Live progress of all stages, read from the progress board; plain lines where there is no terminal."""
+    """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal."""
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
         self._console = console
@@ -55,14 +62,14 @@ class LiveStages:
             self._latest = latest
             self._heartbeat.touch()
 
-    @contextlib.contextmanager
-    def watching(self, stages: list[str]) -> Iterator[None]:
-        """Follow `stages` while the context lasts."""
-        from xray_runtime.progress import open_progress
+    def watching(self, progress: Any) -> contextlib.AbstractContextManager[None]:
+        """Follow the stages that report to a run's progress actor while the context lasts."""
+        return self._following(lambda: _latest(progress))
 
-        board = open_progress()
+    @contextlib.contextmanager
+    def _following(self, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
         ended = threading.Event()
-        thread = threading.Thread(target=self._follow, args=(board, stages, ended), daemon=True)
+        thread = threading.Thread(target=self._follow, args=(read, ended), daemon=True)
         self._progress.start()
         thread.start()
         try:
@@ -72,17 +79,16 @@ class LiveStages:
             thread.join()
             self._progress.stop()
 
-    def _follow(self, board: Any, stages: list[str], ended: threading.Event) -> None:
-        import ray
-
+    def _follow(self, read: Callable[[], dict[str, Any]], ended: threading.Event) -> None:
         while True:
             last = ended.wait(POLL_SECONDS)
             with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
-                latest = ray.get(board.read.remote(), timeout=5)
+                latest = read()
                 self._beat(latest)
-                for stage in stages:
-                    if stage in latest:
-                        self._show(stage, *latest[stage])
+                for gone in self._tasks.keys() - latest.keys():
+                    self._progress.remove_task(self._tasks.pop(gone))
+                for stage, done in latest.items():
+                    self._show(stage, *done)
             if last:
                 return
 
@@ -106,32 +112,45 @@ class LiveStages:
         self._console.print(f"{stage}: {done}/{total} {unit}{rate} {note}", highlight=False, soft_wrap=True)
 
 
-class LiveTrials:
-    """A line for each trial of a search that begins or ends, and live progress of its stages in between."""
+def _latest(progress: Any) -> dict[str, Any]:
+    import ray
+
+    latest: dict[str, Any] = ray.get(progress.read.remote(), timeout=5)
+    return latest
+
+
+class LiveTrials(LiveStages):
+    """A line for each trial of a search that begins or ends, and live progress of the stages of those at work."""
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
-        self._console, self._heartbeat = console, heartbeat
-        self._stack = contextlib.ExitStack()
+        super().__init__(console, heartbeat)
+        self._at_work: dict[int, Trial] = {}
 
-    def __enter__(self) -> Self:
-        return self
+    def watching_trials(self) -> contextlib.AbstractContextManager[None]:
+        """Follow the trials that were told of while the context lasts."""
+        return self._following(self._stages)
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def error_summary(self, event: Event) -> None:
-        number, trial, record = event
+    def told(self, event: Event) -> None:
+        """A trial began or ended."""
+        trial, record = event
         self._heartbeat.touch()
-        self._stack.close()
-        if record is None:
-            values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in trial.values.items())
-            self._console.print(f"trial {number}: {values}", highlight=False, soft_wrap=True, markup=False)
-            stages = [plan.name for plan in plans_until(trial.config, trial.search.until)]
-            self._stack.enter_context(LiveStages(self._console, self._heartbeat).watching(stages))
-            return
-        outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
-        text = f"trial {number}: {outcome} {record.error or ''}".rstrip()
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        if record.state == "running":
+            self._at_work[record.number] = trial
+            text = ", ".join(f"{path} = {json.dumps(value)}" for path, value in record.values.items())
+        else:
+            self._at_work.pop(record.number, None)
+            outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
+            text = f"{outcome} {record.error or ''}".rstrip()
+        self._console.print(f"trial {record.number}: {text}", highlight=False, soft_wrap=True, markup=False)
+
+    def _stages(self) -> dict[str, Any]:
+        at_work = {number: trial.progress() for number, trial in list(self._at_work.items())}
+        return {
+            f"{number} {stage}": done
+            for number, progress in at_work.items()
+            if progress is not None
+            for stage, done in _latest(progress).items()
+        }
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
@@ -144,22 +163,30 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
     console.print(table)
     e, registered = content["evaluation"], content["registered"]
-    lines = [f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"]
-    if e["gold_after"] is not None:
-        lines.append(
-            f"gold score  {e['gold_before']:+.3f} → {e['gold_after']:+.3f}  difference {e['gold_delta']:+.3f}  "
-            f"{_interval(e['gold_delta_ci95'])}"
-        )
+    lines = [*_results(e), ""] if e is not None else []
+    if registered is not None:
+        lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
-        f"reward      {e['reward_before']:+.3f} → {e['reward_after']:+.3f}",
-        f"KL          {e['kl']:.2f} nats a reply to the SFT model",
-        "",
-        f"registered  {registered['name']} version {registered['version']} @{registered['alias']}",
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
         f"lineage     {where_lineage_is_seen(output)}",
     ]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def _results(e: dict[str, Any]) -> list[str]:
+    lines = []
+    if e["win_rate"] is not None:
+        lines.append(
+            f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"
+        )
+    for name, title in (("gold", "gold score"), ("reward", "reward    ")):
+        if e[f"{name}_after"] is not None:
+            lines.append(
+                f"{title}  {e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}  difference "
+                f"{e[f'{name}_delta']:+.3f}  {_interval(e[f'{name}_delta_ci95'])}"
+            )
+    return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
 
 
 def where_lineage_is_seen(output: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from xray.cli.lineage import checked
-from xray.tasks.workspace import LIFECYCLE_LOCK, file_lock
+from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 
 T = TypeVar("T")
@@ -59,11 +59,12 @@ def _usable(call: Callable[[], T]) -> T:
 
 def _rotate(output: Path, by: str, note: str, new_key: Path | None) -> None:
     from xray_runtime.lineage.keys import rotate as run_rotate
-    from xray_runtime.lineage.reference import open_place
+    from xray_runtime.lineage.reference import open_lineage_store
     from xray_runtime.lineage.signing import public_key
 
-    open_place(output, None)
-    with file_lock(output), file_lock(output, LIFECYCLE_LOCK):
+    open_lineage_store(output, None)
+    with file_lock(output):
+        require_no_run(output)
         rotation = _usable(lambda: run_rotate(output, by=by, note=note, new_key=new_key))
     print(f"{rotation.retired[:16]} retired, {rotation.successor[:16]} signs from now on")
     print(f"keep a copy of {public_key(output)} elsewhere")

@@ -67,16 +67,16 @@ def diff(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.diff import difference, difference_text
+    from xray_runtime.lineage.diff import diff as compute_diff, diff_text
     from xray_runtime.lineage.reference import resolve
 
     left = checked(lambda: resolve(first, output, tracking_uri))
     right = checked(lambda: resolve(second, output, tracking_uri))
-    content = difference(*left, *right)
+    content = compute_diff(*left, *right)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
-        sys.stdout.writelines(line + "\n" for line in difference_text(content))
+        sys.stdout.writelines(line + "\n" for line in diff_text(content))
 
 
 def audit(
@@ -98,7 +98,7 @@ def audit(
     """
     from xray_runtime.lineage.audit.checkpoints import audit as run_audit
     from xray_runtime.lineage.bundle import audit_bundle
-    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
 
     if ref is not None and not everything and Path(ref).is_file():
         bundle = Path(ref)
@@ -118,7 +118,7 @@ def audit(
         if ref is None:
             if output is None:
                 raise ConfigError("--all: needs --output DIR")
-            return open_place(output, tracking_uri), None
+            return open_lineage_store(output, tracking_uri), None
         place, node = resolve(ref, output, tracking_uri)
         return place, [node]
 

@@ -1,9 +1,10 @@
-"""`xray plan`: where the models of a PPO stage would go on a machine, before anything is started."""
+"""`xray plan`: where the models of a lifecycle would go on a machine, before anything is started."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +15,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from xray.deployments.local_services import quiet_environment
+from xray.flows.lifecycle_graph import recorded_graph
+from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.auto import plan_config
+from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.memory import Layout, Memory
-from xray_runtime.planning.plan import MAX_DEVICES, Plan, RolePlan, make_plan
-from xray_runtime.planning.suggestions import Suggestion, suggest
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters, this_machine
+from xray_runtime.planning.plan import MAX_DEVICES, Plan, RolePlan, search
+from xray_runtime.planning.suggestions import Changes, Suggestion, suggest
+from xray_runtime.planning.workload import GIB, Machine, local_node, this_machine
 
 BAD_INPUT = 2
+
+Planner = Callable[[Changes, Machine], Plan]
 
 COLUMNS = {
     "states": ("weights", "gradients", "optimizer"),
@@ -59,34 +66,54 @@ def plan(
     """
     quiet_environment()
     try:
-        workload, machine = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
-        if rank is not None:
-            workload = workload.trained_with(lora_rank=int(rank), lora_targets=None)
-        if offload:
-            workload = workload.trained_with(offload=True, least_zero_stage=1)
+        changes = Changes(lora_rank=None if rank is None else int(rank), offload=offload)
+        planner, machine = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
+        chosen = planner(changes, machine)
     except (ConfigError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    chosen = make_plan(workload, machine)
-    suggestions = [] if chosen.fits else list(suggest(workload, machine))
-    content = as_dict(chosen, workload, suggestions)
+    suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
+    content = as_dict(chosen, suggestions)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
-        _show(Console(), chosen, workload, content)
+        _show(Console(), chosen, content)
 
 
-def as_dict(chosen: Plan, workload: Workload, suggestions: list[Suggestion]) -> dict[str, Any]:
+def _of_config(config: LifecycleConfig, here: int | None) -> Planner:
+    """Plans `config`; of a machine with `here` devices, which is this one, the cores are known as well."""
+
+    def plan_for(changes: Changes, machine: Machine) -> Plan:
+        nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
+        if machine.num_devices == here:
+            nodes = local_node(machine)
+        elif machine.device == "cpu":
+            nodes = {"CPU": float(machine.num_devices * config.runtime.threads)}
+
+        def check(chosen: LifecycleConfig) -> None:
+            check_config(chosen, recorded_graph(chosen), machine.device, [nodes])
+
+        return plan_config(changes.of_config(config), machine, check)
+
+    return plan_for
+
+
+def _of_parameters(count: float, sequence_tokens: int) -> Planner:
+    return lambda changes, machine: search(changes.of_parameters(count, sequence_tokens), machine)
+
+
+def as_dict(chosen: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
     """The plan for programs. GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices."""
-    machine, policy = chosen.machine, workload.roles[0]
+    machine, workload = chosen.machine, chosen.workload
+    policy = workload.roles[0]
     states = {
         str(stage): workload.memory(policy, Layout(zero_stage=stage, dp=machine.num_devices)) for stage in range(4)
     }
     return {
         "fits": chosen.fits,
         "placement": chosen.placement,
-        "in_turn": any(group.in_turn for group in chosen.groups),
+        "in_turn": chosen.fullest.in_turn,
         "num_devices": machine.num_devices,
         "memory_gib": round(machine.memory_bytes / GIB, 3),
         "usable_gb": _gb(machine.usable_bytes),
@@ -97,8 +124,8 @@ def as_dict(chosen: Plan, workload: Workload, suggestions: list[Suggestion]) -> 
                 "tp": p.layout.tp,
                 "pp": p.layout.pp,
                 "dp": p.layout.dp,
-                "checkpointing": _recomputes(p),
-                "devices": [p.devices.start, p.devices.stop - 1],
+                "checkpointing": p.role.options.checkpointing,
+                "num_devices": p.layout.num_devices,
             }
             for p in chosen.roles
         },
@@ -127,17 +154,16 @@ def as_dict(chosen: Plan, workload: Workload, suggestions: list[Suggestion]) -> 
 def _limit(chosen: Plan) -> str:
     group = chosen.fullest
     largest, part, size = group.largest()
-    peak, usable = _gb(group.peak_bytes), _gb(chosen.machine.usable_bytes)
     return (
-        f"devices {_span(group.devices)} need {peak:.3g} of {usable:.3g} usable GB, most of it "
-        f"{largest.role.name}'s {part.replace('_', ' ')} ({_gb(size):.3g} GB)"
+        f"the fullest device needs {_short(group.peak_bytes)} of {_short(chosen.machine.usable_bytes)} usable GB, most "
+        f"of it {largest.role.name}'s {part.replace('_', ' ')} ({_short(size)} GB)"
     )
 
 
-def _show(console: Console, chosen: Plan, workload: Workload, content: dict[str, Any]) -> None:
+def _show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
     machine = chosen.machine
     console.print(
-        f"{content['parameters'] / 1e6:,.1f}M parameters, sequences of {workload.sequence_tokens} tokens, "
+        f"{content['parameters'] / 1e6:,.1f}M parameters, sequences of {chosen.workload.sequence_tokens} tokens, "
         f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
         highlight=False,
     )
@@ -145,14 +171,14 @@ def _show(console: Console, chosen: Plan, workload: Workload, content: dict[str,
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
     table = Table(title="GB on one device", title_justify="left", box=None, pad_edge=False)
-    for name in ("role", "on", "layout"):
+    for name in ("role", "devices", "layout"):
         table.add_column(name, no_wrap=True)
     for name in (*COLUMNS, "total"):
         table.add_column(name, justify="right")
     for p in chosen.roles:
         sizes = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
         cells = (_short(size) for size in (*sizes, p.memory.total))
-        table.add_row(p.role.name, _span(p.devices), _words(p), *cells)
+        table.add_row(p.role.name, str(p.layout.num_devices), _words(p), *cells)
     console.print(table)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
     console.print(
@@ -175,12 +201,8 @@ def _words(p: RolePlan) -> str:
     words += ["bf16"] if options.float32_sums else []
     words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
     words += ["offload"] if options.offload else []
-    words += ["recompute"] if _recomputes(p) else []
+    words += ["recompute"] if options.checkpointing else []
     return " ".join(words) or "whole"
-
-
-def _recomputes(p: RolePlan) -> bool:
-    return p.layout.checkpointing or p.role.options.checkpointing
 
 
 def _read(
@@ -190,7 +212,7 @@ def _read(
     devices: str | None,
     memory_gib: str | None,
     sequence_tokens: str | None,
-) -> tuple[Workload, Machine]:
+) -> tuple[Planner, Machine]:
     if (config is None) == (params is None):
         given = "both are given" if config is not None else "neither is given"
         raise ConfigError(f"CONFIG, --params: {given}, must be one of them")
@@ -202,8 +224,7 @@ def _read(
         assert count is not None
         if overrides:
             raise ConfigError(f"--set: {json.dumps(overrides[0])} is not allowed: must be given with a CONFIG")
-        workload = from_parameters(count, int(length or 1024))
-        return workload, _machine("auto", num_devices, memory)
+        return _of_parameters(count, int(length or 1024)), _machine("auto", num_devices, memory)
     if length is not None:
         raise ConfigError(
             f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a CONFIG has "
@@ -211,7 +232,7 @@ def _read(
         )
     resolved = load_config(config, overrides)
     machine = _machine(resolved.runtime.device, num_devices, memory, resolved.runtime.threads)
-    return from_config(resolved, machine.device), machine
+    return _of_config(resolved, machine.num_devices if num_devices is None else None), machine
 
 
 def _machine(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:
@@ -238,10 +259,6 @@ def _number(option: str, text: str | None, low: float, high: float, *, whole: bo
         shown = json.dumps(text, ensure_ascii=False) if math.isnan(value) else text
         raise ConfigError(f"{option}: {shown} is not allowed: must be {kind} from {low:g} to {high:g}")
     return value
-
-
-def _span(devices: range) -> str:
-    return str(devices.start) if len(devices) == 1 else f"{devices.start}–{devices.stop - 1}"
 
 
 def _short(size: int) -> str:

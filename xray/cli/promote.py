@@ -12,7 +12,8 @@ from rich.console import Console
 
 from xray.cli.lineage import BROKEN, Tracking, checked
 from xray.deployments.local_services import prefect_server, private_ray
-from xray.tasks.workspace import saved_config
+from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper
@@ -56,17 +57,22 @@ def promote(
 
 def _check(output: Path, candidate: str | None, note: str | None, gates: list[str], tracking_uri: str | None) -> None:
     """Notice bad input before a server is started for it."""
-    from xray_runtime.lineage.reference import open_place, resolve
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
 
     for entry in gates:
         if not entry.startswith(GATES):
             raise ConfigError(f"--set {entry!r} is not allowed: must be {GATES}GATE=VALUE")
     if note is None and not sys.stdin.isatty():
         raise ConfigError("--note: is required where nobody can be asked")
-    open_place(output, tracking_uri)
-    saved_config(output, gates)
+    open_lineage_store(output, tracking_uri)
+    _overrides(gates)
     if candidate is not None:
         resolve(candidate, output, tracking_uri)
+
+
+def _overrides(gates: list[str]) -> PromotionConfig | None:
+    """The gates that were set by hand, and no others."""
+    return load_config(None, gates).promotion if gates else None
 
 
 def _run(
@@ -80,7 +86,7 @@ def _run(
     tracking_uri: str | None,
 ) -> None:
     from xray.flows import promote as flows
-    from xray_runtime.lineage.promotion import NotPromoted
+    from xray_runtime.lineage.gates import NotPromoted
 
     flows.ask_here.set(lambda text: _ask(text, by, note))
     try:
@@ -88,8 +94,7 @@ def _run(
             note = note or typer.prompt("Why")
             done = flows.rollback(output, name, by, note, tracking_uri)
         else:
-            bounds = saved_config(Path(output), gates or []).promotion
-            done = flows.promote(output, name, ref, bounds, tracking_uri)
+            done = flows.promote(output, name, ref, _overrides(gates or []), tracking_uri)
     except NotPromoted as error:
         print("not promoted:")
         for reason in error.reasons:
@@ -102,6 +107,8 @@ def _run(
         text = f"failed: {type(cause).__name__}: {cause}; logs: {Path(output) / 'logs'}"
         Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
         raise typer.Exit(BROKEN) from None
+    if "gates_from" in done:
+        print(f"the gates are {done['gates_from']}")
     for gate in done.get("gates", []):
         print(f"  {gate['name']}: {gate['reason']}")
     print(f"champion of {name}: version {done['version']} {done['checkpoint'][:12]}")

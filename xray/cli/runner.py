@@ -1,99 +1,182 @@
 """One attempt at a run or a search, as the supervisor's child.
 
-`python -m xray.cli.runner OUTPUT [--json] [--search NAME]`
+`python -m xray.cli.runner JOB` runs the `Job` in that file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.supervisor import FAILED, HEARTBEAT, INTERRUPTED
+from xray.cli.supervisor import FAILED, INTERRUPTED
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
-from xray.tasks.workspace import CONFIG, SEARCH
-from xray_runtime.config.loading import load_config
+from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
-from xray_runtime.stages.spec import plan_stages
+
+if TYPE_CHECKING:
+    from xray.tasks.workspace import Workspace
 
 BAD_INPUT = 2
 
 
-def main(output: Path, *, as_json: bool, search: str | None) -> int:
-    """Run the lifecycle whose resolved config lies in `output`, or the search of that name; returns the exit code."""
-    console, errors = Console(stderr=as_json), Console(stderr=True)
+class Job(BaseModel):
+    """What a command hands to the process that runs it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    output: Path
+    """Of servers, logs and, for a config, of the run."""
+    heartbeat: Path
+    """Touched at every sign of progress."""
+    config: dict[str, Any] | None = None
+    """Of the shipped lifecycle."""
+    flow: str | None = None
+    """`module:flow` of a user's own."""
+    parameters: dict[str, Any] = {}
+    replace_output: bool = False
+    """Whether the workspace that the flow opens goes to `output`, whatever the flow names."""
+    until: str | None = None
+    shorten: bool = False
+    search: str | None = None
+    as_json: bool = False
+
+
+def main(job: Job) -> int:
+    """Run `job`; returns the exit code."""
+    console, errors = Console(stderr=job.as_json), Console(stderr=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     quiet_environment()
-    _log_to_file(output)
+    _log_to_file(job.output)
     health = Health()
     try:
-        content = _search(search, output, console, health) if search else _run(output, console, health)
+        content = _search(job, console, health) if job.search is not None else _run(job, console, health)
     except KeyboardInterrupt:
         errors.print("interrupted; running the same command again goes on from here", highlight=False)
         return INTERRUPTED
     except Exception as error:
-        logging.getLogger(__name__).exception("the lifecycle failed")
+        logging.getLogger(__name__).exception("the run failed")
         if health.lost:
             return LOST
         cause = root_cause(error)
         text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
+        if isinstance(cause, ConfigError):
+            text = f"[red]error:[/red] {escape(str(cause))}"
         errors.print(text, soft_wrap=True, highlight=False)
         for note in getattr(cause, "__notes__", ()):
             errors.print(escape(note), soft_wrap=True, highlight=False)
-        errors.print(f"logs: {output / 'logs'}", soft_wrap=True, highlight=False)
+        errors.print(f"logs: {job.output / 'logs'}", soft_wrap=True, highlight=False)
         return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
-    if as_json:
+    if job.as_json:
         print(json.dumps(content, indent=2))
     return 0
 
 
-def _run(output: Path, console: Console, health: Health) -> dict[str, Any]:
+def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     from xray.cli.display import LiveStages, print_summary
 
-    config = load_config(output / CONFIG)
-    display = LiveStages(console, output / HEARTBEAT)
+    display = LiveStages(console, job.heartbeat)
     display.note("starting Prefect and Ray")
-    with services(output, health):
-        from xray.flows.lifecycle import lifecycle
-        from xray_runtime.workers.placement import resolve_layouts
+    opened: list[Workspace] = []
+    with services(job.output, health), contextlib.ExitStack() as stack:
+        from xray.tasks.workspace import Overrides, on_open, overrides
 
-        config, words = resolve_layouts(config)
-        if words:
-            display.note(words)
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
-        # The display asks Ray, so it must end before Ray does.
-        with display.watching([plan.name for plan in plan_stages(config)]):
-            content = lifecycle(config, str(output))
-    print_summary(console, content, output)
-    return content
+        output = str(job.output) if job.replace_output else None
+        overrides.set(Overrides(output=output, until=job.until, shorten=job.shorten))
+
+        def watch(workspace: Workspace) -> None:
+            opened.append(workspace)
+            # The display asks Ray, so it must end before Ray does.
+            stack.enter_context(display.watching(workspace.progress))
+
+        on_open.set(watch)
+        if job.config is not None:
+            _run_lifecycle(job, display)
+        else:
+            run_flow(str(job.flow), job.parameters)
+    if not opened:
+        raise ConfigError(f"{job.flow}: the flow opened no workspace")
+    for workspace in opened:
+        print_summary(console, workspace.summary.content, workspace.output)
+    return opened[-1].summary.content
 
 
-def _search(name: str, output: Path, console: Console, health: Health) -> dict[str, Any]:
-    from xray.cli.display import LiveStages, LiveTrials
+def _run_lifecycle(job: Job, display: Any) -> None:
+    from xray.flows.lifecycle import lifecycle
+    from xray_runtime.workers.placement import resolve_layouts
 
-    LiveStages(console, output / HEARTBEAT).note("starting Prefect and Ray")
-    with services(output, health):
+    config, text = resolve_layouts(validate(job.config))
+    if text:
+        display.note(text)
+    lifecycle(config, str(job.output), job.until)
+
+
+def load_flow(name: str) -> Any:
+    """The flow `module:flow`; modules are found in the working directory too. Raises ConfigError."""
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise ConfigError(f"{name!r} is not allowed: must be a YAML file or MODULE:FLOW")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{name!r} cannot be imported ({reason})") from error
+    if not callable(found):
+        raise ConfigError(f"{name!r} is not a function")
+    return found
+
+
+def run_flow(name: str, parameters: dict[str, Any]) -> None:
+    """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
+    from prefect.exceptions import ParameterTypeError, SignatureMismatchError
+
+    flow = load_flow(name)
+    try:
+        if hasattr(flow, "validate_parameters"):
+            flow.validate_parameters(parameters)
+    except (ParameterTypeError, SignatureMismatchError, TypeError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+    flow(**parameters)
+
+
+def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
+    from xray.cli.display import LiveTrials
+    from xray.tasks.output_directory import CONFIG, SEARCH
+    from xray_runtime.config.loading import load_config
+
+    display = LiveTrials(console, job.heartbeat)
+    display.note("starting Prefect and Ray")
+    with services(job.output, health):
         from xray.flows.search import load_search
         from xray.flows.trials import search_directory
         from xray.flows.tune import tune, watch_here
         from xray.flows.tune_report import print_results
 
+        # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
-        directory = search_directory(output, name)
+        directory = search_directory(job.output, str(job.search))
         config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
-        with LiveTrials(console, output / HEARTBEAT) as live:
-            watch_here.set(live.error_summary)
-            content = tune(config, search, str(output))
+        watch_here.set(display.told)
+        with display.watching_trials():
+            content: dict[str, Any] = tune(config, search, str(job.output))
     print_results(console, content, search, directory)
     return content
 
@@ -113,9 +196,7 @@ def _log_to_file(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[2:]
-    wanted = arguments[arguments.index("--search") + 1] if "--search" in arguments else None
-    code = main(Path(sys.argv[1]), as_json="--json" in arguments, search=wanted)
+    code = main(Job.model_validate_json(Path(sys.argv[1]).read_bytes()))
     sys.stdout.flush()
     # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
     os._exit(code)

@@ -23,8 +23,8 @@ from rich.markup import escape
 from xray.cli.lineage import BROKEN, Output, Tracking, checked
 from xray.deployments.local_services import Health, running_ray
 from xray.deployments.server_home import LOOPBACK, clients_address
+from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
-from xray.tasks.workspace import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving import NotServedError
@@ -107,7 +107,7 @@ def _chosen(order: _Order) -> tuple[str | None, Choice]:
     else:
         assert order.output is not None
         choice = champion(name, order.output, order.tracking_uri)
-    saved_config(choice.place.output)
+    saved_config(choice.store.output)
     require_sound(choice, order.public)
     return name, choice
 
@@ -147,7 +147,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
     from xray_runtime.serving.replica import ServedModel
     from xray_runtime.workers.placement import device
 
-    place = choice.place
+    place = choice.store
     runtime = saved_config(place.output).runtime
 
     def model(choice: Choice, generation: int) -> ServedModel:

@@ -11,49 +11,53 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from xray.deployments.local_services import LOST
+from xray_runtime.files import write_atomic
 from xray_runtime.processes import kill_tagged, start_reaper
 
 FAILED, INTERRUPTED = 1, 130
 POLL_SECONDS = 0.2
-HEARTBEAT = "heartbeat"
 
 
-def supervise(
-    output: Path,
-    *,
-    as_json: bool,
-    restarts: int,
-    stall_timeout_s: float,
-    console: Console,
-    search: str | None = None,
-) -> int:
-    """Run the lifecycle in `output` (its config lies there), or the search of that name, to an end.
+def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **job: Any) -> int:
+    """Run a job to an end; returns the exit code.
 
-    Returns:
-        The exit code.
+    Args:
+        output: directory of logs and of what the job makes.
+        job: the other fields of a `runner.Job`.
     """
-    command = [sys.executable, "-m", "xray.cli.runner", str(output)]
-    command += [*(["--json"] if as_json else []), *(["--search", search] if search is not None else [])]
-    mark = start_reaper()
-    for attempt in range(restarts + 1):
-        code = _run_once(output, command, stall_timeout_s, console)
-        kill_tagged(mark)
-        if 0 <= code < LOST or code == INTERRUPTED:
-            return code
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "Ray or Prefect died"
-        again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else "giving up"
-        console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False)
+    from xray.cli.runner import Job
+
+    place = output / "jobs" / uuid.uuid4().hex[:12]
+    place.mkdir(parents=True)
+    heartbeat, file = place / "heartbeat", place / "job.json"
+    write_atomic(file, Job(output=output, heartbeat=heartbeat, **job).model_dump_json())
+    command = [sys.executable, "-m", "xray.cli.runner", str(file)]
+    tag = start_reaper()
+    code = FAILED
+    try:
+        for attempt in range(restarts + 1):
+            code = _run_once(heartbeat, command, stall_timeout_s, console)
+            kill_tagged(tag)
+            if 0 <= code < LOST or code == INTERRUPTED:
+                return code
+            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "Ray or Prefect died"
+            again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else "giving up"
+            console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False)
+    finally:
+        for left in (heartbeat, file):
+            left.unlink(missing_ok=True)
+        place.rmdir()
     return FAILED
 
 
-def _run_once(output: Path, command: list[str], stall_timeout_s: float, console: Console) -> int:
-    heartbeat = output / HEARTBEAT
+def _run_once(heartbeat: Path, command: list[str], stall_timeout_s: float, console: Console) -> int:
     heartbeat.touch()
     # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
     child = subprocess.Popen(command, process_group=0)

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
+from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.search import load_search, search_space
-from xray.tasks.workspace import CONFIG, SEARCH, file_lock
-from xray_runtime.config.loading import load_config, resolved_yaml
+from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
+from xray.tasks.preflight import check_ray_address
+from xray_runtime.config.loading import check_storage, load_config, resolved_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.demand import check_config
@@ -59,12 +61,14 @@ def _tune(
     root = (output or Path("runs") / config.stem).absolute()
     if root.exists() and not root.is_dir():
         raise ConfigError(f"--output: {str(root)!r} is not a directory")
+    check_ray_address()
     if not os.environ.get("RAY_ADDRESS"):
         here = this_machine(resolved.runtime.device)
-        check_config(resolved, here.device, [local_node(here)])
+        check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
+    check_storage(resolved)
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
-    lock = file_lock(root)
+    lock = file_lock(directory)
     write_atomic(directory / CONFIG, resolved_yaml(resolved))
     write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
     code = supervise(

@@ -1,4 +1,4 @@
-"""`xray up`, `xray down` and `xray status`: what a team's runs need, on one machine."""
+"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,8 @@ from rich.markup import escape
 
 from xray.cli.lineage import AsJson, checked
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
-from xray.deployments.servers import (
-    NotUpError,
-    Service,
-    end_of,
-    find,
-    servers,
-    start_missing,
-    stop,
-    wait_healthy,
-    worker,
-)
+from xray.deployments.servers import servers, start_missing, stop, wait_healthy, worker
+from xray.deployments.service import NotUpError, Service, end_of
 from xray.deployments.status import service_status, show
 
 FAILED = 1
@@ -56,9 +47,8 @@ def up(
 
     Hosts and ports are remembered. Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
-    place = find_server_home(home)
     ports = {"prefect": prefect_port, "mlflow": mlflow_port, "ray": ray_port, "dashboard": dashboard_port}
-    _guarded(lambda: _up(place, host, ports))
+    _checked(lambda: _up(find_server_home(home), host, ports))
 
 
 def down(home: Where = None) -> None:
@@ -66,17 +56,16 @@ def down(home: Where = None) -> None:
 
     Exit codes: 0 done, 2 bad input.
     """
-    place = find_server_home(home)
-    _guarded(lambda: _down(place))
+    _checked(lambda: _down(find_server_home(home)))
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
-    """What is up, which runs are on, what is champion.
+    """What is up, which runs are running or next, what is champion.
 
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
-    place = find_server_home(home)
-    content = checked(lambda: service_status(place, place.load()))
+    server_home = find_server_home(home)
+    content = checked(lambda: service_status(server_home, server_home.load()))
     if as_json:
         print(json.dumps(content, indent=2))
     else:
@@ -86,34 +75,32 @@ def status(home: Where = None, as_json: AsJson = False) -> None:
 
 def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:
     home.make()
-    with home.held():
+    with home.locked():
         state = new_state(home.load(), host, ports)
         check_host(state.host)
         home.save(state)
-        base, hands = servers(home, state), worker(home, state)
-        _bring_up(home, state, base)
+        _start(home, state, servers(home, state))
         _install(home, state)
-        _bring_up(home, state, [hands])
-    address = home.environment(state)
+        _start(home, state, [worker(home, state)])
+    variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        _say(f"export {name}={address[name]}")
+        _say(f"export {name}={variables[name]}")
     for name, database in state.databases.items():
         _say(f"{name:8} keeps its records in PostgreSQL at {database}")
     _say(f"output   {home.output}")
 
 
-def _bring_up(home: ServerHome, state: State, services: list[Service]) -> None:
-    there = [service.title for service in services if find(service, state) is not None]
+def _start(home: ServerHome, state: State, services: list[Service]) -> None:
     started = start_missing(home, state, services)
-    if there:
-        _say(f"there already: {', '.join(there)}")
+    if running := [service.title for service in services if service.name not in started]:
+        _say(f"there already: {', '.join(running)}")
     if started:
         _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
-    wait_healthy(home, state, services, _say)
+    wait_healthy(services, _say)
 
 
 def _install(home: ServerHome, state: State) -> None:
-    """Deployments and automations, by a process that has the servers' addresses in its environment from its start."""
+    """Deployments and automations, in a process of its own: Prefect reads its address when it is imported."""
     log = home.log("install")
     environment = home.environment(state) | {"XRAY_TIMEZONE": local_timezone()}
     with log.open("ab") as file:
@@ -131,15 +118,14 @@ def _down(home: ServerHome) -> None:
     if state is None:
         _say(f"nothing was started in {home.path}")
         return
-    with home.held():
-        # What asks goes before what is asked.
-        order = [worker(home, state), *reversed(servers(home, state))]
-        ended = stop(home, state, order)
+    with home.locked():
+        # Clients before their servers.
+        ended = stop(home, state, [worker(home, state), *reversed(servers(home, state))])
     _say(f"stopped {', '.join(ended)}" if ended else "nothing was up")
 
 
 def local_timezone(root: Path = Path("/")) -> str:
-    """Name of this machine's time zone, such as Europe/Berlin; UTC where it does not say."""
+    """Name of this machine's time zone, such as Europe/Berlin; UTC if it is not known."""
     named = os.environ.get("TZ", "").removeprefix(":")
     if named:
         return named
@@ -147,14 +133,14 @@ def local_timezone(root: Path = Path("/")) -> str:
     return target.split("/zoneinfo/", 1)[1] if "/zoneinfo/" in target else "UTC"
 
 
-def _guarded(action: Callable[[], Any]) -> None:
+def _checked(action: Callable[[], Any]) -> None:
     try:
         checked(action)
     except NotUpError as error:
         Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        _say("interrupted; what was started runs on: the same command goes on, `xray down` stops it")
+        _say("interrupted; what was started keeps running: repeat the command to go on, `xray down` stops it")
         raise typer.Exit(INTERRUPTED) from None
 
 

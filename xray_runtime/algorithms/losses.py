@@ -58,10 +58,3 @@ def value_loss(
     plain, clipped = (values - returns).square(), (near - returns).square()
     loss = 0.5 * torch.maximum(plain, clipped)
     return (loss * valid).sum(), {"value_clip_count": ((clipped > plain) * valid).sum().detach()}
-
-
-def pairwise_loss(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Bradley–Terry: (sum of −log σ(chosen − rejected), number of pairs in the right order, ties half)."""
-    margin = chosen - rejected
-    correct = ((margin > 0).to(margin.dtype) + 0.5 * (margin == 0)).sum().detach()
-    return -torch.nn.functional.logsigmoid(margin).sum(), correct

@@ -116,6 +116,14 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
 
 
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key.path=value` texts as nested data. Raises ConfigError."""
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply(data, override)
+    return data
+
+
 def _apply(data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not all(path.strip().split(".")):

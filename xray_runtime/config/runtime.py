@@ -16,7 +16,9 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is present."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """CPU threads of one Workhorse. Their number changes float rounding."""
+    """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
+    policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. The
+    number of threads changes float rounding."""
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0

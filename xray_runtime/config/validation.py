@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -94,12 +94,17 @@ def _member(owner: Any, name: str) -> Any:
     if field is None:
         return owner
     annotation = field.annotation
-    models = [a for a in get_args(annotation) if _is_model(a)]
-    if _is_model(annotation):
-        return annotation
-    if models and getattr(annotation, "__origin__", None) in (list, dict):
+    models = _models(annotation)
+    if models and get_origin(annotation) in (list, dict):
         return [models[0]]
-    return tuple(models) if len(models) > 1 else owner
+    return (tuple(models) if len(models) > 1 else models[0]) if models else owner
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, within unions, containers and `Annotated` too."""
+    if _is_model(annotation):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
 def _is_model(thing: Any) -> bool:

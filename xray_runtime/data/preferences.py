@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -10,29 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
+from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, prompt_text
 from xray_runtime.data.sources import preference, read_records
 from xray_runtime.seeding import derive_seed
 
 log = logging.getLogger(__name__)
-
-
-def is_held_out(seed: int, purpose: str, name: str, fraction: float) -> bool:
-    """Whether `name` falls into the held-out share. Adding other names moves nothing."""
-    digest = hashlib.sha256(f"{seed}\x1f{purpose}\x1f{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
-def split_by_prompt(
-    pairs: Sequence[PreferenceExample], fraction: float, seed: int
-) -> tuple[list[PreferenceExample], list[PreferenceExample]]:
-    """(train, held-out), no prompt on both sides."""
-    train: list[PreferenceExample] = []
-    heldout: list[PreferenceExample] = []
-    for pair in pairs:
-        side = heldout if is_held_out(seed, "preferences", prompt_text(pair.prompt), fraction) else train
-        side.append(pair)
-    return train, heldout
 
 
 def label_pairs(
@@ -173,14 +155,3 @@ def from_dataset(config: DatasetPreferences) -> tuple[list[PreferenceExample], d
             continue
         pairs.append(PreferenceExample(f"dataset-{number}", prompt, chosen, rejected))
     return pairs, {"pairs": len(pairs), **counts}
-
-
-def length_baseline_accuracy(train: Sequence[PreferenceExample], heldout: Sequence[PreferenceExample]) -> float:
-    """Held-out accuracy of the rule "longer is better" or "shorter is better", whichever fits `train`; ties half."""
-
-    def longer_preferred(pairs: Sequence[PreferenceExample]) -> float:
-        gaps = [len(p.chosen.split()) - len(p.rejected.split()) for p in pairs]
-        return sum(1.0 if g > 0 else 0.5 if g == 0 else 0.0 for g in gaps) / len(gaps) if gaps else 0.5
-
-    accuracy = longer_preferred(heldout)
-    return accuracy if longer_preferred(train) >= 0.5 else 1.0 - accuracy

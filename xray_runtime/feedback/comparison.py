@@ -9,12 +9,12 @@ from typing import Any
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
-from xray_runtime.feedback.chat_model import BatchSampler, Limits, fitting
+from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
 from xray_runtime.feedback.session import Session, Setup
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place, require_language_model
+from xray_runtime.lineage.reference import LineageStore, require_language_model
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.seeding import derive_seed
 from xray_runtime.store.identity import file_sha256
@@ -29,7 +29,7 @@ class Comparison:
 
     models: tuple[Node, Node]
     """`a` and `b`."""
-    limits: tuple[Limits, Limits]
+    limits: tuple[PromptLimits, PromptLimits]
     setup: Setup
     prompts: list[Messages]
     """All there are, in the order in which they are asked; none where they are typed."""
@@ -42,27 +42,27 @@ class Comparison:
         return {"session": session.name, "models": names, "same_reply": same} | tally(session.judgements)
 
 
-def require_two(a: tuple[Place, Node], b: tuple[Place, Node]) -> Place:
+def require_two(a: tuple[LineageStore, Node], b: tuple[LineageStore, Node]) -> LineageStore:
     """The output directory of two different models that reply.
 
     Raises:
         ConfigError: they are none, the same, or lie apart: what is judged must know both.
     """
-    (place, first), (other, second) = a, b
+    (store, first), (other, second) = a, b
     for node in (first, second):
         require_language_model(node)
-        if node.sha256 not in place.graph.nodes or other.output.resolve() != place.output.resolve():
+        if node.sha256 not in store.graph.nodes or other.output.resolve() != store.output.resolve():
             raise ConfigError(
                 f"REF: {first.name} and {second.name} must lie in one output directory, where their judgements go too "
                 "(`xray export` and `xray import` bring one to the other)"
             )
     if first.sha256 == second.sha256:
         raise ConfigError(f"REF: both are {first.name}: must be two models")
-    return place
+    return store
 
 
 def plan_comparison(
-    place: Place,
+    store: LineageStore,
     models: tuple[Node, Node],
     config: LifecycleConfig,
     source: Source,
@@ -71,7 +71,7 @@ def plan_comparison(
     max_new_tokens: int,
     seed: int,
 ) -> Comparison:
-    """The comparison of two models of `place`.
+    """The comparison of two models of `store`.
 
     Args:
         config: of the lifecycle; says how long prompts may be, and on which device models run.
@@ -79,8 +79,8 @@ def plan_comparison(
     Raises:
         ConfigError: there are no such prompts, or none that fit.
     """
-    a, b = (Limits(model.directory, max_new_tokens, temperature) for model in models)
-    dataset = dataset_of(place, list(models)).sha256 if source.kind in SPLITS else None
+    a, b = (PromptLimits(model.directory, max_new_tokens, temperature) for model in models)
+    dataset = dataset_of(store, list(models)).sha256 if source.kind in SPLITS else None
     setup = Setup(
         a=models[0].sha256,
         b=models[1].sha256,
@@ -93,7 +93,7 @@ def plan_comparison(
     )
     fit: list[Messages] = []
     if source.kind != "typed":
-        found = of_dataset(place, list(models), setup) if source.path is None else of_file(source.path)
+        found = of_dataset(store, list(models), setup) if source.path is None else of_file(source.path)
         fit = fitting(found, [a, b], setup.max_prompt_tokens)
         if not fit:
             raise ConfigError(f"--prompts: none of the {len(found)} prompts can be asked: they are too long")

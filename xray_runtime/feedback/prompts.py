@@ -12,9 +12,9 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.sources import asked, read_records
 from xray_runtime.feedback.session import Setup
-from xray_runtime.lineage.audit.contamination import DATASET_KINDS, Prompts
+from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.seeding import derive_seed
 
 SPLITS = ("heldout", "train")
@@ -30,14 +30,14 @@ class Source:
     """The file."""
 
 
-def dataset_of(place: Place, models: list[Node]) -> Node:
+def dataset_of(store: LineageStore, models: list[Node]) -> Node:
     """The dataset that the first of the models which has one was trained on.
 
     Raises:
         ConfigError: none of them has one in the store.
     """
     for model in models:
-        found = place.graph.nodes.get(model.manifest.dataset or "")
+        found = store.graph.nodes.get(model.manifest.dataset or "")
         if found is not None:
             return found
     raise ConfigError(
@@ -45,19 +45,19 @@ def dataset_of(place: Place, models: list[Node]) -> Node:
     )
 
 
-def of_dataset(place: Place, models: list[Node], setup: Setup) -> list[Messages]:
+def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Messages]:
     """The different prompts of one side of the dataset `setup.source`, in random order.
 
     Of held-out prompts only those that none of the models, nor any model they came from, was trained on.
     """
     assert setup.source is not None
-    examples = read_examples(place.graph.nodes[setup.source].directory / f"{setup.prompts}.jsonl")
+    examples = read_examples(store.graph.nodes[setup.source].directory / f"{setup.prompts}.jsonl")
     found = {prompt_text(e.prompt): e.prompt for e in examples}
     if setup.prompts == "heldout":
-        prompts = Prompts(place.graph)
-        for sha in place.graph.ancestors([model.sha256 for model in models]):
-            node = place.graph.nodes.get(sha)
-            if node is not None and node.manifest.kind in DATASET_KINDS:
+        prompts = Prompts(store.graph)
+        for sha in store.graph.ancestors([model.sha256 for model in models]):
+            node = store.graph.nodes.get(sha)
+            if node is not None and node.is_data:
                 for text in prompts.of(sha, "train") or ():
                     found.pop(text, None)
     order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))

@@ -1,7 +1,7 @@
 """Judgements as a dataset: a checkpoint of kind `judgements`, signed and recorded like any other.
 
     judgements.jsonl   every verdict with its prompt, both replies, who stood on the left, judge and time
-    pairs.jsonl        prompt, chosen, rejected: what `preferences: {source: dataset, path: …}` trains on
+    pairs.jsonl        prompt, chosen, rejected: what the stage `preferences` takes as `judgements`
     stats.json         counts
 
 Its parents are the models that were judged (`policy-1`, …) and the datasets that prompts were taken from. It holds all
@@ -11,32 +11,30 @@ that was judged in an output directory so far; publishing again after more judge
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.preferences import DatasetPreferences
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_jsonl
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.lineage.attestation import attest, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
-from xray_runtime.lineage.audit.registry import Snapshot
+from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.stages.spec import JUDGED_PAIRS, JUDGEMENTS
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest, read_manifest, verify
-from xray_runtime.store.identity import digest, stage_key
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.stages.artifacts import JUDGED_PAIRS, Judgements, dataset_of
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
+from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker
 
+JUDGEMENTS = "judgements"
+"""Stage and kind of the checkpoint: nothing runs to make it."""
 VERDICTS = "judgements.jsonl"
 
 
@@ -51,7 +49,7 @@ class Published:
     is_new: bool
 
 
-def publish(place: Place, project: str, by: str) -> Published:
+def publish(lineage: LineageStore, project: str, by: str) -> Published:
     """Publish everything judged in the output directory, unless this very dataset is there already.
 
     Args:
@@ -61,94 +59,71 @@ def publish(place: Place, project: str, by: str) -> Published:
     Raises:
         ConfigError: nothing was judged, or a model that was judged is not in the store.
     """
-    sessions = [session for session in read_sessions(place.output) if session.judgements]
+    sessions = [session for session in read_sessions(lineage.output) if session.judgements]
     if not sessions:
-        raise ConfigError(f"--output: nothing was judged in {str(place.output / FOLDER)!r}: `xray compare` does that")
-    if place.tracking_uri is None:
-        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(place.output)!r}")
-    parents = _parents(place, sessions)
+        raise ConfigError(f"--output: nothing was judged in {str(lineage.output / FOLDER)!r}: `xray compare` does that")
+    if lineage.tracking_uri is None:
+        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(lineage.output)!r}")
+    parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
-    sections: dict[str, Any] = {
-        "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
-        "judgements": digest(verdicts),
-    }
-    key = stage_key(stage=JUDGEMENTS, kind=JUDGEMENTS, sections=sections, parents=_digests(parents))
+    # All that it is made of is in the config and the parents: no code of ours could make another dataset of it.
+    identity = Identity(
+        stage=JUDGEMENTS,
+        kind=JUDGEMENTS,
+        config={
+            "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
+            "judgements": digest(verdicts),
+            "pairs": digest([asdict(pair) for pair in found]),
+        },
+        seed=0,
+        parents={role: node.sha256 for role, node in parents.items()},
+        functions={},
+        code={},
+        versions={},
+    )
+    key = identity.key
     stats = _stats(sessions, found)
-    heldout = _held_out(place, parents, found)
-    store = Store(place.output / CHECKPOINTS)
+    heldout = _held_out(lineage, parents, found)
+    store = Store(lineage.output / CHECKPOINTS)
     ref = store.find(JUDGEMENTS, key)
-    snapshot = Snapshot(place.tracking_uri)
+    snapshot = RegistryView(lineage.tracking_uri)
     if ref is not None and snapshot.model_of(ref.sha256) is not None:
         return Published(ref, stats, heldout, is_new=False)
 
     refs = {role: node.reference(snapshot.model_of(node.sha256)) for role, node in parents.items()}
-    tracker = Tracker(place.tracking_uri, project, place.artifacts)
+    tracker = Tracker(lineage.tracking_uri, project, lineage.artifacts)
     # Where an attempt before this one was cut short after publishing, its statement names the runs it had begun.
     facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
     parent_run = tracker.start_lifecycle(
-        facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(place.output.absolute())}
+        facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(lineage.output.absolute())}
     )
-    run = tracker.stage_run(parent_run, JUDGEMENTS, key, sections)
+    run = tracker.stage_run(parent_run, JUDGEMENTS, key, identity.config)
     if ref is None:
         facts = RunFacts(
             trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
         )
-        ref = _build(place, store, key, sections, refs, facts, verdicts, found, stats)
+        ref = _build(lineage, store, identity, refs, facts, verdicts, found, stats)
     ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
     run.finish("FINISHED", 1)
     tracker.finish(parent_run, "FINISHED")
     return Published(ref, stats, heldout, is_new=True)
 
 
-def judged_dataset(config: LifecycleConfig, output: Path) -> Node | None:
-    """The checkpoint of judgements that `preferences.path` names, where it names one.
-
-    Raises:
-        ConfigError: it names another kind of checkpoint, one that lies in another store (its lineage would end there),
-            or one that is not as it was published.
-    """
-    if not isinstance(config.preferences, DatasetPreferences):
-        return None
-    path = Path(config.preferences.path)
-    if not (path / MANIFEST).is_file():
-        return None
-    shown = f"preferences.path: {config.preferences.path!r}"
-    problems = verify(path)
-    if problems:
-        raise ConfigError(f"{shown} is not what was published: {problems[0]}; `xray audit` says more")
-    manifest, sha256 = read_manifest(path)
-    if manifest.kind != JUDGEMENTS:
-        raise ConfigError(
-            f"{shown} is not allowed: it is a checkpoint of kind {manifest.kind!r}; must be one of kind "
-            f"{JUDGEMENTS!r}, a file, or a `datasets` name"
-        )
-    if path.resolve().parent != (output / CHECKPOINTS).resolve():
-        raise ConfigError(
-            f"{shown} is not allowed: must lie in {str(output / CHECKPOINTS)!r}, so that its lineage is known there: "
-            f"`xray export` and `xray import` bring it, or give its {JUDGED_PAIRS}, a file like any other"
-        )
-    return Node(sha256, path.resolve(), manifest)
-
-
-def _parents(place: Place, sessions: list[Session]) -> dict[str, Node]:
+def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
     """Role → checkpoint of the models that were judged and of the datasets they were asked from."""
     models = sorted({sha for s in sessions for sha in (s.setup.a, s.setup.b)})
     asked = [s.setup for s in sessions if s.setup.prompts in ("heldout", "train")]
     datasets = sorted({setup.source for setup in asked if setup.source is not None})
     roles = {f"policy-{number}": sha for number, sha in enumerate(models, start=1)}
     roles |= {"dataset" if len(datasets) == 1 else f"dataset-{n}": sha for n, sha in enumerate(datasets, start=1)}
-    missing = [sha[:12] for sha in roles.values() if sha not in place.graph.nodes]
+    missing = [sha[:12] for sha in roles.values() if sha not in store.graph.nodes]
     if missing:
         raise ConfigError(
-            f"--output: {', '.join(missing)} was judged and is not in {str(place.output / CHECKPOINTS)!r}: bring it "
-            f"back, or move the sessions that judged it out of {str(place.output / FOLDER)!r}"
+            f"--output: {', '.join(missing)} was judged and is not in {str(store.output / CHECKPOINTS)!r}: bring it "
+            f"back, or move the sessions that judged it out of {str(store.output / FOLDER)!r}"
         )
-    return {role: place.graph.nodes[sha] for role, sha in roles.items()}
-
-
-def _digests(parents: dict[str, Node]) -> dict[str, str]:
-    return {role: node.sha256 for role, node in parents.items()}
+    return {role: store.graph.nodes[sha] for role, sha in roles.items()}
 
 
 def _verdicts(session: Session) -> list[dict[str, Any]]:
@@ -168,41 +143,29 @@ def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str,
     return {"pairs": len(found), "judgements": len(stand), **counts, "judges": people}
 
 
-def _held_out(place: Place, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
-    prompts = Prompts(place.graph)
+def _held_out(store: LineageStore, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
+    prompts = Prompts(store.graph)
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
     heldout = {text for node in datasets for text in prompts.of(node.sha256, "heldout") or ()}
     return sum(prompt_text(pair.prompt) in heldout for pair in found)
 
 
 def _build(
-    place: Place,
+    lineage: LineageStore,
     store: Store,
-    key: str,
-    sections: dict[str, Any],
+    identity: Identity,
     parents: dict[str, CheckpointRef],
     facts: RunFacts,
     verdicts: list[dict[str, Any]],
     found: list[PreferenceExample],
     stats: dict[str, Any],
 ) -> CheckpointRef:
-    private_key = signing_key(place.output)
+    private_key = signing_key(lineage.output)
     record = partial(attest, parents=parents, run=facts, started=datetime.now(UTC), private_key=private_key)
-    dataset = parents.get("dataset")
-    with store.building(JUDGEMENTS, key) as built:
+    with store.building(JUDGEMENTS, identity.key) as built:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in verdicts)
         (built / VERDICTS).write_text("".join(lines), encoding="utf-8")
         write_jsonl(built / JUDGED_PAIRS, found)
         (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        return store.publish(
-            built,
-            stage=JUDGEMENTS,
-            kind=JUDGEMENTS,
-            key=key,
-            step=0,
-            seed=0,
-            parents={role: ref.sha256 for role, ref in parents.items()},
-            dataset=dataset.sha256 if dataset is not None else None,
-            sections=sections,
-            attest=record,
-        )
+        dataset = dataset_of(parents.values())
+        return store.publish(built, identity, type=Judgements.__name__, step=0, dataset=dataset, attest=record)

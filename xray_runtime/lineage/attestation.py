@@ -1,7 +1,7 @@
 """What lies beside the files of a checkpoint: the statement, uncommitted code, the model card, and the signature.
 
     manifest.json, model.safetensors, …   the checkpoint, as its manifest lists it
-    README.md                             the model card (models alone)
+    README.md                             the model card (models and reward models alone)
     attestation/statement.json            how this copy was made: in-toto with SLSA provenance
     attestation/code.diff                 what was not committed, where anything was not
     attestation/card.md                   in an evaluation: the card of the policy with its results
@@ -20,9 +20,11 @@ from typing import Any
 
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage import provenance
-from xray_runtime.lineage.card import MODEL_KINDS, model_card
+from xray_runtime.lineage.card import model_card
 from xray_runtime.lineage.signing import sign
-from xray_runtime.lineage.statement import RunFacts, Statement
+from xray_runtime.lineage.statement import OutsideSource, RunFacts, Statement
+from xray_runtime.stages.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
+from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
@@ -54,16 +56,16 @@ def attest(
     code, diff = provenance.code()
     if diff:
         (record / DIFF).write_bytes(diff)
-    sources = _sources(manifest)
-    statement = _statement(directory, manifest, sha256, parents, run, started, code, sources)
-    if manifest.kind in MODEL_KINDS:
+    statement = _statement(directory, manifest, sha256, parents, run, started, code)
+    if is_a(manifest.type, Model, RewardModel):
         (directory / CARD).write_text(model_card(manifest, sha256, statement, None), encoding="utf-8")
         card = {"name": CARD, "digest": {"sha256": file_sha256(directory / CARD)}}
         statement = Statement.model_validate(
             statement.model_dump() | {"subject": [*(s.model_dump() for s in statement.subject), card]}
         )
-    if manifest.kind == "evaluate":
-        card_text = _evaluated_card(directory, parents["policy"].path)
+    kind = find_kind(manifest.kind)
+    if is_a(manifest.type, Evaluation) and kind is not None and kind.sides and kind.results:
+        card_text = _evaluated_card(directory / kind.results, parents[kind.sides[0]].path)
         if card_text is not None:
             (record / EVALUATED_CARD).write_text(card_text, encoding="utf-8")
     (record / STATEMENT).write_bytes(statement.to_bytes())
@@ -107,7 +109,6 @@ def _statement(
     run: RunFacts,
     started: datetime,
     code: Mapping[str, str | None],
-    sources: list[dict[str, Any]],
 ) -> Statement:
     subjects = [(MANIFEST, sha256), *((f.path, f.sha256) for f in manifest.files)]
     dependencies = [
@@ -115,7 +116,7 @@ def _statement(
             "name": role,
             "uri": f"xray:{parent.stage}",
             "digest": {"sha256": parent.sha256},
-            "annotations": _data_files(parent.path) if role == "dataset" else {},
+            "annotations": _data_files(parent.path) if is_a(parent.type, Dataset, Preferences) else {},
         }
         for role, parent in sorted(parents.items())
     ]
@@ -127,8 +128,10 @@ def _statement(
                     "external": {
                         "stage": manifest.stage,
                         "kind": manifest.kind,
+                        "type": manifest.type,
                         "seed": manifest.seed,
-                        "sections": manifest.sections,
+                        "config": manifest.config,
+                        "functions": manifest.functions,
                     },
                     "internal": {
                         "checkpoint": sha256,
@@ -138,9 +141,9 @@ def _statement(
                         "code_digest": manifest.code_digest,
                         "code": code,
                         "environment": provenance.environment(),
-                        "origins": _origins(manifest, sha256, parents),
+                        "origins": _origins(manifest, sha256, parents, run.outside),
                     },
-                    "dependencies": dependencies + sources,
+                    "dependencies": dependencies + [provenance.outside_source(found) for found in run.outside],
                 },
                 "details": {
                     "builder": {"id": "urn:xray", "version": {"xray": code["package_sha256"]}},
@@ -149,31 +152,21 @@ def _statement(
                         "started": started.isoformat(timespec="seconds"),
                         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
                     },
-                    "run": run.model_dump(),
+                    "run": run.model_dump(exclude={"outside"}),
                 },
             },
         }
     )
 
 
-def _sources(manifest: Manifest) -> list[dict[str, Any]]:
-    """What the stage read from outside the store."""
-    sections = manifest.sections
-    found = {
-        "source": sections.get("data", {}).get("source"),
-        "pairs": sections.get("preferences", {}).get("path"),
-        "model": sections.get("base", {}).get("model"),
-    }
-    return [provenance.outside_source(name, value) for name, value in found.items() if value]
-
-
-def _origins(manifest: Manifest, sha256: str, parents: Mapping[str, CheckpointRef]) -> dict[str, list[str]]:
+def _origins(
+    manifest: Manifest, sha256: str, parents: Mapping[str, CheckpointRef], outside: list[OutsideSource]
+) -> dict[str, list[str]]:
     """Names of base models and datasets, its own and its parents'; a fresh model is named by its digest."""
-    sections = manifest.sections
-    models = {sections.get("base", {}).get("model")}
-    if manifest.kind == "base" and models == {None}:
+    models = {found.name for found in outside if found.is_model}
+    datasets = {found.name for found in outside if not found.is_model}
+    if is_a(manifest.type, Model) and not models and not any(is_a(parent.type, Model) for parent in parents.values()):
         models = {f"fresh-{sha256[:12]}"}
-    datasets = {sections.get("data", {}).get("source"), sections.get("preferences", {}).get("path")}
     for parent in parents.values():
         try:
             origins = read_statement(parent.path).predicate.build.internal.origins
@@ -181,7 +174,7 @@ def _origins(manifest: Manifest, sha256: str, parents: Mapping[str, CheckpointRe
             continue
         models |= set(origins.get("base_models", []))
         datasets |= set(origins.get("datasets", []))
-    return {"base_models": sorted(m for m in models if m), "datasets": sorted(d for d in datasets if d)}
+    return {"base_models": sorted(models), "datasets": sorted(datasets)}
 
 
 def _data_files(dataset: Path) -> dict[str, Any]:
@@ -196,10 +189,10 @@ def _data_files(dataset: Path) -> dict[str, Any]:
     return {"files": files}
 
 
-def _evaluated_card(evaluation: Path, policy: Path) -> str | None:
+def _evaluated_card(results: Path, policy: Path) -> str | None:
     try:
         statement = read_statement(policy)
     except (OSError, ValueError):
         return None
     manifest, sha256 = read_manifest(policy)
-    return model_card(manifest, sha256, statement, json.loads((evaluation / "evaluation.json").read_text()))
+    return model_card(manifest, sha256, statement, json.loads(results.read_text()))

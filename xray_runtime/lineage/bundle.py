@@ -12,54 +12,59 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
-from xray_runtime.lineage.reference import Place, check_tracking_uri, open_place
+from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.lineage.signing import public_key
 from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
 
 
-def export(place: Place, node: Node, path: Path) -> int:
+def export(store: LineageStore, node: Node, path: Path) -> int:
     """Write `node`, its ancestors and their evaluations to `path`; returns how many checkpoints.
 
     Raises:
         ConfigError: an ancestor is not in the store.
     """
-    chosen = with_history(place.graph, [node.sha256])
-    missing = [sha[:12] for sha in chosen if sha not in place.graph.nodes]
+    chosen = with_history(store.graph, [node.sha256])
+    missing = [sha[:12] for sha in chosen if sha not in store.graph.nodes]
     if missing:
-        raise ConfigError(f"REF: its ancestors {', '.join(missing)} are not in {place.output}: the chain is broken")
+        raise ConfigError(f"REF: its ancestors {', '.join(missing)} are not in {store.output}: the chain is broken")
     temporary = path.with_name(f"{path.name}.writing")
     with tarfile.open(temporary, "w") as archive:
-        for number, key in enumerate(root_keys(place.output)):
+        for number, key in enumerate(root_keys(store.output)):
             name = "signing.pub" if number == 0 else f"{TRUSTED}/{key.name}"
             archive.add(key, f"keys/{name}", recursive=False)
-        for file in retirement_files(place.output):
+        for file in retirement_files(store.output):
             archive.add(file, f"keys/{RETIRED}/{file.name}", recursive=False)
         for sha in chosen:
-            directory = place.graph.nodes[sha].directory
+            directory = store.graph.nodes[sha].directory
             archive.add(directory, f"{CHECKPOINTS}/{directory.name}")
     os.replace(temporary, path)
     return len(chosen)
 
 
 @contextlib.contextmanager
-def opened(path: Path, same_node: Path | None = None) -> Iterator[Place]:
+def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = False) -> Iterator[LineageStore]:
     """The content of a bundle as an output directory, in a temporary place.
+
+    Args:
+        same_disk: a directory on the disk to put it on.
+        manifests_only: leave out all files but manifests: for finding out what is in it.
 
     Raises:
         ConfigError: it is no bundle, or holds links, devices, files with holes or names that lead out of it, or does
             not fit on the disk.
     """
-    with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_node) as temporary:
+    with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_disk) as temporary:
         output = Path(temporary)
         try:
             with tarfile.open(path, "r:") as archive:
@@ -70,22 +75,23 @@ def opened(path: Path, same_node: Path | None = None) -> Iterator[Place]:
                     # A file with holes says to be larger than the archive it comes in, by any factor.
                     if not (member.isfile() or member.isdir()) or member.issparse():
                         raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
-                    archive.extract(member, output, filter="data")
+                    if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
+                        archive.extract(member, output, filter="data")
         except (tarfile.TarError, OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
         if not (output / CHECKPOINTS).is_dir():
             raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
-        place = open_place(output, None)
+        store = open_lineage_store(output, None)
         # Whatever MLflow this machine has knows nothing of the bundle.
-        yield Place(place.output, place.graph, None)
+        yield LineageStore(store.output, store.graph, None)
 
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
     """The audit of everything in a bundle."""
-    with opened(path) as place:
-        return audit(place, public=public, hashing=hashing)
+    with opened(path) as store:
+        return audit(store, public=public, hashing=hashing)
 
 
 def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: str, public: Path | None) -> Audit:
@@ -95,42 +101,82 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
         public: the key its records must be signed with; by default the bundle's own, which is then trusted.
     """
     check_tracking_uri(tracking_uri)
-    store = output / CHECKPOINTS
-    store.mkdir(parents=True, exist_ok=True)
-    with opened(path, same_node=output) as place:
-        result = audit(place, public=public)
-        if not result.is_sound:
-            return result
-        own = public_key(output).read_bytes() if public_key(output).exists() else b""
-        keys = [key for key in ([public] if public else root_keys(place.output)) if key.read_bytes() != own]
-        adopt(output, keys, retirement_files(place.output))
-        order = place.graph.ancestors(list(place.graph.nodes))
-        for sha in order:
-            directory = place.graph.nodes[sha].directory
-            if not (store / directory.name).exists():
-                os.rename(directory, store / directory.name)
-    _record(open_place(output, tracking_uri), order, tracking_uri, experiment)
+    output.mkdir(parents=True, exist_ok=True)
+    with opened(path, same_disk=output) as store:
+        result = audit(store, public=public)
+        if result.is_sound:
+            order = store.graph.ancestors(list(store.graph.nodes))
+            take_in(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public, move=True)
     return result
 
 
-def _record(place: Place, order: list[str], tracking_uri: str, experiment: str) -> None:
+def take_in(
+    source: LineageStore,
+    order: Sequence[str],
+    output: Path,
+    *,
+    tracking_uri: str | None,
+    experiment: str,
+    public: Path | None = None,
+    move: bool = False,
+) -> None:
+    """Bring checkpoints of another output directory, which were audited there, into `output` and its MLflow.
+
+    Args:
+        order: their digests, parents first.
+        tracking_uri: None: there is no MLflow to record them in.
+        public: the key to trust from now on; by default all that `source` trusts.
+        move: whether they may go from `source`; else they are in both, the files of one disk linked.
+
+    Raises:
+        ConfigError: `output` holds another checkpoint under the key of one of them.
+    """
+    checkpoints = output / CHECKPOINTS
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    own = public_key(output).read_bytes() if public_key(output).exists() else b""
+    keys = [key for key in ([public] if public else root_keys(source.output)) if key.read_bytes() != own]
+    adopt(output, keys, retirement_files(source.output))
+    for sha in order:
+        directory = source.graph.nodes[sha].directory
+        there = checkpoints / directory.name
+        if there.exists() and file_sha256(there / MANIFEST) != sha:
+            raise ConfigError(f"{there}: holds another checkpoint than {directory}, of the same key: move one away")
+        if not there.exists() and move:
+            os.rename(directory, there)
+        elif not there.exists():
+            temporary = there.with_name(f"{there.name}.building-{os.getpid()}-{sha[:8]}")
+            shutil.copytree(directory, temporary, symlinks=True, copy_function=_link_or_copy)
+            os.rename(temporary, there)
+    if tracking_uri is not None:
+        _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    # What is published never changes: a file may lie in two directories.
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experiment: str) -> None:
     """Log what MLflow does not know yet, parents first, with the same inputs and params as where it was made."""
-    from xray_runtime.lineage.audit.registry import Snapshot
+    from xray_runtime.lineage.audit.registry import RegistryView
     from xray_runtime.tracking.mlflow_tracker import Tracker
 
-    tracker = Tracker(tracking_uri, experiment, place.artifacts)
-    snapshot = Snapshot(tracking_uri)
+    tracker = Tracker(tracking_uri, experiment, store.artifacts)
+    snapshot = RegistryView(tracking_uri)
     parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
     for sha in order:
-        node = place.graph.nodes[sha]
+        node = store.graph.nodes[sha]
         manifest = node.manifest
         ref = node.reference(snapshot.model_of(sha))
         if ref.mlflow_model_id is None:
-            run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.sections)
+            run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.config)
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])
-            numbers = {k: v for k, v in node.results.items() if isinstance(v, int | float)}
-            if manifest.kind in RESULTS:
+            if node.sides:
+                numbers = {k: v for k, v in node.results.items() if isinstance(v, int | float)}
                 values = {f"{manifest.kind}/{k}": float(v) for k, v in numbers.items()}
                 run.metrics([(0, int(time.time() * 1000), values)])
             run.finish("FINISHED")

@@ -7,21 +7,18 @@ from typing import Any
 import yaml
 
 from xray_runtime.lineage.statement import Statement
+from xray_runtime.stages.artifacts import Model, is_a
+from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.manifest import Manifest
 
-MODEL_KINDS = {
-    "base": "the model everything starts from",
-    "sft": "supervised fine-tuning on people's replies",
-    "reward": "a reward model (its head lies in `reward_head/`)",
-    "ppo": "a policy after PPO (its value head, where there is one, lies in `value_head/`)",
-}
-"""Kinds of checkpoint that hold a model, and what it is."""
+CHECKPOINT_LINE = "| what | |\n|---|---|\n| checkpoint | `{}` |"
+"""By which a card says whose it is."""
 
 RESULTS = {
-    "win_rate": "win rate over the SFT model",
-    "gold_delta": "difference in gold score to the SFT model",
+    "win_rate": "win rate over the model before",
+    "gold_delta": "difference in gold score to the model before",
     "reward_after": "learned reward, in deviations",
-    "kl": "KL to the SFT model, nats a reply",
+    "kl": "KL to the model before, nats a reply",
     "length_after": "length, tokens",
 }
 """Fields of an evaluation that stand on the card."""
@@ -36,7 +33,7 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
     origins = statement.predicate.build.internal.origins
     results = {name: evaluation[name] for name in RESULTS if evaluation and evaluation.get(name) is not None}
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["x-ray", "rlhf", manifest.kind]}
-    if manifest.kind != "reward":
+    if is_a(manifest.type, Model):
         front["pipeline_tag"] = "text-generation"
     ancestors = [name for name in origins["base_models"] if name != f"fresh-{sha256[:12]}"]
     if ancestors:
@@ -51,8 +48,10 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
             {"name": manifest.stage, "results": [{"task": task, "dataset": data, "metrics": metrics}]}
         ]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
-    lines += [f"# {manifest.stage}", "", f"Made by X-ray: {MODEL_KINDS[manifest.kind]}.", ""]
-    lines += ["| what | |", "|---|---|", f"| checkpoint | `{sha256}` |"]
+    kind = find_kind(manifest.kind)
+    title = kind.title if kind is not None and kind.title else f"a checkpoint of kind `{manifest.kind}`"
+    lines += [f"# {manifest.stage}", "", f"Made by X-ray: {title}.", ""]
+    lines += [CHECKPOINT_LINE.format(sha256)]
     lines += [f"| {role} | `{parent}` |" for role, parent in sorted(manifest.parents.items())]
     lines += [f"| seed | {manifest.seed} |", f"| updates | {manifest.step} |"]
     lines += [f"| {RESULTS[name]} | {_number(evaluation, name)} |" for name in results]

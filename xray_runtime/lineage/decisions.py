@@ -53,6 +53,8 @@ class Decision(BaseModel):
     note: str = ""
     gates: list[dict[str, Any]] = Field(default_factory=list)
     """What was checked, with the numbers."""
+    gates_from: str = ""
+    """Where the bounds of the gates come from."""
     evidence: dict[str, Sha256] = Field(default_factory=dict)
     """`evaluation`, `comparison` → the checkpoints the numbers were read from."""
 
@@ -78,6 +80,7 @@ def decide(
     note: str = "",
     by: str | None = None,
     gates: list[dict[str, Any]] | None = None,
+    gates_from: str = "",
     evidence: dict[str, str] | None = None,
 ) -> None:
     """Append a decision. The same decision twice in a row is one."""
@@ -96,6 +99,7 @@ def decide(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         note=note,
         gates=gates or [],
+        gates_from=gates_from,
         evidence=evidence or {},
     )
     subject = Subject.model_validate({"name": f"{name}/{version}", "digest": {"sha256": checkpoint}})

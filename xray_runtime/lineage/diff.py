@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, printable
+from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import flatten
 
-ASPECTS = ("parents", "config", "data", "code", "versions", "environment", "results")
+CAUSES = ("parents", "config", "functions", "code", "versions")
+"""What is in a stage key."""
+ASPECTS = (*CAUSES[:2], "data", *CAUSES[2:], "environment", "results")
 
 
-def difference(left: Place, a: Node, right: Place, b: Node) -> dict[str, Any]:
+def diff(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str, Any]:
     """Stages of the same name compared; the two checkpoints themselves whatever their names.
 
     Returns {"a", "b", "same", "only_a", "only_b", "stages": [{"stage", "a", "b", aspect: {field: [a, b]}}]}, where
@@ -39,8 +42,8 @@ def difference(left: Place, a: Node, right: Place, b: Node) -> dict[str, Any]:
     }
 
 
-def difference_text(content: Mapping[str, Any]) -> Iterator[str]:
-    """`difference` for people: causes first, then what merely followed."""
+def diff_text(content: Mapping[str, Any]) -> Iterator[str]:
+    """`diff` for people: causes first, then what merely followed."""
     if content["same"]:
         yield "the same checkpoint"
         return
@@ -52,7 +55,7 @@ def difference_text(content: Mapping[str, Any]) -> Iterator[str]:
     for stage in content["stages"]:
         yield ""
         changed = [aspect for aspect in ASPECTS if stage[aspect]]
-        cause = any(stage[aspect] for aspect in ("parents", "config", "code", "versions"))
+        cause = any(stage[aspect] for aspect in CAUSES)
         yield f"{printable(stage['stage'])}  {stage['a'][:12]} → {stage['b'][:12]}" + (
             "" if cause else "  (same config, code and versions: it follows from what is above)"
         )
@@ -64,8 +67,7 @@ def difference_text(content: Mapping[str, Any]) -> Iterator[str]:
 def _history(graph: Graph, node: Node) -> dict[str, Node]:
     """Stage → checkpoint of everything behind `node`, and of its evaluation where there is one."""
     found = {}
-    judged = [child for role, child in graph.children.get(node.sha256, []) if role == "policy"]
-    judged = [sha for sha in sorted(judged) if graph.nodes[sha].manifest.kind == "evaluate"][-1:]
+    judged = [evaluation.sha256 for evaluation in graph.judgements_of(node.sha256, Evaluation)][-1:]
     for sha in graph.ancestors([node.sha256, *judged]):
         if sha in graph.nodes:
             found[graph.nodes[sha].manifest.stage] = graph.nodes[sha]
@@ -79,18 +81,19 @@ def _facts(graph: Graph, node: Node) -> dict[str, dict[str, Any]]:
     }
     facts: dict[str, dict[str, Any]] = {
         "parents": stages,
-        "config": dict(flatten(manifest.sections)),
+        "config": flatten(manifest.config) | {"seed": str(manifest.seed)},
         "data": {"dataset": manifest.dataset},
-        "code": {"xray_runtime": manifest.code_digest},
+        "functions": {f"{name} {module}": d for name, code in manifest.functions.items() for module, d in code.items()},
+        "code": dict(manifest.code),
         "versions": dict(manifest.versions),
         "environment": {},
         "results": {k: v for k, v in node.results.items() if isinstance(v, int | float | str)},
     }
     if statement is not None:
         internal = statement.predicate.build.internal
-        facts["code"] |= {"commit": internal.code.git_commit, "uncommitted": internal.code.diff_sha256}
         environment = internal.environment
         facts["environment"] = {k: environment.get(k) for k in ("python", "platform", "cpu", "gpus", "packages")}
+        facts["environment"] |= {"commit": internal.code.git_commit, "uncommitted": internal.code.diff_sha256}
         packages = environment.get("packages")
         if isinstance(packages, dict):
             del facts["environment"]["packages"]

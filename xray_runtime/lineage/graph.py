@@ -14,6 +14,8 @@ from typing import Any
 
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
+from xray_runtime.stages.artifacts import Artifact, Comparison, Dataset, Evaluation, Preferences, is_a
+from xray_runtime.stages.kind import KINDS, StageKind, find_kind
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import Manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -21,7 +23,8 @@ from xray_runtime.store.ref import CheckpointRef
 IGNORED = (".building-", ".damaged-")
 """Directories that are no checkpoints: being built, or moved aside."""
 
-RESULT_FILES = ("evaluation.json", "comparison.json", "reward.json", "stats.json")
+SIDES = ("policy", "against")
+"""Roles of an evaluation whose kind nobody registered in this process."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Node:
             sha256=self.sha256,
             stage=self.manifest.stage,
             kind=self.manifest.kind,
+            type=self.manifest.type,
             step=self.manifest.step,
             mlflow_model_id=mlflow_model_id,
         )
@@ -61,15 +65,45 @@ class Node:
         except (OSError, ValueError):
             return None
 
+    @property
+    def kind(self) -> StageKind | None:
+        """None where nobody registered it in this process: a manifest must not make us import what it names."""
+        return find_kind(self.manifest.kind)
+
+    def is_a(self, *types: type[Artifact]) -> bool:
+        """Whether it is of one of these types; one that is not known in this process is none."""
+        return is_a(self.manifest.type, *types)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it has a side to train on and one that is held out."""
+        return self.is_a(Dataset, Preferences)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Roles that an evaluation or comparison judges, the policy's first; of anything else there are none."""
+        if not self.is_a(Evaluation, Comparison):
+            return ()
+        return (self.kind and self.kind.sides) or SIDES
+
+    def judges(self, policy: str, *types: type[Artifact]) -> bool:
+        """Whether it is of one of `types`, and the policy it judges is the checkpoint `policy`."""
+        return self.is_a(*types) and self.manifest.parents.get(self.sides[0]) == policy
+
+    @property
+    def results_file(self) -> str | None:
+        """The file with the numbers it was made for; for a kind that is not known here, one that known kinds have."""
+        known = [self.kind] if self.kind is not None else KINDS.values()
+        listed = {entry.path for entry in self.manifest.files}
+        return next((kind.results for kind in known if kind.results in listed), None)
+
     @cached_property
     def results(self) -> dict[str, Any]:
         """Numbers the stage left beside its files: evaluation, reward summary, counts of a dataset."""
-        listed = {entry.path for entry in self.manifest.files}
-        for name in RESULT_FILES:
-            if name in listed:
-                with contextlib.suppress(OSError, ValueError, RecursionError):
-                    content = json.loads(read_bounded(self.directory / name))
-                    return content if isinstance(content, dict) else {}
+        if self.results_file is not None:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                content = json.loads(read_bounded(self.directory / self.results_file))
+                return content if isinstance(content, dict) else {}
         return {}
 
 
@@ -102,6 +136,11 @@ class Graph:
             for role, parent in node.manifest.parents.items():
                 found[parent].append((role, node.sha256))
         return dict(found)
+
+    def judgements_of(self, policy: str, *types: type[Artifact]) -> list[Node]:
+        """Checkpoints of `types` (Evaluation, Comparison) that judge `policy`, by digest."""
+        found = {child: self.nodes[child] for _, child in self.children.get(policy, [])}
+        return [node for _, node in sorted(found.items()) if node.judges(policy, *types)]
 
     def parents(self, sha256: str) -> list[tuple[str, str]]:
         """(role, digest) of what a checkpoint was made from; a parent need not be in the store."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
+from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.store.identity import digest, file_sha256
 
 ROOT = Path(__file__).parents[2]
@@ -70,24 +71,20 @@ def environment() -> dict[str, Any]:
 def variables(values: Any) -> dict[str, str]:
     """The variables that can matter: nothing whose name sounds like a secret, addresses without login or query."""
     return {
-        name: bare(value)
+        name: strip_credentials(value)
         for name, value in sorted(values.items())
         if RELEVANT.fullmatch(name) and not SECRET.search(name)
     }
 
 
-def outside_source(name: str, value: str) -> dict[str, Any]:
-    """A resource the stage read from outside the store: a file or directory by its bytes, anything else by name."""
-    path = Path(value)
-    resource: dict[str, Any] = {"name": name, "uri": value}
-    if path.is_file():
-        resource["digest"] = {"sha256": file_sha256(path)}
-    elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
-        resource["digest"] = {"sha256": digest([[p.relative_to(path).as_posix(), file_sha256(p)] for p in files])}
-    elif value == "chitchat":
-        resource["uri"] = f"pkg:pypi/chitchat-dataset@{importlib.metadata.version('chitchat-dataset')}"
-    return resource
+def outside_source(found: OutsideSource) -> dict[str, Any]:
+    """A resource the stage read from outside the store: a file or directory by its bytes, a hub's by its commit."""
+    resource: dict[str, Any] = {"name": found.field, "uri": found.name, "annotations": {"kind": found.kind}}
+    if found.kind == "package":
+        return resource | {"uri": f"pkg:pypi/{found.digest.replace('==', '@')}"}
+    if found.kind == "hub":
+        return resource | {"annotations": {"kind": found.kind, "commit": found.digest}}
+    return resource | {"digest": {"sha256": found.digest}}
 
 
 @cache

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import bare, has_login, tracking_address
+from xray_runtime.credentials import has_login, strip_credentials, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
 
-LANGUAGE_MODELS = ("base", "sft", "ppo")
-"""Kinds of checkpoint that reply to a prompt."""
 ALLOWED = (
     "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
     "registered model NAME@ALIAS or NAME/VERSION"
@@ -22,7 +21,7 @@ ALLOWED = (
 
 
 @dataclass(frozen=True)
-class Place:
+class LineageStore:
     """An output directory with its graph and its tracking store."""
 
     output: Path
@@ -37,7 +36,7 @@ class Place:
         return self.output.absolute() / "mlartifacts" if own else None
 
 
-def open_place(output: Path, tracking_uri: str | None) -> Place:
+def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:
     """The output directory of lifecycles.
 
     Args:
@@ -47,24 +46,24 @@ def open_place(output: Path, tracking_uri: str | None) -> Place:
         ConfigError: `output` holds no checkpoints, or a login stands in `tracking_uri`.
     """
     check_tracking_uri(tracking_uri)
-    store = output / CHECKPOINTS
-    if not store.is_dir():
+    checkpoints = output / CHECKPOINTS
+    if not checkpoints.is_dir():
         raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
     database = output / "mlflow.db"
     own = f"sqlite:///{database.absolute()}" if database.is_file() else None
-    return Place(output, read_graph(store), tracking_uri or own or tracking_address())
+    return LineageStore(output, read_graph(checkpoints), tracking_uri or own or tracking_address())
 
 
 def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_login(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {bare(uri)!r} is not allowed: others can read a command line, and the "
-            "parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command "
+            "line, and the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
 
-def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
+def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
     """What `reference` names. Raises ConfigError with what is allowed when it names nothing, or several things."""
     check_tracking_uri(tracking_uri)
     as_path = Path(reference)
@@ -74,11 +73,11 @@ def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tu
         return _by_registry(reference, output, tracking_uri)
     if output is None:
         raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
-    place = open_place(output, tracking_uri)
-    return place, _in_place(reference, place)
+    store = open_lineage_store(output, tracking_uri)
+    return store, find(reference, store)
 
 
-def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[Place, Node]:
+def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageStore, Node]:
     if not (directory / MANIFEST).is_file():
         if (directory / CHECKPOINTS).is_dir():
             raise ConfigError(f"REF: {str(directory)!r} holds many checkpoints: name one, or use --output and --all")
@@ -88,19 +87,19 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[Place, Nod
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
     if directory.parent.name == CHECKPOINTS:
-        place = open_place(directory.parent.parent, tracking_uri)
-        return place, next(
-            (n for n in (*place.graph.nodes.values(), *place.graph.duplicates) if n.directory == directory),
+        store = open_lineage_store(directory.parent.parent, tracking_uri)
+        return store, next(
+            (n for n in (*store.graph.nodes.values(), *store.graph.duplicates) if n.directory == directory),
             Node(sha256, directory, manifest),
         )
     graph = read_graph(directory.parent)
     node = Node(sha256, directory, manifest)
     if sha256 not in graph.nodes:
         graph.add(node)
-    return Place(directory.parent, graph, tracking_uri), node
+    return LineageStore(directory.parent, graph, tracking_uri), node
 
 
-def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[Place, Node]:
+def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
     from xray_runtime.lineage.audit.registry import registered_checkpoint
 
     uri = tracking_uri
@@ -111,21 +110,24 @@ def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) 
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
     found = registered_checkpoint(uri, reference)
     if found is None:
-        raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {bare(uri)}")
+        raise ConfigError(
+            f"REF: {reference!r} is not a registered model's alias or version in {strip_credentials(uri)}"
+        )
     sha256, directory = found
-    place = open_place(output or directory.parent.parent, uri)
-    return place, _in_place(sha256, place)
+    store = open_lineage_store(output or directory.parent.parent, uri)
+    return store, find(sha256, store)
 
 
-def _in_place(reference: str, place: Place) -> Node:
-    nodes = place.graph.nodes
+def find(reference: str, store: LineageStore) -> Node:
+    """The one checkpoint of `store` of this sha256 (or its start), stage or directory name. Raises ConfigError."""
+    nodes = store.graph.nodes
     if re.fullmatch(r"[0-9a-f]{6,64}", reference):
         matches = [node for sha, node in nodes.items() if sha.startswith(reference)]
     else:
         matches = [node for node in nodes.values() if reference in (node.manifest.stage, node.directory.name)]
     if not matches:
         stages = ", ".join(sorted({node.manifest.stage for node in nodes.values()})) or "none"
-        raise ConfigError(f"REF: {reference!r} names nothing in {place.output}; its stages: {stages}")
+        raise ConfigError(f"REF: {reference!r} names nothing in {store.output}; its stages: {stages}")
     if len(matches) > 1:
         choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
         raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
@@ -133,9 +135,8 @@ def _in_place(reference: str, place: Place) -> Node:
 
 
 def require_language_model(node: Node) -> None:
-    """Raises ConfigError where a checkpoint is no model that replies."""
-    if node.manifest.kind not in LANGUAGE_MODELS:
-        raise ConfigError(
-            f"REF: {node.name} is not allowed: it is a checkpoint of kind {node.manifest.kind!r}; must be one of "
-            f"{', '.join(LANGUAGE_MODELS)}"
-        )
+    """Raises ConfigError where a checkpoint is no model that replies, by its type; where that is not known here, by
+    its files."""
+    type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
+    if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
+        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__} that replies")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 MAX_INDENT = 16
@@ -105,6 +105,7 @@ def _entry(graph: Graph, sha: str) -> dict[str, Any]:
         "directory": str(node.directory),
         "stage": manifest.stage,
         "kind": manifest.kind,
+        "type": manifest.type,
         "step": manifest.step,
         "seed": manifest.seed,
         "parents": manifest.parents,
@@ -115,13 +116,13 @@ def _entry(graph: Graph, sha: str) -> dict[str, Any]:
     }
 
 
-def write_html(path: Path, place: Place, node: Node, descendants: bool) -> None:
+def write_html(path: Path, store: LineageStore, node: Node, descendants: bool) -> None:
     """One self-contained page: a graph whose boxes lead to what is known of each checkpoint."""
     from jinja2 import Environment, PackageLoader
 
     from xray_runtime.report.html import lineage_graph
 
-    graph = place.graph
+    graph = store.graph
     chosen = selection(graph, node, descendants)
     stages = [
         {
@@ -171,7 +172,7 @@ def _section(graph: Graph, sha: str, sibling: str | None, shown: set[str]) -> di
         "link": node.directory.absolute().as_uri(),
         "sibling": other.name if other else None,
         "differences": _differences(other, node) if other else [],
-        "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.sections).items()],
+        "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.config).items()],
         "numbers": [(k, v) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
     }
 
@@ -186,7 +187,7 @@ def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
     def facts(node: Node) -> dict[str, str]:
         manifest = node.manifest
         parents = {f"parent {role}": sha[:12] for role, sha in manifest.parents.items()}
-        return flatten(manifest.sections) | parents | {"code": manifest.code_digest[:12]}
+        return flatten(manifest.config) | parents | {"code": manifest.code_digest[:12], "seed": str(manifest.seed)}
 
     a, b = facts(before), facts(after)
     return [

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.stages.spec import JUDGEMENTS
+from xray_runtime.stages.artifacts import Comparison, Evaluation, Judgements
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Prune:
         return sum(entry.size for node in self.remove for entry in node.manifest.files)
 
 
-def plan_prune(place: Place, keep: Iterable[Node]) -> Prune:
+def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
     """What to remove so that `keep`, every decided alias, every judgement of people and all behind them stay whole."""
-    graph = place.graph
+    graph = store.graph
     wanted = {node.sha256 for node in keep}
-    wanted |= {sha for sha, node in graph.nodes.items() if node.manifest.kind == JUDGEMENTS}
-    wanted |= {decision.checkpoint for decision in current(place.output).values()}
+    wanted |= {sha for sha, node in graph.nodes.items() if node.is_a(Judgements)}
+    wanted |= {decision.checkpoint for decision in current(store.output).values()}
     kept = set(with_history(graph, sorted(wanted)))
     order = graph.ancestors(list(graph.nodes))
     return Prune(
@@ -51,11 +51,11 @@ def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
     return graph.ancestors([*chosen, *sorted(_judgements(graph, set(chosen)))])
 
 
-def prune(place: Place, plan: Prune) -> None:
+def prune(store: LineageStore, plan: Prune) -> None:
     """Remove what `plan` says. Each removal is a signed decision, so that no audit takes it for a loss."""
-    key = signing_key(place.output)
+    key = signing_key(store.output)
     for node in plan.remove:
-        decide(place.output, key, action="prune", checkpoint=node.sha256, note=node.name)
+        decide(store.output, key, action="prune", checkpoint=node.sha256, note=node.name)
         # A name that no reader takes for a checkpoint, should the deletion be cut short.
         aside = node.directory.with_name(f"{node.directory.name}.damaged-pruned-{os.getpid()}")
         os.rename(node.directory, aside)
@@ -63,11 +63,10 @@ def prune(place: Place, plan: Prune) -> None:
 
 
 def _judgements(graph: Graph, kept: set[str]) -> set[str]:
-    judged = {child for sha in kept for role, child in graph.children.get(sha, []) if role == "policy"}
+    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Comparison)]
     # A comparison with a champion that is not kept would hold on to all champions there ever were.
     return {
-        sha
-        for sha in judged
-        if (kind := graph.nodes[sha].manifest.kind) == "evaluate"
-        or (kind == "compare" and graph.nodes[sha].manifest.parents.get("champion") in kept)
+        node.sha256
+        for node in judged
+        if node.is_a(Evaluation) or all(node.manifest.parents.get(side) in kept for side in node.sides)
     }

@@ -49,8 +49,10 @@ class External(_Model):
 
     stage: str
     kind: str
+    type: str
     seed: int
-    sections: dict[str, Any]
+    config: dict[str, Any]
+    functions: dict[str, dict[str, Sha256]]
 
 
 class Code(_Model):
@@ -82,6 +84,24 @@ class Build(_Model):
     dependencies: list[Resource] = Field(alias="resolvedDependencies")
 
 
+class OutsideSource(_Model):
+    """Something a stage read from outside the store; see `store.content_digest.Outside`."""
+
+    field: str
+    """Stage and field that name it: `prepare.source`."""
+    name: str
+    """As the user wrote it."""
+    kind: str
+    """file, directory, hub or package."""
+    digest: str
+    """sha256 of the bytes; of a hub name the commit; of a package `name==version`."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model, and not data."""
+        return self.field.rpartition(".")[2] == "model"
+
+
 class RunFacts(_Model):
     """Which run made it."""
 
@@ -92,6 +112,11 @@ class RunFacts(_Model):
     attempts: int = 1
     mlflow_run_id: str | None = None
     mlflow_parent_run_id: str | None = None
+    outside: list[OutsideSource] = Field(default_factory=list)
+    """What the stage read from outside the store, under the names the user wrote: in the statement they stand among
+    the dependencies."""
+    gates: dict[str, Any] | None = None
+    """Of an evaluation: the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
 
 
 class Metadata(_Model):
@@ -140,8 +165,10 @@ class Statement(_Model):
             "checkpoint": (internal.checkpoint, sha256),
             "stage": (external.stage, manifest.stage),
             "kind": (external.kind, manifest.kind),
+            "type": (external.type, manifest.type),
             "seed": (external.seed, manifest.seed),
-            "sections": (external.sections, manifest.sections),
+            "config": (external.config, manifest.config),
+            "functions": (external.functions, manifest.functions),
             "key": (internal.key, manifest.key),
             "step": (internal.step, manifest.step),
             "config_digest": (internal.config_digest, manifest.config_digest),

@@ -1,5 +1,8 @@
 """What a model is trained for and scored by: one small class a role, pure torch over a `HeadedLM`.
 
+Here is what all share, and SFT and the reference; `reward_objective` and `ppo_objectives` have the others, in files of
+their own: who changes one algorithm recomputes nothing that another trained.
+
 An objective has `score(module, rows)`, tensors a row without gradient, and `loss(module, rows, totals)`, this
 micro-batch's share of the loss: a sum divided by *global* counts in `totals`, plus sums for the log. A new algorithm is
 a new objective; nothing else changes.
@@ -18,8 +21,6 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.logprobs import logprobs_and_entropy
-from xray_runtime.algorithms.losses import pairwise_loss, policy_loss, value_loss
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 
 Tensors = dict[str, Tensor]
@@ -52,7 +53,7 @@ def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Tensors, temperatu
     return logprobs_and_entropy(module.logits(hidden[row, column]), targets, temperature)
 
 
-def _spread(flat: Tensor, rows: Tensors) -> Tensor:
+def spread(flat: Tensor, rows: Tensors) -> Tensor:
     """[N] response values as [B, T], 0 elsewhere."""
     row, t, _, mask = response_positions(rows)
     out = flat.new_zeros(mask.shape)
@@ -66,7 +67,7 @@ class SFTObjective:
 
     def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
         logprobs, _ = response_logprobs(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows, 1.0)
-        return {"nll": -_spread(logprobs, rows).sum(-1)}
+        return {"nll": -spread(logprobs, rows).sum(-1)}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         logprobs, _ = response_logprobs(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows, 1.0)
@@ -83,108 +84,7 @@ class ReferenceObjective:
     def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
         hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
         logprobs, _ = response_logprobs(module, hidden, rows, self.temperature)
-        return {"ref_logprobs": _spread(logprobs, rows)}
+        return {"ref_logprobs": spread(logprobs, rows)}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         raise TypeError("the reference is never trained")
-
-
-@dataclass(frozen=True)
-class RewardObjective:
-    """One number a reply, read at its last token; trained on pairs (`chosen_*` and `rejected_*` columns)."""
-
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        last = hidden[torch.arange(len(hidden), device=hidden.device), rows["lengths"] - 1]
-        return {"scores": module.scalars(last)}
-
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        both = {
-            "input_ids": sequences(rows),
-            "lengths": torch.cat([rows["lengths"], rows["rejected_lengths"]]),
-        }
-        if "trunk" in rows:
-            both["trunk"] = rows["trunk"]
-        chosen, rejected = self.score(module, both)["scores"].chunk(2)
-        loss, correct = pairwise_loss(chosen, rejected)
-        return loss / totals["rows"], {"loss": loss.detach(), "correct": correct}
-
-
-@dataclass(frozen=True)
-class PPOObjective:
-    """The policy, with a value head when the critic shares its trunk.
-
-    `score` gives `logprobs`, with a value head `values` and `final_values`, with a reference branch `ref_logprobs`.
-    """
-
-    config: PPOStageConfig
-
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
-        out = {"logprobs": _spread(logprobs, rows)}
-        if module.scalar is not None:
-            out |= _values(module, hidden, rows)
-        if module.reference_layers is not None:
-            ref_hidden = module.reference_hidden(rows["trunk"])
-            ref_logprobs, _ = response_logprobs(module, ref_hidden, rows, self.config.temperature)
-            out["ref_logprobs"] = _spread(ref_logprobs, rows)
-        return out
-
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
-        row, t, column, _ = response_positions(rows)
-        ones = torch.ones_like(logprobs)
-        loss, stats = policy_loss(
-            logprobs,
-            rows["old_logprobs"][row, t],
-            rows["advantages"][row, t],
-            ones,
-            clip_range=self.config.clip_range,
-            dual_clip=self.config.dual_clip,
-            weights=rows["weights"][row, t],
-        )
-        stats |= {"policy_loss": loss.detach(), "entropy_sum": entropy.sum().detach()}
-        loss = loss - self.config.entropy_coef * entropy.sum()
-        if module.scalar is not None:
-            values = module.scalars(hidden[row, column])
-            value, value_stats = value_loss(
-                values,
-                rows["values"][row, t],
-                rows["returns"][row, t],
-                ones,
-                clip_range=self.config.value_clip_range,
-            )
-            loss = loss + self.config.value_coef * value
-            stats |= value_stats | {"value_loss": value.detach()}
-        return loss / totals["tokens"], stats
-
-
-@dataclass(frozen=True)
-class CriticObjective:
-    """A critic of its own: the value of the state before each response token, and of the state after the last."""
-
-    config: PPOStageConfig
-
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        return _values(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows)
-
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        row, t, column, _ = response_positions(rows)
-        values = module.scalars(hidden[row, column])
-        loss, stats = value_loss(
-            values,
-            rows["values"][row, t],
-            rows["returns"][row, t],
-            torch.ones_like(values),
-            clip_range=self.config.value_clip_range,
-        )
-        return loss / totals["tokens"], stats | {"value_loss": loss.detach()}
-
-
-def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Tensors:
-    row, _, column, _ = response_positions(rows)
-    last = hidden[torch.arange(len(hidden), device=hidden.device), rows["lengths"] - 1]
-    return {"values": _spread(module.scalars(hidden[row, column]), rows), "final_values": module.scalars(last)}

@@ -1,19 +1,24 @@
-"""What a lifecycle asks of a cluster, and the refusal of one that asks for more than there is.
+"""What the stages of a graph ask of a cluster, and the refusal of one that asks for more than there is.
 
-Only what is absent is refused: devices that others hold at the moment are waited for (`actors/placement.py`).
+Each stage's kind says which models it has. Only what is absent is refused: devices that others hold at the moment are
+waited for (`workers/placement.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.base import FreshBase
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.preferences import GoldPreferences
+from pydantic import BaseModel
+
+from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+
+if TYPE_CHECKING:
+    from xray_runtime.config.lifecycle import LifecycleConfig
+    from xray_runtime.stages.graph import Graph, StageCall
 
 Resources = Mapping[str, float]
 """Ray's names of resources ("CPU", "GPU") → amount."""
@@ -38,7 +43,7 @@ class Demand:
         return {name: amount for name, amount in both.items() if amount > 0}
 
     def grouped(self) -> bool:
-        """Whether its Workhorses come to a placement group; single ones on CPU come from the stable."""
+        """Whether its Workhorses come to a placement group; single ones on CPU come from the worker pool."""
         return self.gpus > 0 or self.num_ranks > self.num_replicas
 
 
@@ -52,47 +57,61 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
     return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
 
 
-def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
-    """Stage → what its models, all alive at the same time, ask for."""
-
-    def of(roles: Mapping[str, LayoutConfig | GeneratorConfig]) -> list[Demand]:
-        return [demand(role, layout, config.runtime, device) for role, layout in roles.items()]
-
-    shared_trunk = not isinstance(config.base, FreshBase) and config.base.trainable_layers is not None
-    demands = {"sft": of({"policy": config.sft.engine})}
-    if isinstance(config.preferences, GoldPreferences):
-        demands["preferences"] = of({"generator": config.generator})
-    demands["reward"] = of({"reward": config.reward.engine})
-    for number, stage in enumerate(config.ppo.stages, start=1):
-        roles: dict[str, LayoutConfig | GeneratorConfig] = {
-            "generator": config.generator,
-            "policy": stage.engine,
-            "reward": config.frozen,
-        }
-        if not shared_trunk:
-            roles["reference"] = config.frozen
-        if stage.critic == "separate":
-            roles["critic"] = stage.critic_engine or stage.engine
-        demands[f"ppo-{number}"] = of(roles)
-    frozen = dict.fromkeys(("before", "after", "reward"), config.frozen)
-    return demands | {"evaluate": of({"generator": config.generator, **frozen})}
+def call_demands(call: StageCall, runtime: RuntimeConfig, device: str) -> list[Demand]:
+    """What the models of one stage, all alive at the same time, ask for."""
+    return [demand(role, layout, runtime, device) for role, layout in call.kind.models(call.config).items()]
 
 
-def check_config(config: LifecycleConfig, device: str, nodes: Sequence[Resources]) -> None:
+def graph_demands(graph: Graph, device: str) -> dict[str, list[Demand]]:
+    """Stage → what its models ask for, of every stage that has any."""
+    demands = {name: call_demands(call, graph.runtime, device) for name, call in graph.calls.items()}
+    return {name: asked for name, asked in demands.items() if asked}
+
+
+def check_config(config: LifecycleConfig, graph: Graph, device: str, nodes: Sequence[Resources]) -> None:
+    """`check_graph` for the graph of `config`; engines are named as they stand in the config, `ppo.stages.0.engine`."""
+    _check_engines(config.engines, device)
+    check_graph(graph, device, nodes)
+
+
+def check_graph(graph: Graph, device: str, nodes: Sequence[Resources]) -> None:
     """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
-    if config.runtime.generator_sleeps and device == "cpu":
+    for call in graph.calls.values():
+        check_call(call, graph.runtime, device, nodes)
+
+
+def check_call(call: StageCall, runtime: RuntimeConfig, device: str, nodes: Sequence[Resources]) -> None:
+    """`check_graph` for one stage."""
+    if runtime.generator_sleeps and device == "cpu":
         raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA gives memory back")
-    if config.runtime.trainer_sleeps and device == "cpu":
+    if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be given away")
-    for name, engine in config.engines.items():
+    _check_engines(_engines(call.config, call.name), device)
+    check(call.name, call_demands(call, runtime, device), nodes)
+
+
+def _engines(value: Any, path: str) -> dict[str, EngineConfig]:
+    """Path of each engine in a section, however deep → the engine."""
+    if isinstance(value, EngineConfig):
+        return {path: value}
+    inside: dict[Any, Any] = {}
+    if isinstance(value, BaseModel):
+        inside = {name: getattr(value, name) for name in type(value).model_fields}
+    elif isinstance(value, list | tuple):
+        inside = dict(enumerate(value))
+    elif isinstance(value, dict):
+        inside = value
+    return {name: engine for key, item in inside.items() for name, engine in _engines(item, f"{path}.{key}").items()}
+
+
+def _check_engines(engines: Mapping[str, EngineConfig], device: str) -> None:
+    for name, engine in engines.items():
         if device == "cpu" and engine.cuda_only:
             raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
         if engine.offload == "nvme" and device != "cuda":
             raise ConfigError(
                 f'{name}.offload: "nvme" is not allowed: it needs CUDA, and models are on the CPU here: "cpu" or "none"'
             )
-    for stage, demands in stage_demands(config, device).items():
-        check(stage, demands, nodes)
 
 
 def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> None:

@@ -1,75 +1,74 @@
-"""The planner: where each model of a PPO stage goes, and how it is spread there.
+"""The planner: where each model goes, and how it is spread there. For `xray plan` and `runtime.parallel: auto` alike.
 
-Placements, in the order they are tried; the first that fits is taken:
+Only layouts that Workhorses have and a config can say. For what is trained the first of these that fits:
 
-    colocated                   every device holds a whole copy of every model; ZeRO 0 to 2 for the trained ones
-    separate                    each model has devices of its own; ZeRO 0 to 3, a generator on single devices
-    colocated, in turn          as colocated, and the generator sleeps while the others work
-    tensor-parallel generator   the generator is split over 2, 4, … devices of its own, the others share the rest under
-                                ZeRO-3 (tensor and pipeline parallel where that is not enough)
-    the same, in turn           both on all devices, the generator asleep while the others work
+    ZeRO 0 to 3         over whole replicas
+    tensor parallel     a replica split over 2, 4, 8 devices of one node, ZeRO 0 to 2 over replicas
+    and pipeline        in 2, 4, 8 stages, each on one device or split again
 
-Within a placement the layout with the least communication that fits is taken: low ZeRO stages before high ones, keeping
-activations before computing them again. A plain, deterministic search over at most a few hundred closed-form estimates.
+The last two are for what ZeRO-3 cannot do: it shards over no more ranks than a step has rows, and each holds all
+activations of its pass. What is frozen is cut only as far as one copy needs it, the generator by tensor alone.
+Placements:
+
+    colocated   one rank a model, all models sharing the devices; on CPU as many ranks as are of use
+    separate    devices of its own for each frozen model and the generator; the trained ones share out the rest
+
+As many replicas are of use as a step has micro-batches; where that does not fit, all devices may be taken. Where
+nothing fits, all of it is tried again with activations computed again in the backward pass: the same bits, a third more
+work. A plain, deterministic search over a few hundred closed-form estimates.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import Layout, Memory
-from xray_runtime.planning.workload import Machine, Role, Workload
+from xray_runtime.planning.workload import Machine, Role, Use, Workload
 
-Placement = Literal["colocated", "separate", "tensor-parallel generator"]
-
-DEGREES = (2, 4, 8, 16, 32, 64)
-"""Tensor-parallel degrees of a generator."""
-TRAINING_DEGREES = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp > 1]
-WORK = {"train": 3, "generate": 3, "score": 1}
-"""Time of a role a parameter, for sharing out spare devices: backward is twice forward, replies come token by token."""
 MAX_DEVICES = 65_536
 """Most devices that are looked at."""
+MAX_RANKS = 1024
+CUTS = (1, 2, 4, 8)
+"""Tensor-parallel degrees and numbers of pipeline stages."""
+
+Placement = Literal["colocated", "separate"]
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role's devices (the first `layout.num_devices` from `first_device` on), layout and memory on each of them."""
+    """One role's layout, and its memory on each of its devices."""
 
     role: Role
     layout: Layout
     memory: Memory
-    first_device: int
-
-    @property
-    def devices(self) -> range:
-        return range(self.first_device, self.first_device + self.layout.num_devices)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Roles that share devices `devices`."""
+    """Ranks that may meet on one device."""
 
-    roles: tuple[RolePlan, ...]
-    devices: range
-    in_turn: bool
+    ranks: tuple[RolePlan, ...]
+    in_turn: bool = False
     """The generator sleeps while the others work: only its process stays."""
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes needed on one device at one time. Each role is a process whose allocator keeps its own peak."""
-        total = sum(plan.memory.total for plan in self.roles)
+        """Most bytes needed at one time. Each rank is a process whose allocator keeps its own peak."""
         if not self.in_turn:
-            return total
-        (generator,) = [plan.memory for plan in self.roles if plan.role.use == "generate"]
-        generating = generator.total + sum(p.memory.resident for p in self.roles if p.role.use != "generate")
-        return max(generating, total - generator.total + generator.process)
+            return sum(rank.memory.total for rank in self.ranks)
+        asleep = [rank.memory for rank in self.ranks if rank.role.use == "generate"]
+        others = [rank.memory for rank in self.ranks if rank.role.use != "generate"]
+        generating = sum(m.total for m in asleep) + sum(m.resident for m in others)
+        return max(generating, sum(m.total for m in others) + sum(m.process for m in asleep))
 
     def largest(self) -> tuple[RolePlan, str, int]:
         """(role, what for, bytes) of the largest single need."""
-        needs = [(plan, f.name, getattr(plan.memory, f.name)) for plan in self.roles for f in fields(Memory)]
+        needs = [(rank, f.name, getattr(rank.memory, f.name)) for rank in self.ranks for f in fields(Memory)]
         return max(needs, key=lambda need: need[2])
 
 
@@ -78,14 +77,16 @@ class Plan:
     """What was chosen, or, where nothing fits, what came nearest."""
 
     placement: Placement
+    roles: tuple[RolePlan, ...]
+    """Of the PPO stage."""
     groups: tuple[Group, ...]
+    """The fullest that devices can be, in any stage."""
+    layouts: Mapping[Use, Layout]
+    """All roles with the same use share one."""
+    workload: Workload
     machine: Machine
-    reasons: tuple[str, ...]
-    """Why not the placements tried before, one line each."""
-
-    @property
-    def roles(self) -> tuple[RolePlan, ...]:
-        return tuple(plan for group in self.groups for plan in group.roles)
+    reasons: tuple[str, ...] = ()
+    """Why not what was tried before, one line for each kind of layout."""
 
     @property
     def fullest(self) -> Group:
@@ -95,172 +96,177 @@ class Plan:
     def fits(self) -> bool:
         return self.fullest.peak_bytes <= self.machine.usable_bytes
 
+    @property
+    def kind(self) -> str:
+        """In a word or two."""
+        trained = self.layouts["train"]
+        cut = ", cut" if trained.tp * trained.pp > 1 else ""
+        return self.placement + cut + (", recomputing" if self.recomputes else "")
 
-def make_plan(workload: Workload, machine: Machine) -> Plan:
-    """The first placement that fits; where none does, the one that comes nearest."""
-    reasons: list[str] = []
-    nearest: Plan | None = None
-    for name, placement, groups in _placements(workload, machine):
-        if isinstance(groups, str):
-            reasons.append(f"{name}: {groups}")
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations of what is trained are computed again in the backward pass."""
+        return all(p.role.options.checkpointing for p in self.roles if p.role.use == "train")
+
+
+def search(
+    workload: Workload,
+    machine: Machine,
+    model: str | None = None,
+    accept: Callable[[Plan], object] = lambda plan: None,
+) -> Plan:
+    """The first plan that fits and is accepted; where none fits, the one that comes nearest.
+
+    Args:
+        model: the pretrained model that all roles are made of, which may not be one that can be cut (None: a Llama).
+        accept: raises ConfigError where a plan cannot be carried out whatever its memory.
+
+    Raises:
+        ConfigError: there are plans that fit, and none was accepted; what was said of the first.
+    """
+    refused: ConfigError | None = None
+    nearest: dict[str, Plan] = {}
+    again = workload.recomputing()
+    tried = [workload, again] if again != workload else [workload]
+    for plan in (plan for one in tried for plan in _plans(one, machine, model)):
+        if not plan.fits:
+            before = nearest.get(plan.kind, plan)
+            nearest[plan.kind] = min(before, plan, key=lambda p: p.fullest.peak_bytes)
             continue
-        plan = Plan(placement, groups, machine, tuple(reasons))
-        if plan.fits:
-            return plan
-        need = f"{plan.fullest.peak_bytes / 1e9:.3g} GB a device, {machine.usable_bytes / 1e9:.3g} GB are usable"
-        reasons.append(f"{name}: needs {need}")
-        if nearest is None or plan.fullest.peak_bytes < nearest.fullest.peak_bytes:
-            nearest = plan
-    assert nearest is not None
-    return replace(nearest, reasons=tuple(reasons))
+        try:
+            accept(plan)
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        return replace(plan, reasons=_reasons(nearest))
+    if refused is not None:
+        raise refused
+    return replace(min(nearest.values(), key=lambda p: p.fullest.peak_bytes), reasons=_reasons(nearest))
 
 
-def _placements(workload: Workload, machine: Machine) -> Iterator[tuple[str, Placement, tuple[Group, ...] | str]]:
-    roles, devices = workload.roles, machine.num_devices
-    generator = tuple(role for role in roles if role.use == "generate")
-    others = tuple(role for role in roles if role.use != "generate")
-    solver = _Solver(workload, machine)
-
-    together = _Party(roles, "whole")
-    yield "colocated", "colocated", (solver.solve(together, devices),)
-    yield "separate", "separate", solver.share_out([_Party((role,), "own") for role in roles])
-    yield "colocated, in turn", "colocated", (solver.solve(replace(together, in_turn=True), devices),)
-    if devices >= 2 and any(generator[0].shape.num_heads % tp == 0 for tp in DEGREES):
-        name: Placement = "tensor-parallel generator"
-        yield name, name, solver.share_out([_Party(generator, "split"), _Party(others, "sharded")])
-        yield f"{name}, in turn", name, (solver.solve(_Party(roles, "sharded", in_turn=True), devices),)
+def _reasons(nearest: dict[str, Plan]) -> tuple[str, ...]:
+    return tuple(
+        f"{kind}: needs {p.fullest.peak_bytes / 1e9:.4g} GB a device, {p.machine.usable_bytes / 1e9:.4g} GB are usable"
+        for kind, p in nearest.items()
+    )
 
 
-@dataclass(frozen=True)
-class _Party:
-    """Roles that are to share devices, and how they may be laid out there."""
+def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[Plan]:
+    replicas = workload.generator_replicas
+    whole, generating = Layout(), Layout(dp=replicas)
+    trained = [role for role in workload.roles if role.use == "train"]
+    least = max(role.options.least_zero_stage for role in trained)
+    tokens = workload.batch_size * workload.sequence_tokens
+    useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
+    colocated = _plan(workload, machine, "colocated", Layout(zero_stage=least), whole, generating)
 
-    roles: tuple[Role, ...]
-    style: Literal["whole", "own", "split", "sharded"]
-    in_turn: bool = False
-
-    @property
-    def least_devices(self) -> int:
-        return 2 if self.style in ("split", "sharded") else 1
-
-    @property
-    def work(self) -> int:
-        return sum(WORK[role.use] * role.shape.num_parameters for role in self.roles)
-
-
-@dataclass(frozen=True)
-class _Solver:
-    workload: Workload
-    machine: Machine
-
-    def solve(self, party: _Party, devices: int) -> Group:
-        """The first of the party's layouts that fits `devices` devices, or the one that comes nearest."""
-        nearest: Group | None = None
-        for layouts in self._layouts(party, devices):
-            plans = [
-                RolePlan(role, layout, self.workload.memory(role, layout), 0)
-                for role, layout in zip(party.roles, layouts, strict=True)
-            ]
-            group = Group(tuple(plans), range(devices), party.in_turn)
-            if group.peak_bytes <= self.machine.usable_bytes:
-                return group
-            if nearest is None or group.peak_bytes < nearest.peak_bytes:
-                nearest = group
-        assert nearest is not None
-        return nearest
-
-    def share_out(self, parties: list[_Party]) -> tuple[Group, ...] | str:
-        """Devices for every party: the least it fits on, then spare ones to whoever has most work a device.
-
-        Where the devices do not suffice: why.
-        """
-        least = [self._least(party) for party in parties]
-        for party, n in zip(parties, least, strict=True):
-            if n is None:
-                return f"{', '.join(role.name for role in party.roles)} would not fit on any number of devices"
-        counts = [n for n in least if n is not None]
-        spare = self.machine.num_devices - sum(counts)
-        if spare < 0:
-            return f"needs {sum(counts)} devices, there are {self.machine.num_devices}"
-        units = [n if party.style == "split" else 1 for n, party in zip(counts, parties, strict=True)]
-        queue = [(-party.work / n, i) for i, (party, n) in enumerate(zip(parties, counts, strict=True))]
-        heapq.heapify(queue)
-        while queue:
-            _, i = heapq.heappop(queue)
-            if units[i] <= spare and counts[i] < self._useful(parties[i], units[i]):
-                counts[i] += units[i]
-                spare -= units[i]
-                heapq.heappush(queue, (-parties[i].work / counts[i], i))
-        groups, first = [], 0
-        for party, count in zip(parties, counts, strict=True):
-            group = self.solve(party, count)
-            plans = tuple(replace(plan, first_device=first) for plan in group.roles)
-            groups.append(replace(group, roles=plans, devices=range(first, first + count)))
-            first += count
-        return tuple(groups)
-
-    def _least(self, party: _Party) -> int | None:
-        def fits(devices: int) -> bool:
-            return self.solve(party, devices).peak_bytes <= self.machine.usable_bytes
-
-        return least_count(fits, party.least_devices, MAX_DEVICES)
-
-    def _useful(self, party: _Party, unit: int) -> int:
-        # More data-parallel ranks than sequences would have nothing to do.
-        return unit * (self.workload.rollout_size if party.style == "split" else self.workload.batch_size)
-
-    def _layouts(self, party: _Party, devices: int) -> Iterator[list[Layout]]:
-        """A layout for each role of the party, least communication first."""
-        batch, rollout = self.workload.batch_size, self.workload.rollout_size
-        least = max(role.options.least_zero_stage for role in party.roles)
-        stages = [stage for stage in _stages(party.style, devices) if stage >= least] or [least]
-        training = [Layout(zero_stage=stage, dp=min(devices, batch)) for stage in stages]
-        training += [replace(layout, checkpointing=True) for layout in training]
-        if party.style == "sharded":
-            degrees = [(tp, pp) for tp, pp in TRAINING_DEGREES if tp * pp <= devices]
-            training += [_model_parallel(tp, pp, devices, batch, least) for tp, pp in degrees]
-        for trained in training:
-            sharded = trained.zero_stage == 3 or party.style == "sharded"
-            scored = Layout(zero_stage=3 if sharded else 0, dp=min(devices, rollout))
-            for tp in self._degrees(party, devices):
-                generating = Layout(tp=tp, dp=min(devices // tp, rollout))
-                by_use = {"train": trained, "score": scored, "generate": generating}
-                layouts = [by_use[role.use] for role in party.roles]
-                if all(_possible(role, layout) for role, layout in zip(party.roles, layouts, strict=True)):
-                    yield layouts
-
-    def _degrees(self, party: _Party, devices: int) -> list[int]:
-        generators = [role for role in party.roles if role.use == "generate"]
-        if not generators or party.style in ("whole", "own"):
-            return [1]
-        return [tp for tp in DEGREES if tp <= devices]
+    on_cpu = machine.device == "cpu"
+    few = not on_cpu and (useful == 1 or machine.num_devices < workload.most_alive)
+    if few:
+        yield colocated
+    score = generate = whole
+    if not on_cpu:
+        scored = [role for role in (*workload.roles, *workload.evaluated) if role.use == "score"]
+        generators = [role for role in workload.roles if role.use == "generate"]
+        score = _least_cut(workload, scored, machine, model, by_layers=True)
+        generate = _least_cut(workload, generators, machine, model, by_layers=False)
+    num_scored = sum(role.use == "score" for role in workload.roles)
+    num_generators = sum(role.use == "generate" for role in workload.roles) * replicas
+    alone = [] if on_cpu else [score.tp] * score.pp * num_scored + [generate.tp] * num_generators
+    generate = replace(generate, dp=replicas)
+    for tp, pp in _cuts(trained[0], machine, model):
+        most = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
+        most = min(most, workload.batch_size, MAX_RANKS // (tp * pp))
+        # One alone holds most, and asks for least of what is not memory.
+        for dp in dict.fromkeys((min(useful, most), most, min(1, most))) if most else ():
+            for stage in _zero_stages(least, dp, cut=tp * pp > 1):
+                layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
+                yield _plan(workload, machine, "colocated" if on_cpu else "separate", layout, score, generate)
+    if not on_cpu and not few:
+        yield colocated
 
 
-def _stages(style: str, devices: int) -> tuple[int, ...]:
-    if devices == 1:
-        return (0,)
-    return {"whole": (0, 1, 2), "own": (0, 1, 2, 3), "split": (0,), "sharded": (3,)}[style]
+def _plan(
+    workload: Workload, machine: Machine, placement: Placement, train: Layout, score: Layout, generate: Layout
+) -> Plan:
+    layouts: dict[Use, Layout] = {"train": train, "score": score, "generate": generate}
+
+    def laid_out(roles: Sequence[Role]) -> list[RolePlan]:
+        return [RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in roles]
+
+    stages = [laid_out(roles) for roles in (workload.roles, workload.evaluated) if roles]
+    groups = [group for plans in stages for group in _shared(plans, workload, machine, placement)]
+    return Plan(placement, tuple(stages[0]), tuple(groups), layouts, workload, machine)
 
 
-def _model_parallel(tp: int, pp: int, devices: int, batch: int, least: int) -> Layout:
-    dp = min(devices // (tp * pp), batch)
-    # What is cut goes with ZeRO-2 at most.
-    return Layout(zero_stage=max(2 if dp > 1 else 0, least), tp=tp, pp=pp, dp=dp, checkpointing=True)
+def _shared(plans: list[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:
+    """The ranks of one stage that may meet on a device."""
+    if machine.device == "cpu":
+        # Every device has one of each model, or more where there are more ranks than devices.
+        yield Group(tuple(p for p in plans for _ in range(math.ceil(p.layout.num_devices / machine.num_devices))))
+        return
+    if placement == "separate":
+        yield from (Group((p,)) for p in plans)
+        return
+    ranks = [p for p in plans for _ in range(p.layout.num_devices)]
+    ranks.sort(key=lambda p: p.memory.total, reverse=True)
+    share = math.ceil(workload.most_alive / machine.num_devices)
+    # Who shares a device with whom is Ray's choice: the largest may meet, and the generator may be elsewhere.
+    for first in range(0, len(ranks), share):
+        yield Group(tuple(ranks[first : first + share]), workload.generator_sleeps and machine.num_devices == 1)
 
 
-def _possible(role: Role, layout: Layout) -> bool:
-    layers = role.shape.num_layers if role.top_layers is None else role.top_layers
-    whole = role.options.lora_rank is not None or role.options.least_zero_stage == 3
-    if role.use == "train" and whole and layout.tp * layout.pp > 1:
-        return False
-    return role.shape.num_heads % layout.tp == 0 and layers >= layout.pp
+def _least_cut(
+    workload: Workload, roles: Sequence[Role], machine: Machine, model: str | None, *, by_layers: bool
+) -> Layout:
+    """The first that every one of `roles` fits under, alone on its devices; where none does, no cut."""
+    for tp, pp in _cuts(roles[0], machine, model) if roles else ():
+        layout = Layout(tp=tp, pp=pp)
+        fits = all(workload.memory(role, layout).total <= machine.usable_bytes for role in roles)
+        if fits and (by_layers or pp == 1):
+            return layout
+    return Layout()
 
 
-def least_count(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least n in [low, high] that fits, where all above one that fits do too; None: not even `high`."""
-    if low > high or not fits(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+def _cuts(role: Role, machine: Machine, model: str | None) -> Iterator[tuple[int, int]]:
+    """(tensor-parallel degree, pipeline stages) of a replica, least communication first; whole ones first of all."""
+    yield 1, 1
+    # A frozen trunk is computed once a rollout, in one piece; adapters and what lies on disk go with ZeRO alone.
+    options = role.options
+    if role.in_one_piece or role.top_layers is not None or options.lora_rank is not None:
+        return
+    if options.least_zero_stage == 3:
+        return
+    shape, node = role.shape, machine.devices_per_node or machine.num_devices
+    # Only now: it takes seconds of imports, and what is small enough for one device never asks.
+    by_tensor, by_layers = _can_be_cut(model) if model is not None else (True, True)
+    heads = math.gcd(shape.num_heads, shape.num_kv_heads)
+    tensor = [tp for tp in CUTS if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
+    stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= shape.num_layers)]
+    yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
+
+
+@cache
+def _can_be_cut(model: str) -> tuple[bool, bool]:
+    from xray_runtime.engines.engine import can_be_cut
+
+    return can_be_cut(model)
+
+
+def _groups(machine: Machine, tp: int, others: list[int]) -> int:
+    """How many times `tp` devices of one node are left when others have taken theirs: so many of one node each."""
+    node = machine.devices_per_node or machine.num_devices
+    free = [node] * (machine.num_devices // node) + [machine.num_devices % node]
+    for size in sorted(others, reverse=True):
+        # Where the fewest groups are lost, and there on the fullest node.
+        open_to = [i for i, left in enumerate(free) if left >= size]
+        if not open_to:
+            return 0
+        free[min(open_to, key=lambda i: (free[i] // tp - (free[i] - size) // tp, free[i]))] -= size
+    return sum(left // tp for left in free)
+
+
+def _zero_stages(least: int, dp: int, *, cut: bool) -> range:
+    if dp == 1:
+        return range(least, least + 1)
+    return range(least, 3 if cut else 4)

@@ -1,4 +1,4 @@
-"""What is to be planned: the models of a PPO stage, how much text they see at a time, and the machine they run on."""
+"""What is to be planned: the models of a lifecycle, how much text they see at a time, and the machine they run on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
-from xray_runtime.config.base import FreshBase
+from xray_runtime.config.base import CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.lifecycle import BaseModelConfig, LifecycleConfig
+from xray_runtime.config.preferences import GoldPreferences
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
@@ -54,13 +56,16 @@ class Machine:
         return int(USABLE * self.memory_bytes)
 
 
+Use = Literal["train", "score", "generate"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One model of the PPO loop."""
+    """One model."""
 
     name: str
     shape: ModelShape
-    use: Literal["train", "score", "generate"]
+    use: Use
     weight_bytes: int
     """2 of a trained role means mixed precision: the optimizer works in float32."""
     scores_tokens: bool = True
@@ -69,6 +74,8 @@ class Role:
     reference_branch: bool = False
     options: Options = PLAIN
     """Of a trained role."""
+    in_one_piece: bool = False
+    """What runs it cannot split it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,9 @@ class Workload:
     """The roles and what they see."""
 
     roles: tuple[Role, ...]
+    """Of a PPO stage, all alive at the same time."""
+    evaluated: tuple[Role, ...] = ()
+    """Of the evaluation, all alive at the same time."""
     sequence_tokens: int
     """Longest prompt and reply together."""
     response_tokens: int
@@ -89,6 +99,22 @@ class Workload:
     """Tokens of one scoring pass."""
     reserved_kv_bytes: int = 0
     """What vLLM takes for its KV cache however little is needed."""
+    generator_replicas: int = 1
+    generator_sleeps: bool = False
+    """The generator gives its memory back while the others work."""
+
+    @property
+    def most_alive(self) -> int:
+        """Most models at one time, a generator's replicas counted each."""
+        return max(len(self.roles), len(self.evaluated)) + self.generator_replicas - 1
+
+    def recomputing(self) -> Workload:
+        """The same, with activations of what is trained computed again in the backward pass."""
+
+        def again(role: Role) -> Role:
+            return replace(role, options=replace(role.options, checkpointing=True)) if role.use == "train" else role
+
+        return replace(self, roles=tuple(again(role) for role in self.roles))
 
     def memory(self, role: Role, layout: Layout) -> Memory:
         """What `role` needs on each of its devices."""
@@ -131,81 +157,96 @@ class Workload:
         tokens = max(max_tokens, self.sequence_tokens)
         return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
 
-    def trained_with(self, **changes: Any) -> Workload:
-        """The same with other `Options` of every trained role."""
-        return replace(
-            self,
-            roles=tuple(
-                replace(role, options=replace(role.options, **changes)) if role.use == "train" else role
-                for role in self.roles
-            ),
-        )
 
-    def with_sequence(self, tokens: int) -> Workload:
-        """The same with sequences of `tokens` tokens, replies shortened alike, one sequence in a micro-batch."""
-        response = max(self.response_tokens * tokens // self.sequence_tokens, 1)
-        return replace(
-            self,
-            sequence_tokens=tokens,
-            response_tokens=response,
-            micro_batch_tokens=min(self.micro_batch_tokens, tokens),
+def plannable_base(base: BaseModelConfig) -> FreshBase | PretrainedBase:
+    """`base` as a model whose shape can be read. Raises ConfigError where it cannot without opening a checkpoint."""
+    if not isinstance(base, CheckpointBase):
+        return base
+    if not (Path(base.ref) / "config.json").is_file():
+        raise ConfigError(
+            f"base.ref: {base.ref!r} cannot be planned: must be a checkpoint's directory, whose config.json says the "
+            "model's shape"
         )
+    return PretrainedBase(model=base.ref, trainable_layers=base.trainable_layers)
 
 
 def from_config(config: LifecycleConfig, device: str) -> Workload:
-    """The PPO stages of `config`, where all roles are at work at the same time; each quantity where it is largest.
+    """The models of `config`, under the largest passes and the smallest steps of any of its stages.
 
-    Frozen models score in float32; vLLM generates in bfloat16 on CUDA.
+    One layout serves every trained model, so what not all of them save, none does here. Frozen models score in float32;
+    vLLM generates in bfloat16 on CUDA. A reward model that exists already is taken to be of the base model's shape.
 
     Raises:
         ValueError: the base model cannot be found, read or planned.
     """
-    base, stages = config.base, config.ppo.stages
-    shape = from_fresh(base) if isinstance(base, FreshBase) else from_pretrained(base)
+    base, stages, sections = plannable_base(config.base), config.ppo.stages, config.trained.values()
+    shape = from_fresh(base) if isinstance(base, FreshBase) else _pretrained_shape(base.model)
     top_layers = None if isinstance(base, FreshBase) else base.trainable_layers
     if top_layers is not None and top_layers > shape.num_layers:
         raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
-    sampled_bytes = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
-    weight_bytes, options = trained_so([(stage.lora, stage.engine) for stage in stages], device)
-    roles = [
-        Role(
-            name="policy",
+    critics = [(stage.lora, stage.critic_engine) for stage in stages if stage.critic_engine is not None]
+    weight_bytes, options = trained_so([*((s.lora, s.engine) for s in sections), *critics], device)
+
+    def trained(name: str, *, scores_tokens: bool) -> Role:
+        return Role(
+            name=name,
             shape=shape,
             use="train",
             weight_bytes=weight_bytes,
+            scores_tokens=scores_tokens,
             top_layers=top_layers,
-            reference_branch=top_layers is not None,
+            # With a frozen trunk the reference is a branch on the policy's own trunk.
+            reference_branch=top_layers is not None and scores_tokens,
             options=options,
         )
-    ]
-    if top_layers is None:
-        roles.append(Role(name="reference", shape=shape, use="score", weight_bytes=FLOAT32_BYTES))
-    critics = [(s.lora, s.critic_engine or s.engine) for s in stages if s.critic == "separate"]
-    if critics:
-        weight_bytes, options = trained_so(critics, device)
-        roles.append(
-            Role(
-                name="critic",
-                shape=shape,
-                use="train",
-                weight_bytes=weight_bytes,
-                scores_tokens=False,
-                top_layers=top_layers,
-                options=options,
-            )
-        )
-    roles.append(Role(name="reward", shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=False))
-    roles.append(Role(name="generator", shape=shape, use="generate", weight_bytes=sampled_bytes))
-    response = max(stage.max_new_tokens for stage in stages)
+
+    def frozen(name: str, *, scores_tokens: bool = True) -> Role:
+        return Role(name=name, shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=scores_tokens)
+
+    generator = Role(
+        name="generator",
+        shape=shape,
+        use="generate",
+        weight_bytes=FLOAT32_BYTES if device == "cpu" else HALF_BYTES,
+        in_one_piece=config.generator.engine == "transformers",
+    )
+    learned = config.reward is not None or config.reward_ref is not None
+    judges = [frozen("reward", scores_tokens=False)] if learned else []
+    separate = any(stage.critic == "separate" for stage in stages)
+    response = _longest_reply(config)
     return Workload(
-        roles=tuple(roles),
+        roles=(
+            trained("policy", scores_tokens=True),
+            *([frozen("reference")] if top_layers is None else []),
+            *([trained("critic", scores_tokens=False)] if separate else []),
+            *judges,
+            generator,
+        ),
+        evaluated=(frozen("before"), frozen("after"), *judges, generator),
         sequence_tokens=config.data.max_prompt_tokens + response,
         response_tokens=response,
-        batch_size=min(stage.minibatch_size for stage in stages),
+        batch_size=min(
+            [s.batch_size for s in (config.sft, config.reward) if s is not None] + [s.minibatch_size for s in stages]
+        ),
         rollout_size=max(stage.prompts_per_iteration for stage in stages),
-        micro_batch_tokens=max(stage.engine.micro_batch_tokens for stage in stages),
+        micro_batch_tokens=max(engine.micro_batch_tokens for engine in config.engines.values()),
         reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
+        generator_replicas=config.runtime.generator_replicas,
+        generator_sleeps=config.runtime.generator_sleeps,
     )
+
+
+@cache
+def _pretrained_shape(model: str) -> ModelShape:
+    # A search for what would fit plans the same model a hundred times, and some take seconds to read.
+    return from_pretrained(PretrainedBase(model=model))
+
+
+def _longest_reply(config: LifecycleConfig) -> int:
+    replies = [config.evaluate.max_new_tokens, *(stage.max_new_tokens for stage in config.ppo.stages)]
+    replies += [config.sft.max_response_tokens] if config.sft is not None else []
+    replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
+    return max(replies)
 
 
 def trained_so(sections: Sequence[tuple[LoRAConfig | None, EngineConfig]], device: str) -> tuple[int, Options]:
@@ -231,12 +272,12 @@ def trained_so(sections: Sequence[tuple[LoRAConfig | None, EngineConfig]], devic
     return HALF_BYTES if mixed else FLOAT32_BYTES, options
 
 
-def from_parameters(count: float, sequence_tokens: int) -> Workload:
+def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN) -> Workload:
     """PPO with five models of `count` parameters each in mixed precision, half of each sequence a reply, batches of 512
     (as Ouyang et al. 2022).
     """
     shape = from_parameter_count(count)
-    uses: tuple[tuple[str, Literal["train", "score", "generate"], bool], ...] = (
+    uses: tuple[tuple[str, Use, bool], ...] = (
         ("policy", "train", True),
         ("reference", "score", True),
         ("critic", "train", False),
@@ -245,7 +286,14 @@ def from_parameters(count: float, sequence_tokens: int) -> Workload:
     )
     return Workload(
         roles=tuple(
-            Role(name=name, shape=shape, use=use, weight_bytes=HALF_BYTES, scores_tokens=tokens)
+            Role(
+                name=name,
+                shape=shape,
+                use=use,
+                weight_bytes=HALF_BYTES,
+                scores_tokens=tokens,
+                options=options if use == "train" else PLAIN,
+            )
             for name, use, tokens in uses
         ),
         sequence_tokens=sequence_tokens,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.stages.kind import Panels, find_kind
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -14,35 +16,6 @@ if TYPE_CHECKING:
 INK, GRID = "#7d8694", "#8b94a366"
 """Read on light pages and on Prefect's dark ones alike."""
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
-PHASES = ("sync", "generate", "score", "update")
-
-PANELS: dict[str, list[tuple[str, list[str]]]] = {
-    "sft": [
-        ("loss (nats a token)", ["sft/loss", "sft/heldout_loss"]),
-        ("gradient norm", ["sft/grad_norm"]),
-        ("tokens a second", ["speed/train_tokens_per_s"]),
-    ],
-    "reward": [
-        ("loss", ["reward_model/loss"]),
-        (
-            "pairs in the right order",
-            ["reward_model/accuracy", "reward_model/heldout_accuracy", "reward_model/length_baseline_accuracy"],
-        ),
-        ("gradient norm", ["reward_model/grad_norm"]),
-    ],
-    "ppo": [
-        ("reward", ["reward/mean"]),
-        ("gold score", ["reward/gold"]),
-        ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
-        ("entropy (nats a token)", ["policy/entropy"]),
-        ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),
-        ("explained variance", ["value/explained_variance"]),
-        ("generator/trainer mismatch (nats)", ["rollout/mismatch", "rollout/mismatch_max"]),
-        ("reply length (tokens)", ["rollout/length"]),
-        ("seconds by phase", [f"seconds/{phase}" for phase in PHASES]),
-    ],
-}
-"""Stage kind → panels of (title, metrics)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +25,12 @@ class StageRecord:
     name: str
     kind: str
     metrics_path: Path
+
+    @property
+    def panels(self) -> Panels:
+        """What its kind shows; nothing where nobody registered that in this process."""
+        kind = find_kind(self.kind)
+        return kind.panels if kind is not None else ()
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -70,19 +49,19 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     return series
 
 
-def training_figure(kind: str, series: dict[str, list[tuple[int, float]]]) -> Figure | None:
-    """Curves of one stage; None where it recorded none of its kind's metrics."""
+def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) -> Figure | None:
+    """Curves of one stage; None where it recorded none of the metrics."""
     from matplotlib.figure import Figure
 
-    panels = [(title, [n for n in names if n in series]) for title, names in PANELS.get(kind, [])]
-    panels = [(title, names) for title, names in panels if names]
-    if not panels:
+    shown = [(title, [n for n in names if n in series]) for title, names in panels]
+    shown = [(title, names) for title, names in shown if names]
+    if not shown:
         return None
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
     figure = Figure(figsize=(3.9 * columns, 2.5 * rows), layout="constrained")
     figure.patch.set_alpha(0.0)
-    for number, (title, names) in enumerate(panels):
+    for number, (title, names) in enumerate(shown):
         axes = figure.add_subplot(rows, columns, number + 1)
         style(axes, title)
         if title.startswith("seconds"):

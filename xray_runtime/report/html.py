@@ -37,7 +37,7 @@ def write_report(
     """
     figures = []
     for record in records:
-        figure = training_figure(record.kind, read_metrics(record.metrics_path))
+        figure = training_figure(record.panels, read_metrics(record.metrics_path))
         if figure is not None:
             figures.append((record.name, _svg(figure)))
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)

@@ -12,7 +12,7 @@ from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import CHAMPION, champion_of
-from xray_runtime.lineage.reference import Place, open_place, require_language_model, resolve
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.serving import NotServedError
 
 SETTLE_SECONDS = 20.0
@@ -25,7 +25,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
 class Choice:
     """A checkpoint, and what requests may call it."""
 
-    place: Place
+    store: LineageStore
     node: Node
     names: tuple[str, ...]
     """Answers carry the first, which means this checkpoint and no other."""
@@ -58,10 +58,10 @@ def followed(reference: str, output: Path | None) -> str | None:
 
 def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
     """The one checkpoint `reference` names. Raises ConfigError where it names none, or no language model."""
-    place, node = resolve(reference, output, tracking_uri)
+    store, node = resolve(reference, output, tracking_uri)
     require_language_model(node)
     own = () if Path(reference).exists() else (reference,)
-    return Choice(place, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
+    return Choice(store, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
 
 
 def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
@@ -70,13 +70,13 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
     Raises:
         NotServedError: that is not in the store, or there is none.
     """
-    place = open_place(output, tracking_uri)
-    decision = champion_of(place, name)
-    node = place.graph.nodes.get(decision.checkpoint) if decision is not None else None
+    store = open_lineage_store(output, tracking_uri)
+    decision = champion_of(store, name)
+    node = store.graph.nodes.get(decision.checkpoint) if decision is not None else None
     if decision is None or node is None:
         raise NotServedError(f"the champion of {name} is not in {output}")
     names = (f"{name}/{decision.version}", decision.checkpoint, name, f"{name}@{CHAMPION}", CHAMPION)
-    return Choice(place, node, names)
+    return Choice(store, node, names)
 
 
 def require_sound(choice: Choice, public: Path | None) -> None:
@@ -85,7 +85,7 @@ def require_sound(choice: Choice, public: Path | None) -> None:
     Raises:
         NotServedError: something was found.
     """
-    broken = audit(choice.place, [choice.node], public=public).broken
+    broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
 
@@ -124,7 +124,7 @@ class Follower:
             return None
         now = self._clock()
         if decision.checkpoint != self._seen:
-            self._seen, self._since, self._told = decision.checkpoint, now, False
+            self._seen, self._since, self._reported = decision.checkpoint, now, False
             self._next, self._wait_s = now, FIRST_WAIT_S
         if now < self._next:
             return None
@@ -133,8 +133,8 @@ class Follower:
             choice = champion(self._name, self._output, self._tracking_uri)
             require_sound(choice, self._public)
         except (NotServedError, ConfigError, OSError) as error:
-            if self._told or now - self._since < SETTLE_SECONDS:
+            if self._reported or now - self._since < SETTLE_SECONDS:
                 return None
-            self._told = True
+            self._reported = True
             raise NotServedError(str(error)) from error
         return choice

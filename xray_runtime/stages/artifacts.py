@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xray_runtime.store.ref import CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,11 @@ class Preferences(Artifact):
     """Pairs of replies, one of them preferred: train.jsonl, heldout.jsonl."""
 
 
+JUDGED_PAIRS = "pairs.jsonl"
+
+
 class Judgements(Artifact):
-    """What people judged: judgements.jsonl, and pairs.jsonl made of it."""
+    """What people judged: judgements.jsonl, and `JUDGED_PAIRS` made of it."""
 
 
 class Model(Artifact):
@@ -51,3 +59,13 @@ TYPES: dict[str, type[Artifact]] = {
     t.__name__: t for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Comparison)
 }
 """By the name that stands in a manifest."""
+
+
+def is_a(name: str, *types: type[Artifact]) -> bool:
+    """Whether the type of this name is one of `types`. A type that nobody registered in this process is none."""
+    return issubclass(TYPES.get(name, object), types)
+
+
+def dataset_of(parents: Iterable[CheckpointRef]) -> str | None:
+    """`Manifest.dataset`: sha256 of the first parent that holds data to train or be judged on."""
+    return next((parent.sha256 for parent in parents if is_a(parent.type, Dataset, Preferences)), None)

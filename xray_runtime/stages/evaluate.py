@@ -90,7 +90,9 @@ def _kl(
 ) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
     rows = text_rows([(ids, reply) for (_, ids), reply in zip(prompts, replies, strict=True)], tokenizer.pad_token_id)
-    after, before = get_all([models[side].score.remote(rows, config.max_new_tokens) for side in ("after", "before")])
+    # Both work at the same time, and share their threads.
+    asks = [models[side].score.remote(rows, config.max_new_tokens, 2) for side in ("after", "before")]
+    after, before = get_all(asks)
     mask = np.arange(config.max_new_tokens) < (rows["lengths"] - rows["prompt_lengths"])[:, None]
     logprobs, ref_logprobs = (torch.from_numpy(scores["ref_logprobs"]) for scores in (after, before))
     summary = kl_summary(logprobs, ref_logprobs, torch.from_numpy(mask))

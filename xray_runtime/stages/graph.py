@@ -7,17 +7,35 @@ for plans; the workspace (`xray.tasks.workspace`) is a graph that runs its stage
 from __future__ import annotations
 
 import contextvars
+import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from pydantic import BaseModel
 
+from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.artifacts import Artifact, RewardModel
-from xray_runtime.stages.kind import Role, StageKind
+from xray_runtime.stages.kind import KINDS, Role, StageKind, find_kind
+
+STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""It is part of file names."""
+FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+MAX_SEED = 2**31
+
+
+class OnlyPlannedError(RuntimeError):
+    """The result was asked for of a stage that is only written down."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(f"{stage}: this graph only plans; its stages have no results")
+        self.stage = stage
 
 
 class Handle:
@@ -35,7 +53,7 @@ class Handle:
         return self.graph.result_of(self)
 
     def __mul__(self, weight: float) -> Weighted:
-        return Weighted(self, float(weight))
+        return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
 
     __rmul__ = __mul__
 
@@ -57,7 +75,7 @@ class RewardFunction:
         return f"{self.function.__module__}:{self.function.__qualname__}"
 
     def __mul__(self, weight: float) -> Weighted:
-        return Weighted(self, float(weight))
+        return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
 
     __rmul__ = __mul__
 
@@ -76,7 +94,14 @@ class Weighted:
 
 
 def reward(function: Callable[..., Any] | str) -> RewardFunction:
-    """A callable `(prompts, replies) -> scores`, one score a reply, as a source of reward."""
+    """A function `(prompts, replies) -> scores`, one score a reply, as a source of reward; or its import path.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    path = isinstance(function, str) and FUNCTION_PATH.fullmatch(function)
+    if not path and not (callable(function) and hasattr(function, "__qualname__")):
+        raise ConfigError(f"reward: {function!r} is not allowed: must be a function, or 'module:function'")
     return RewardFunction(function)
 
 
@@ -101,12 +126,27 @@ class Graph:
     """Stages in the order they were called.
 
     Args:
+        seed: every random choice derives from it.
         defaults: fields that a stage takes where its call leaves them out and its kind has them: generator, frozen, …
+        shorten: give every stage a step or two, for the determinism check.
+
+    Raises:
+        ConfigError: the seed is not allowed, or no kind has a field of a default's name.
     """
 
-    def __init__(self, seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        seed: int = 0,
+        runtime: RuntimeConfig | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        shorten: bool = False,
+    ) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < MAX_SEED:
+            raise ConfigError(f"seed: {seed!r} is not allowed: must be a whole number from 0 to {MAX_SEED - 1}")
+        _check_defaults(defaults or {})
         self.seed, self.runtime = seed, runtime or RuntimeConfig()
-        self.defaults = dict(defaults or {})
+        self.defaults, self.shorten = dict(defaults or {}), shorten
         self.calls: dict[str, StageCall] = {}
         self._handles: dict[str, Handle] = {}
 
@@ -114,34 +154,63 @@ class Graph:
         self._token = _CURRENT.set(self)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         _CURRENT.reset(self._token)
+        return None
 
     def add(self, kind: StageKind, inputs: Sequence[Any], keywords: Mapping[str, Any], name: str | None) -> Handle:
         """See `StageKind.__call__`."""
         keywords = dict(keywords)
-        stage = name or self._free_name(kind.name)
-        parents, terms, functions = _bind(stage, kind, inputs, keywords)
-        known = kind.field_names(keywords)
-        values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords
-        if terms:
-            values["rewards"] = [*values.get("rewards", ()), *terms]
+        stage = self._free_name(kind.name) if name is None else name
+        if not isinstance(stage, str) or not STAGE_NAME.fullmatch(stage):
+            raise ConfigError(f"name: {stage!r} is not allowed: must match {STAGE_NAME.pattern}")
+        bound = _Bound(self, stage, kind)
+        bound.bind(inputs, keywords)
+        known = kind.field_names(keywords, where=stage)
+        values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         config = kind.validated(values, where=stage)
+        if self.shorten:
+            config = kind.shorten(config)
         try:
-            kind.check(config, parents)
+            kind.check(config, bound.parents)
+            for function in kind.functions(config):
+                if function not in bound.functions:
+                    check_import(function)
         except ValueError as error:
             raise ConfigError(f"{stage}: {error}") from None
-        call = StageCall(stage, kind, config, self.seed, parents, functions)
+        call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions)
         before = self.calls.get(stage)
         if before is not None:
-            if (before.kind, before.config, before.parents) != (kind, config, parents):
+            if before != call:
                 raise ConfigError(f"{stage}: two stages of this name; give one of them another: name=…")
             return self._handles[stage]
         self.calls[stage] = call
         handle = self._handles[stage] = Handle(self, stage, kind.output, call)
-        self.submit(call)
+        try:
+            self.submit(call)
+        except BaseException:
+            # It does not run: what is called next under its name is another attempt.
+            del self.calls[stage], self._handles[stage]
+            raise
         return handle
+
+    def require(self, where: str, type: type[Artifact], value: Any) -> Handle:
+        """`value` as an input of this type. Raises ConfigError, which begins with `where`."""
+        wanted = f"must be {_a(type)}"
+        if not isinstance(value, Handle):
+            shown = value.name if isinstance(value, RewardFunction | StageKind) else repr(value)
+            raise ConfigError(f"{where}: {shown} is not allowed: {wanted} that a stage makes")
+        if value.graph is not self:
+            raise ConfigError(
+                f"{where}: {value!r} is of another workspace: take its checkpoint, xray.checkpoint('DIR#{value.name}')"
+            )
+        # A checkpoint that a plan did not open has no type yet.
+        if not issubclass(value.output, type) and (value.call is not None or value.output is not Artifact):
+            raise ConfigError(f"{where}: {value!r} is not allowed: {wanted}")
+        return value
 
     def _free_name(self, kind: str) -> str:
         name, number = kind, 1
@@ -154,11 +223,14 @@ class Graph:
         """A checkpoint that exists already: a plan takes its type on trust."""
         return Handle(self, ref, Artifact, None)
 
+    def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
+        """Register a policy. A graph that only plans does nothing."""
+
     def submit(self, call: StageCall) -> None:
         """Called once for each stage, in order. A graph that only plans does nothing."""
 
     def result_of(self, handle: Handle) -> Any:
-        raise RuntimeError(f"{handle.name}: this graph only plans; its stages have no results")
+        raise OnlyPlannedError(handle.name)
 
 
 _CURRENT: contextvars.ContextVar[Graph] = contextvars.ContextVar("xray-graph")
@@ -172,6 +244,25 @@ def current_graph() -> Graph:
     return graph
 
 
+_PLANNING: contextvars.ContextVar[list[tuple[Path, Graph]] | None] = contextvars.ContextVar("planning", default=None)
+
+
+def is_planning() -> list[tuple[Path, Graph]] | None:
+    """Where graphs are only written down at the moment: the list they go into, with their output directories."""
+    return _PLANNING.get()
+
+
+@contextmanager
+def planning() -> Iterator[list[tuple[Path, Graph]]]:
+    """Workspaces that are opened in the block only record their graphs."""
+    graphs: list[tuple[Path, Graph]] = []
+    token = _PLANNING.set(graphs)
+    try:
+        yield graphs
+    finally:
+        _PLANNING.reset(token)
+
+
 @contextmanager
 def recording(seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Any = None) -> Iterator[Graph]:
     """A graph that only records the stages called in the block."""
@@ -179,68 +270,92 @@ def recording(seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Any
         yield graph
 
 
-def _bind(
-    stage: str, kind: StageKind, inputs: Sequence[Any], keywords: dict[str, Any]
-) -> tuple[dict[str, Handle], list[dict[str, Any]], dict[str, Callable[..., Any]]]:
-    """(role → handle, terms of the reward, functions handed over); takes the inputs out of `keywords`."""
-    roles = list(kind.roles.values())
-    if len(inputs) > len(roles):
-        names = ", ".join(role.name for role in roles) or "none"
-        raise ConfigError(f"{stage}: {len(inputs)} inputs are not allowed: {kind.name} takes {names}")
-    given = dict(zip((role.name for role in roles), inputs, strict=False))
-    for role in roles:
-        if role.name in keywords and (role.many or not isinstance(keywords[role.name], list | dict)):
-            if role.name in given:
-                raise ConfigError(f"{stage}.{role.name}: given twice")
-            given[role.name] = keywords.pop(role.name)
-    parents: dict[str, Handle] = {}
-    terms: list[dict[str, Any]] = []
-    functions: dict[str, Callable[..., Any]] = {}
-    for role in roles:
-        value = given.get(role.name)
-        if role.many:
-            _bind_many(stage, role, value or [], parents, terms, functions)
-        elif value is not None:
-            parents[role.name] = _checked(f"{stage}.{role.name}", role, value)
-        elif not role.optional:
-            raise ConfigError(f"{stage}.{role.name}: is required: a {role.type.__name__}")
-    return parents, terms, functions
+def _check_defaults(defaults: Mapping[str, Any]) -> None:
+    find_kind("")
+    known = sorted({name for kind in KINDS.values() for name in kind.all_field_names})
+    for name in defaults:
+        if name not in known:
+            raise ConfigError(f"{name}: unknown field{_hint(name, known)}: no stage kind has one of this name")
 
 
-def _bind_many(
-    stage: str,
-    role: Role,
-    values: Any,
-    parents: dict[str, Handle],
-    terms: list[dict[str, Any]],
-    functions: dict[str, Callable[..., Any]],
-) -> None:
-    if isinstance(values, Handle | Weighted | RewardFunction):
-        values = [values]
-    for number, value in enumerate(values):
-        where = f"{stage}.{role.name}.{number}"
-        if isinstance(value, dict) or (isinstance(value, BaseModel) and role.type is RewardModel):
-            terms.append(value if isinstance(value, dict) else value.model_dump())
-            continue
-        weight = value.weight if isinstance(value, Weighted) else 1.0
-        source = value.source if isinstance(value, Weighted) else value
-        if callable(source) and not isinstance(source, Handle | StageKind):
-            source = RewardFunction(source)
-        if isinstance(source, RewardFunction) and issubclass(role.type, RewardModel):
-            if not isinstance(source.function, str):
-                functions[source.name] = source.function
-            terms.append({"function": source.name, "weight": weight})
-            continue
-        name = f"{role.name}.{sum(k.startswith(f'{role.name}.') for k in parents)}"
-        parents[name] = _checked(where, role, source)
-        if issubclass(role.type, RewardModel):
-            terms.append({"model": name, "weight": weight})
+def _a(type: type[Artifact]) -> str:
+    return f"{'an' if type.__name__[0] in 'AEIOU' else 'a'} {type.__name__}"
 
 
-def _checked(where: str, role: Role, value: Any) -> Handle:
-    if not isinstance(value, Handle):
-        raise ConfigError(f"{where}: {value!r} is not allowed: must be a {role.type.__name__} that a stage makes")
-    # A checkpoint that a plan did not open has no type yet.
-    if not issubclass(value.output, role.type) and (value.call is not None or value.output is not Artifact):
-        raise ConfigError(f"{where}: {value!r} is not allowed: must be a {role.type.__name__}")
-    return value
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+class _Bound:
+    """The inputs of one call, taken apart."""
+
+    def __init__(self, graph: Graph, stage: str, kind: StageKind) -> None:
+        self._graph, self._stage, self._kind = graph, stage, kind
+        self.parents: dict[str, Handle] = {}
+        self.terms: dict[str, list[dict[str, Any]]] = {}
+        """Field → sources of reward with their weights."""
+        self.functions: dict[str, Callable[..., Any]] = {}
+        """Those that were handed over as objects."""
+
+    def bind(self, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Take positional inputs, and those among `keywords`, which are removed there."""
+        stage, roles = self._stage, list(self._kind.roles.values())
+        if len(inputs) > len(roles):
+            names = ", ".join(role.name for role in roles) or "none"
+            raise ConfigError(f"{stage}: {len(inputs)} inputs are not allowed: {self._kind.name} takes {names}")
+        given = dict(zip((role.name for role in roles), inputs, strict=False))
+        for role in roles:
+            if role.name in keywords:
+                if role.name in given:
+                    raise ConfigError(f"{stage}.{role.name}: given twice")
+                given[role.name] = keywords.pop(role.name)
+        for name, value in keywords.items():
+            if isinstance(value, Handle | Weighted | RewardFunction):
+                known = [role.name for role in roles]
+                allowed = f"{self._kind.name} takes {', '.join(known) or 'none'}"
+                raise ConfigError(f"{stage}.{name}: unknown input{_hint(name, known)}; {allowed}")
+        for role in roles:
+            value = given.get(role.name)
+            if role.many:
+                if value is not None:
+                    self._bind_many(role, value)
+            elif value is not None:
+                self.parents[role.name] = self._graph.require(f"{stage}.{role.name}", role.type, value)
+            elif not role.optional:
+                raise ConfigError(f"{stage}.{role.name}: is required: {_a(role.type)}")
+
+    def _bind_many(self, role: Role, values: Any) -> None:
+        # A field of the same name says how much each source counts; functions are sources too.
+        weighs = issubclass(role.type, RewardModel) and role.name in self._kind.all_field_names
+        if not isinstance(values, list | tuple):
+            values = [values]
+        terms: list[dict[str, Any]] = []
+        number = 0
+        for position, value in enumerate(values):
+            where = f"{role.name}.{position}"
+            if weighs and isinstance(value, dict | BaseModel):
+                terms.append(value if isinstance(value, dict) else value.model_dump())
+                continue
+            source, weight = (value.source, value.weight) if isinstance(value, Weighted) and weighs else (value, 1.0)
+            if callable(source) and not isinstance(source, StageKind):
+                source = reward(source)
+            if weighs and isinstance(source, RewardFunction):
+                terms.append({"function": self._function(where, source), "weight": weight})
+                continue
+            name = f"{role.name}.{number}"
+            number += 1
+            self.parents[name] = self._graph.require(f"{self._stage}.{where}", role.type, source)
+            if weighs:
+                terms.append({"model": name, "weight": weight})
+        if weighs:
+            self.terms[role.name] = terms
+
+    def _function(self, where: str, source: RewardFunction) -> str:
+        if not isinstance(source.function, str):
+            known = self.functions.setdefault(source.name, source.function)
+            if known is not source.function:
+                raise ConfigError(
+                    f"{self._stage}.{where}: two functions are called {source.name!r}; give one of them another name"
+                )
+        return source.name

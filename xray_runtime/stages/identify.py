@@ -14,6 +14,8 @@ from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
+DECLARATIONS = ("xray_runtime.stages.graph", "xray_runtime.stages.kind", "xray_runtime.stages.kinds")
+"""They say which stages there are and compute none: a body that imports them to register itself depends on no more."""
 
 
 def identify(
@@ -49,14 +51,14 @@ def identify(
     code, versions = _code(kind.module)
     called = {function: functions.get(function, function) for function in kind.functions(config)}
     for function in called.values():
-        versions = versions | callable_libraries(function, {OWN_PACKAGE})
+        versions = versions | callable_libraries(function, {OWN_PACKAGE}, DECLARATIONS)
     identity = Identity(
         stage=name,
         kind=kind.name,
         config=values,
         seed=seed,
         parents=dict(parents),
-        functions={function: callable_digests(target, {OWN_PACKAGE}) for function, target in called.items()},
+        functions={name: callable_digests(target, {OWN_PACKAGE}, DECLARATIONS) for name, target in called.items()},
         code=code,
         versions=versions,
     )
@@ -72,4 +74,4 @@ def code_of(kind: StageKind) -> dict[str, str]:
 def _code(module: str) -> tuple[dict[str, str], dict[str, str]]:
     # Once a process: what is imported does not change any more.
     packages = {OWN_PACKAGE, module.partition(".")[0]}
-    return module_digests([module], packages), library_versions_of([module], packages)
+    return module_digests([module], packages, DECLARATIONS), library_versions_of([module], packages, DECLARATIONS)

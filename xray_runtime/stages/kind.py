@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,7 @@ from pydantic import BaseModel, TypeAdapter
 from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, Section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.stages.artifacts import TYPES, Artifact
+from xray_runtime.stages.artifacts import TYPES, Artifact, RewardModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from xray_runtime.workers.generator_spec import GeneratorSpec
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import ModelHandle
+
+USES: tuple[str, ...] = ()
+"""Of the modules imported by name here: a key digests the code of a kind's body by itself."""
 
 C = TypeVar("C")
 I = TypeVar("I")  # noqa: E741
@@ -117,7 +122,8 @@ class StageKind:
     computes: bool = True
     """Whether device and threads can change its result."""
     outside: Callable[[Any], Mapping[str, str]] = lambda config: {}
-    """Fields that name files, directories or hub names → their values: the key digests the bytes behind them."""
+    """Fields that name files, directories or hub names → their values: the key digests the bytes behind them, not the
+    names. `model` is looked up among models, everything else among data sets."""
     functions: Callable[[Any], Sequence[str]] = lambda config: ()
     """Import paths of the functions it calls: the key digests their source."""
     check: Callable[[Any, Mapping[str, Any]], None] = lambda config, inputs: None
@@ -127,14 +133,21 @@ class StageKind:
     panels: Panels = ()
     """Training curves on its page and in the report."""
     results: str | None = None
-    """The file with the numbers it is run for."""
+    """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
     sides: tuple[str, str] | None = None
     """Of an evaluation: roles of the policy judged and of the one it is held against."""
+    title: str = ""
+    """What it makes, for people: on the model card."""
 
     @property
     def module(self) -> str:
         """The module whose code computes it."""
         return self.body.partition(":")[0] if isinstance(self.body, str) else self.body.__module__
+
+    @property
+    def registered_in(self) -> str:
+        """The module that registers it when it is imported."""
+        return _REGISTERED_IN[self.name]
 
     @property
     def run(self) -> Body:
@@ -153,11 +166,16 @@ class StageKind:
 
     def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
         """Keyword fields as this kind's config. Raises ConfigError: one line with field, value and what is allowed."""
-        return validate_as(member_of(self.config, values), dict(values), where=where)
+        return validate_as(member_of(self.config, values, where), dict(values), where=where)
 
-    def field_names(self, values: Mapping[str, Any]) -> set[str]:
-        """The fields of the config that `values` choose, where there is a choice."""
-        return set(member_of(self.config, values).model_fields)
+    def field_names(self, values: Mapping[str, Any], where: str = "") -> set[str]:
+        """The fields of the config that `values` choose, where there is a choice. Raises ConfigError as `validated`."""
+        return set(member_of(self.config, values, where).model_fields)
+
+    @property
+    def all_field_names(self) -> set[str]:
+        """The fields of its config, whichever is chosen."""
+        return {name for member in members(self.config) for name in member.model_fields}
 
     def __call__(self, *inputs: Any, name: str | None = None, **keywords: Any) -> Handle:
         """Add a stage of this kind to the graph at hand.
@@ -186,42 +204,83 @@ class Role:
 
     @classmethod
     def of(cls, name: str, hint: Any) -> Role:
-        """From a dataclass field's annotation."""
-        if get_origin(hint) is list:
-            return cls(name, get_args(hint)[0], optional=True, many=True)
-        members = [m for m in get_args(hint) if m is not type(None)] if get_origin(hint) is not None else [hint]
-        if isinstance(hint, types.UnionType):
-            return cls(name, members[0], optional=type(None) in get_args(hint), many=False)
-        return cls(name, members[0], optional=False, many=False)
+        """From a dataclass field's annotation. Raises ConfigError where it is of none of the allowed forms."""
+        optional = get_origin(hint) in (typing.Union, types.UnionType) and type(None) in get_args(hint)
+        many = get_origin(hint) is list
+        types_ = [t for t in get_args(hint) if t is not type(None)] if optional or many else [hint]
+        if len(types_) != 1 or not isinstance(types_[0], type) or not issubclass(types_[0], Artifact):
+            raise ConfigError(f"input {name!r}: {hint} is not allowed: must be an artifact, A, A | None or list[A]")
+        return cls(name, types_[0], optional or many, many)
 
 
-def member_of(config: Any, values: Mapping[str, Any]) -> type[BaseModel]:
-    """The section that `values` choose of a discriminated union; the first where they name none."""
+def members(config: Any) -> list[type[BaseModel]]:
+    """The sections of a discriminated union, or the one section."""
+    return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
+
+
+def member_of(config: Any, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
+    """The section that `values` choose of a discriminated union; the first where they name none.
+
+    Raises:
+        ConfigError: there is none of that name; the line begins with `where`.
+    """
     if isinstance(config, type):
         return config
-    union, info = get_args(config)[:2]
-    members: list[type[BaseModel]] = list(get_args(union))
-    tag = values.get(info.discriminator)
-    return next((m for m in members if tag in get_args(m.model_fields[info.discriminator].annotation)), members[0])
+    field = get_args(config)[1].discriminator
+    by_tag = {tag: member for member in members(config) for tag in get_args(member.model_fields[field].annotation)}
+    tag = values.get(field, next(iter(by_tag)))
+    if not isinstance(tag, str) or tag not in by_tag:
+        path = f"{where}.{field}" if where else field
+        shown = json.dumps(tag, ensure_ascii=False, default=repr)
+        raise ConfigError(f"{path}: {shown} is not allowed: must be one of {', '.join(map(repr, by_tag))}")
+    return by_tag[tag]
 
 
 KINDS: dict[str, StageKind] = {}
 """Every registered kind, ours and users'."""
+_REGISTERED_IN: dict[str, str] = {}
+NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def register(kind: StageKind) -> StageKind:
-    """Make a kind known. Raises ConfigError where its name stands for another."""
-    known = KINDS.setdefault(kind.name, kind)
-    if known is not kind and (known.module, known.body) != (kind.module, kind.body) and not _same_source(known, kind):
+def register(kind: StageKind, module: str | None = None) -> StageKind:
+    """Make a kind known.
+
+    Args:
+        module: which does it when it is imported; by default the caller's.
+
+    Raises:
+        ConfigError: its name stands for another kind or cannot be one, an input has no allowed type, or the name of its
+            output stands for another type.
+    """
+    if not NAME.fullmatch(kind.name):
+        raise ConfigError(f"stage kind {kind.name!r} is not allowed: must match {NAME.pattern}")
+    known = KINDS.get(kind.name)
+    # A module that is loaded again, as in a notebook, registers its kinds again.
+    if known is not None and (known.module, _name(known.body)) != (kind.module, _name(kind.body)):
         raise ConfigError(f"stage kind {kind.name!r} is registered twice: in {known.module} and in {kind.module}")
+    try:
+        roles = kind.roles.values()
+    except ConfigError as error:
+        raise ConfigError(f"stage kind {kind.name!r}: {error}") from None
+    for role in roles:
+        # Sources of reward are both: the field says how much each counts.
+        if role.name in kind.all_field_names and not (role.many and issubclass(role.type, RewardModel)):
+            raise ConfigError(f"stage kind {kind.name!r}: {role.name!r} is both an input and a field of its config")
+    for artifact in (kind.output, *(role.type for role in roles)):
+        other = TYPES.setdefault(artifact.__name__, artifact)
+        if other.__module__ != artifact.__module__:
+            raise ConfigError(
+                f"stage kind {kind.name!r}: the type {artifact.__name__} of {artifact.__module__} is not allowed: "
+                f"{other.__module__} has one of this name"
+            )
+        TYPES[artifact.__name__] = artifact
     KINDS[kind.name] = kind
-    TYPES.setdefault(kind.output.__name__, kind.output)
+    _REGISTERED_IN[kind.name] = module or sys._getframe(1).f_globals["__name__"]
     return kind
 
 
-def _same_source(a: StageKind, b: StageKind) -> bool:
-    # A module that is loaded again, as in a notebook, registers its kinds again.
-    return a.module == b.module
+def _name(body: str | Body) -> str:
+    return body if isinstance(body, str) else body.__qualname__
 
 
 def stage_kind(
@@ -235,15 +294,29 @@ def stage_kind(
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
 
     def decorate(body: Body) -> StageKind:
-        return register(StageKind(name=name, config=config, inputs=inputs, output=output, body=body, **facts))
+        kind = StageKind(name=name, config=config, inputs=inputs, output=output, body=body, **facts)
+        return register(kind, body.__module__)
 
     return decorate
 
 
-def find_kind(name: str, module: str | None = None) -> StageKind | None:
-    """A registered kind; `module` is imported where it may be the one that registers it."""
-    importlib.import_module("xray_runtime.stages.kinds")
-    if name not in KINDS and module is not None:
+def find_kind(name: str) -> StageKind | None:
+    """A kind by the name that a manifest, a config or a person gives: ours, or one whose module is imported already.
+
+    Whatever the name, nothing is imported but X-ray's own kinds: it may come from anybody.
+    """
+    import xray_runtime.stages.kinds  # noqa: F401
+
+    return KINDS.get(name)
+
+
+def import_kind(name: str, module: str) -> StageKind | None:
+    """The kind of a stage that a graph at work handed over; `module`, which registers it, is imported.
+
+    For what comes through Ray from the process that wrote the graph and has imported `module` itself. Never for a name
+    in a manifest, a bundle, a config or a parameter that Prefect passes on: those are looked up with `find_kind`.
+    """
+    if find_kind(name) is None:
         importlib.import_module(module)
     return KINDS.get(name)
 

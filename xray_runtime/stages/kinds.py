@@ -26,6 +26,9 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.stages.artifacts import (
+    REWARD_HEAD,
+    VALUE_HEAD,
+    Artifact,
     Comparison,
     Dataset,
     Evaluation,
@@ -91,8 +94,8 @@ class CompareInputs:
     champion: Model
     prompts: Dataset
     rewards: list[RewardModel] = field(default_factory=list)
-    seen: list[Dataset] = field(default_factory=list)
-    """Datasets behind the champion that are not behind the candidate: what they train on is not asked."""
+    seen: list[Artifact] = field(default_factory=list)
+    """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""
 
 
 def _gold(config: Any) -> list[str]:
@@ -127,6 +130,13 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
             raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
 
 
+def _preferences_read(config: Any) -> dict[str, str]:
+    if isinstance(config, RatingPreferences):
+        # No field names them: they come with the conversations.
+        return {"ratings": CHITCHAT}
+    return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
+
+
 def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
     needed: tuple[str, ...] = ("policy", "data") if isinstance(config, GoldPreferences) else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed
@@ -145,6 +155,7 @@ PREPARE = register(
         "xray_runtime.stages.prepare:run",
         computes=False,
         outside=lambda config: {"source": config.source},
+        results="stats.json",
     )
 )
 BASE = register(
@@ -155,9 +166,19 @@ BASE = register(
         Model,
         "xray_runtime.stages.base:run",
         outside=lambda config: {"model": config.model},
+        title="the pretrained model that everything starts from",
     )
 )
-FRESH_BASE = register(StageKind("fresh_base", FreshBase, FreshBaseInputs, Model, "xray_runtime.stages.fresh_base:run"))
+FRESH_BASE = register(
+    StageKind(
+        "fresh_base",
+        FreshBase,
+        FreshBaseInputs,
+        Model,
+        "xray_runtime.stages.fresh_base:run",
+        title="a model with random weights, from which everything starts",
+    )
+)
 SFT = register(
     StageKind(
         "sft",
@@ -172,6 +193,7 @@ SFT = register(
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
+        title="supervised fine-tuning on people's replies",
     )
 )
 PREFERENCES = register(
@@ -182,7 +204,7 @@ PREFERENCES = register(
         Preferences,
         "xray_runtime.stages.preferences:run",
         models=lambda config: {"generator": config.generator} if isinstance(config, SampledPreferences) else {},
-        outside=lambda config: {"path": config.path} if isinstance(config, DatasetPreferences) else {},
+        outside=_preferences_read,
         functions=_gold,
         check=_check_preferences,
         shorten=lambda config: (
@@ -190,6 +212,7 @@ PREFERENCES = register(
             if isinstance(config, GoldPreferences)
             else config
         ),
+        results="stats.json",
     )
 )
 REWARD_MODEL = register(
@@ -209,6 +232,8 @@ REWARD_MODEL = register(
             ),
             ("gradient norm", ["reward_model/grad_norm"]),
         ],
+        results="reward.json",
+        title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
     )
 )
 PPO = register(
@@ -233,6 +258,7 @@ PPO = register(
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
+        title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
 )
 EVALUATE = register(

@@ -26,7 +26,8 @@ from xray_runtime.data.pairs import Messages, prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.objectives import CriticObjective, PPOObjective, ReferenceObjective
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, lr_at, max_prompt_tokens, text_rows, unique_prompts, with_end_of_turn
@@ -177,8 +178,9 @@ def _score(
         tokenizer.pad_token_id,
     )
     roles = [role for role in ("policy", "reference", "critic") if role in models]
-    calls = [models[role].score.remote(rows, config.max_new_tokens) for role in roles]
-    answers = get_all([*calls, *rewards.requests(models, whole)])
+    at_once = len(roles) + len(rewards.roles)
+    calls = [models[role].score.remote(rows, config.max_new_tokens, at_once) for role in roles]
+    answers = get_all([*calls, *rewards.requests(models, whole, at_once)])
     scores: Rows = {}
     for answer in answers[: len(roles)]:
         scores |= answer
@@ -211,15 +213,17 @@ def _update(
             step = (iteration * config.epochs + epoch) * per_epoch + number
             batch = take(experience.rows, index)
             tokens = float((batch["lengths"] - batch["prompt_lengths"]).sum())
-            calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr_at(config, step, planned))]
+            at_once = 2 if "critic" in models else 1
+            lr = lr_at(config, step, planned)
+            calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr, at_once)]
             if "critic" in models:
                 critic_lr = lr_at(config, step, planned, peak=config.critic_lr)
-                calls.append(models["critic"].train.remote(batch, {"tokens": tokens}, critic_lr))
+                calls.append(models["critic"].train.remote(batch, {"tokens": tokens}, critic_lr, at_once))
             policy, *critic = get_all(calls)
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
             for name, value in (stats | {"updates": 1.0, "tokens": tokens}).items():
                 sums[name] = sums.get(name, 0.0) + value
-            sums["lr"] = lr_at(config, step, planned)
+            sums["lr"] = lr
             if config.stop_kl is not None and policy["approx_kl_sum"] / tokens > config.stop_kl:
                 sums["stopped_early"] = 1.0
                 break

@@ -10,19 +10,16 @@ import numpy as np
 
 from xray_runtime.config.preferences import DatasetPreferences, JudgedPreferences, RatingPreferences, SampledPreferences
 from xray_runtime.data.gold import load_gold
+from xray_runtime.data.heldout import split_by_prompt
+from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
-from xray_runtime.data.preferences import (
-    from_dataset,
-    label_pairs,
-    length_baseline_accuracy,
-    split_by_prompt,
-    split_ratings,
-)
+from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.stages.kinds import PreferencesInputs
 
-JUDGED_PAIRS = "pairs.jsonl"
-"""The pairs of a checkpoint of judgements."""
 GENERATION_BATCH = 512
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.prepare import DataConfig
+from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import Example, Messages, prompt_text, write_jsonl
-from xray_runtime.data.preferences import is_held_out
 from xray_runtime.data.sources import (
     chat_pairs,
     chitchat_conversations,
@@ -20,6 +19,7 @@ from xray_runtime.data.sources import (
 )
 
 if TYPE_CHECKING:
+    from xray_runtime.config.prepare import DataConfig
     from xray_runtime.stages.kind import NoInputs, Recorder, Stage
 
 PROGRESS_EVERY = 500

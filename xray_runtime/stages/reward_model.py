@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.batching import Cursor
+from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
-from xray_runtime.data.preferences import length_baseline_accuracy
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.objectives import RewardObjective
+from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import lr_at, text_rows

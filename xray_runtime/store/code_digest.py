@@ -7,13 +7,12 @@ none is imported, so this takes no library's import time and runs no one's code.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from xray_runtime.store.function_digest import FunctionCode, digest_function
+from xray_runtime.store.identity import code_digest
 from xray_runtime.store.libraries import is_unpackaged, library_versions, top_of
 from xray_runtime.store.module_graph import reach
 from xray_runtime.store.syntax import CodeDigestError
@@ -31,21 +30,24 @@ Function = str | Callable[..., Any]
 """`module:function`, or the function itself."""
 
 
-def module_digests(roots: Iterable[str], packages: Iterable[str]) -> dict[str, str]:
+def module_digests(roots: Iterable[str], packages: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
     """Module → digest of its code, of all that the modules `roots` reach by import within `packages`.
 
     Args:
         packages: top-level names whose modules are followed; of a dotted name, its first part.
+        leave_out: modules that do not count, nor what only they reach.
 
     Raises:
         CodeDigestError: a root does not exist, a file cannot be read, or a module imports by a name only known at run
             time and does not declare in USES what it may be.
     """
     followed = {top_of(package) for package in packages}
-    return dict(sorted(reach(roots, followed.__contains__).digests.items()))
+    return dict(sorted(reach(roots, followed.__contains__, leave_out).digests.items()))
 
 
-def library_versions_of(roots: Iterable[str], packages: Iterable[str]) -> dict[str, str]:
+def library_versions_of(
+    roots: Iterable[str], packages: Iterable[str], leave_out: Collection[str] = ()
+) -> dict[str, str]:
     """Distribution → version of the libraries that the same modules import.
 
     Modules that neither `packages` nor a distribution holds (a file beside the program) are followed, and stand with
@@ -62,12 +64,12 @@ def library_versions_of(roots: Iterable[str], packages: Iterable[str]) -> dict[s
             unpackaged.add(name)
         return name in followed or name in unpackaged
 
-    found = reach(roots, follow)
+    found = reach(roots, follow, leave_out)
     sources = {n: code_digest({m: d for m, d in found.digests.items() if top_of(m) == n}) for n in unpackaged}
     return dict(sorted((library_versions(found.libraries) | sources).items()))
 
 
-def callable_digests(function: Function, packages: Iterable[str]) -> dict[str, str]:
+def callable_digests(function: Function, packages: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
     """Module → digest of the code of a reward or gold function.
 
     Of `module:function` and of a function that a module holds: that module and what it reaches within its own
@@ -79,10 +81,10 @@ def callable_digests(function: Function, packages: Iterable[str]) -> dict[str, s
     """
     code, followed = _code_of(function, packages)
     roots = [module for module in sorted(code.modules) if top_of(module) in followed]
-    return code.digests | module_digests(roots, followed)
+    return code.digests | module_digests(roots, followed, leave_out)
 
 
-def callable_libraries(function: Function, packages: Iterable[str]) -> dict[str, str]:
+def callable_libraries(function: Function, packages: Iterable[str], leave_out: Collection[str] = ()) -> dict[str, str]:
     """Distribution → version of the libraries that a reward or gold function uses, as `library_versions_of`.
 
     Raises:
@@ -91,13 +93,7 @@ def callable_libraries(function: Function, packages: Iterable[str]) -> dict[str,
     code, followed = _code_of(function, packages)
     # Roots that are not followed are libraries themselves.
     roots = [module for module in sorted(code.modules) if top_of(module) not in sys.stdlib_module_names]
-    return library_versions_of(roots, followed)
-
-
-def code_digest(digests: Mapping[str, str]) -> str:
-    """sha256 over modules and their digests, and the Python they run on (major.minor)."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return hashlib.sha256(json.dumps([python, sorted(digests.items())]).encode()).hexdigest()
+    return library_versions_of(roots, followed, leave_out)
 
 
 def _code_of(function: Function, packages: Iterable[str]) -> tuple[FunctionCode, set[str]]:

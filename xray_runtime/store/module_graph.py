@@ -7,7 +7,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,8 +87,10 @@ def _top_level(name: str) -> Place | None:
     return Place(Path(spec.origin), folders)
 
 
-def reach(roots: Iterable[str], follow: Callable[[str], bool]) -> Reach:
+def reach(roots: Iterable[str], follow: Callable[[str], bool], leave_out: Collection[str] = ()) -> Reach:
     """Everything `roots` reach by import, breadth first, through modules whose top-level name `follow` accepts.
+
+    Modules in `leave_out`, and what only they reach, do not count.
 
     Raises:
         CodeDigestError: a root or a declared module does not exist, a file cannot be read, or a module imports by a
@@ -98,7 +100,7 @@ def reach(roots: Iterable[str], follow: Callable[[str], bool]) -> Reach:
     for root in waiting:
         if follow(top_of(root)) and not finder.find(root):
             raise CodeDigestError(f"{root}: there is no such module, or no source of it")
-    seen: set[str] = set()
+    seen = set(leave_out)
     while waiting:
         whole = waiting.popleft()
         if not follow(top_of(whole)):

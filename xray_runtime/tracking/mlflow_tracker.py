@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -63,7 +63,7 @@ class Tracker:
             self.experiment_id = found.experiment_id
         self.experiment = experiment
         # People see it: on Prefect's pages.
-        self._shown = bare(uri).rstrip("/") if uri.startswith("http") else None
+        self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None
 
     def start_lifecycle(
         self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]
@@ -104,7 +104,7 @@ class Tracker:
         parent_run_id: str,
         stage: str,
         key: str,
-        sections: Mapping[str, Any],
+        config: Mapping[str, Any],
         more_tags: Mapping[str, str] | None = None,
     ) -> StageRun:
         """The child run of `stage`: the same one for every attempt at the same key."""
@@ -117,7 +117,7 @@ class Tracker:
         else:
             tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage, **(more_tags or {})}
             run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
-            self._params(run.info.run_id, flatten(sections) | {"key": key})
+            self._params(run.info.run_id, flatten(config) | {"key": key})
         return StageRun(self, run.info.run_id)
 
     def page(self, run_id: str) -> str | None:

@@ -98,11 +98,16 @@ class Learner(Workhorse):
 
         onload()
 
-    def score(self, rows: Rows, width: int) -> Rows:
+    def score(self, rows: Rows, width: int, at_once: int = 1) -> Rows:
         """The objective's scores of `rows`, in their order; per-token ones are [B, `width`].
 
-        Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow.
+        Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow. `at_once`: how many
+        models work at the same time, this one included; they share `runtime.threads`.
         """
+        with self._share_threads(at_once):
+            return self._score(rows, width)
+
+    def _score(self, rows: Rows, width: int) -> Rows:
         import torch
 
         self._trunks.clear()
@@ -121,8 +126,12 @@ class Learner(Workhorse):
                         column[index] = array
         return out
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`."""
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above."""
+        with self._share_threads(at_once):
+            return self._train(rows, totals, lr)
+
+    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         import torch
 
         assert self.engine is not None

@@ -104,13 +104,13 @@ class WholeModel:
         """The end of the model: its files that were staged go, and its memory where the Workhorses are `reused`."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
 
-    def score(self, rows: Rows, width: int = 0) -> Rows:
+    def score(self, rows: Rows, width: int = 0, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.score.remote(shard, width)))
+        return merge(self._scatter(rows, lambda w, shard: w.score.remote(shard, width, at_once)))
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; sums over the rows, and `grad_norm`."""
-        stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr))
+        stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
         # Every rank has the same norm.
         return sums | {"grad_norm": stats[0]["grad_norm"]}

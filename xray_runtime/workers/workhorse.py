@@ -6,9 +6,11 @@ knows its rank in its model and nothing of other models; everything between mode
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +41,22 @@ class RankInfo:
     """None: where Ray puts it, on a node that does not see the stage's logs."""
 
 
+SPIN_COUNT = 500
+"""How often an OpenMP thread that waits looks for work before it sleeps (22 ns a look where it was measured: 11 μs).
+One that sleeps at once must be woken for every operation of a small model; one that looks for longer takes cores from
+other processes: 10,000 made a step three times slower beside a busy one. Measured by `benchmarks/threads.py`."""
+
+
 class Workhorse(FileReceiver):
     """What all Workhorses share: device, threads, log file, rendezvous, heartbeat."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
-        os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        os.environ |= {
+            "OMP_NUM_THREADS": str(runtime.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": str(SPIN_COUNT),
+        }
         self.runtime = runtime
         self._heartbeat = HeartbeatSource()
         self._meeting: socket.socket | None = None
@@ -61,6 +73,22 @@ class Workhorse(FileReceiver):
         torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(0)
+
+    @contextlib.contextmanager
+    def _share_threads(self, at_once: int) -> Iterator[None]:
+        """Compute with this model's share of `runtime.threads`, in the calling thread; with all of them afterwards.
+
+        The number of threads changes float rounding. So it follows from the config and from what the caller says runs
+        at the same time, never from what happens to run, and what comes between two such calls (an export, say) does
+        not depend on which came before.
+        """
+        import torch
+
+        torch.set_num_threads(max(self.runtime.threads // at_once, 1))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.runtime.threads)
 
     def unload(self) -> None:
         """Free the model's memory, and its files that were staged here."""

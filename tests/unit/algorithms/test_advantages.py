@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from xray_runtime.algorithms.advantages import gae, masked_mean, place_rewards, whiten

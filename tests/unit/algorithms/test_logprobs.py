@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms.logprobs import logprobs_and_entropy
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from xray_runtime.algorithms.losses import pairwise_loss, policy_loss, value_loss
+from xray_runtime.algorithms.losses import policy_loss, value_loss
+from xray_runtime.algorithms.pairwise import pairwise_loss
 
 
 def f64(x: object) -> Tensor:

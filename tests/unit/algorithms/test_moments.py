@@ -7,8 +7,7 @@ import statistics
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms.moments import RunningMoments
 

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
+from xray_runtime.data.heldout import is_held_out, split_by_prompt
+from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text
-from xray_runtime.data.preferences import (
-    from_dataset,
-    from_ratings,
-    is_held_out,
-    label_pairs,
-    length_baseline_accuracy,
-    split_by_prompt,
-    split_ratings,
-)
+from xray_runtime.data.preferences import from_dataset, from_ratings, label_pairs, split_ratings
 
 
 def prompt(text: str) -> list[dict[str, str]]:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies, train_tokenizer
 

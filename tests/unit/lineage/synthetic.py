@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import RunFacts
+from xray_runtime.lineage.statement import OutsideSource, RunFacts
+from xray_runtime.stages.artifacts import dataset_of
+from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import stage_key
+from xray_runtime.store.identity import Identity
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker
 
@@ -60,6 +63,13 @@ def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> di
     }
 
 
+def judged_by(asked: list[str]) -> dict[str, Any]:
+    """The config of an evaluation, as a manifest has it: another one for other prompts."""
+    num_prompts = 8 + sum(int(text.split()[-1]) for text in asked)
+    config = EvaluationConfig(num_prompts=num_prompts, rewards=[RewardTerm(model="rewards.0")], gold="vader")
+    return config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
+
+
 @dataclass
 class Lifecycle:
     """Builds checkpoints into `output`; with `tracking` they are in MLflow too."""
@@ -85,17 +95,28 @@ class Lifecycle:
         kind: str,
         files: Mapping[str, bytes],
         parents: Mapping[str, str],
-        sections: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        type: str | None = None,
+        **facts: Any,
     ) -> CheckpointRef:
-        """Publish `stage`; `parents` maps roles to stages already there."""
+        """Publish `stage`; `parents` maps roles to stages already there. A kind that is not known needs its type."""
         refs = {role: self.done[name] for role, name in parents.items()}
-        shas = {role: ref.sha256 for role, ref in refs.items()}
-        sections = dict(sections or {"lr": 1e-3, "seed": 0})
-        key = stage_key(stage=stage, kind=kind, sections=sections, parents=shas)
-        run = self.tracker.stage_run(self.run_id, stage, key, sections) if self.tracker else None
-        facts = RunFacts(
-            flow_run_id="flow", mlflow_run_id=run.run_id if run else None, mlflow_parent_run_id=self.run_id
+        known = find_kind(kind)
+        identity = Identity(
+            stage=stage,
+            kind=kind,
+            config=dict(config or {"lr": 1e-3}),
+            seed=seed,
+            parents={role: ref.sha256 for role, ref in refs.items()},
+            functions={},
+            code={"xray_runtime.stages.made_up": "ab" * 32},
+            versions={"torch": "2"},
         )
+        key = identity.key
+        run = self.tracker.stage_run(self.run_id, stage, key, identity.config) if self.tracker else None
+        run_id = run.run_id if run else None
+        facts = RunFacts(flow_run_id="flow", mlflow_run_id=run_id, mlflow_parent_run_id=self.run_id, **facts)
         record = partial(attest, parents=refs, run=facts, started=datetime.now(UTC), private_key=self.key)
         with self.store.building(stage, key) as built:
             for name, content in files.items():
@@ -103,20 +124,16 @@ class Lifecycle:
                 (built / name).write_bytes(content)
             ref = self.store.publish(
                 built,
-                stage=stage,
-                kind=kind,
-                key=key,
+                identity,
+                type=type or known.output.__name__,
                 step=1,
-                seed=0,
-                parents=shas,
-                dataset=shas.get("dataset"),
-                sections=sections,
+                dataset=dataset_of(refs.values()),
                 attest=record,
             )
         if run is not None:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
-            if kind in RESULTS:
-                numbers = json.loads(files[RESULTS[kind]])
+            if known is not None and known.sides:
+                numbers = json.loads(files[known.results])
                 values = {f"{kind}/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
                 run.metrics([(0, 1, values)])
             run.finish("FINISHED")
@@ -128,16 +145,17 @@ class Lifecycle:
         model = {"config.json": b"{}"}
         data = {"train.jsonl": jsonl(range(50)), "heldout.jsonl": jsonl(range(50, 60)), "stats.json": b'{"pairs": 60}'}
         pairs = {"train.jsonl": jsonl(range(20)), "heldout.jsonl": jsonl(range(20, 25)), "stats.json": b'{"pairs": 25}'}
-        self.add("prepare", "prepare", data, {}, {"data": {"source": "own"}, "seed": 0})
-        self.add("base", "base", model | {"model.safetensors": weights("base")}, {"dataset": "prepare"})
-        self.add("sft", "sft", model | {"model.safetensors": weights("sft")}, {"base": "base", "dataset": "prepare"})
-        self.add("preferences", "preferences", pairs, {"sft": "sft", "dataset": "prepare"})
+        own = OutsideSource(kind="file", name="own.jsonl", digest="ef" * 32, field="prepare.source")
+        self.add("prepare", "prepare", data, {}, {"source": f"file:{own.digest}", "lr": 0.1}, outside=[own])
+        self.add("base", "fresh_base", model | {"model.safetensors": weights("base")}, {"data": "prepare"})
+        self.add("sft", "sft", model | {"model.safetensors": weights("sft")}, {"base": "base", "data": "prepare"})
+        self.add("preferences", "preferences", pairs, {"policy": "sft", "data": "prepare"})
         head = {"reward_head/head.safetensors": weights("head", 100), "reward.json": b'{"mean": 0, "std": 1}'}
         reward = model | {"model.safetensors": weights("reward")} | head
-        self.add("reward", "reward", reward, {"sft": "sft", "dataset": "preferences"})
+        self.add("reward", "reward_model", reward, {"policy": "sft", "data": "preferences"})
         policy = "sft"
         for stage in ("ppo-1", "ppo-2"):
-            roles = {"policy": policy, "reference": "sft", "reward": "reward", "dataset": "prepare"}
+            roles = {"policy": policy, "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
             self.add(stage, "ppo", model | {"model.safetensors": weights(stage)}, roles)
             policy = stage
         self.evaluate(asked or [f"question {i}" for i in range(50, 56)], gold_delta=gold_delta)
@@ -160,19 +178,24 @@ class Lifecycle:
         stage: str = "evaluate",
         win_rate: float = 0.6,
         gold_delta: float = 0.2,
+        gates: Mapping[str, float | None] | None = None,
+        numbers: Mapping[str, Any] | None = None,
     ) -> CheckpointRef:
-        roles = {"policy": policy, "sft": "sft", "reward": "reward", "dataset": "prepare"}
-        ref = self.add(stage, "evaluate", evaluation_files(asked, win_rate, gold_delta), roles, {"asked": asked})
+        """`numbers` replace those of evaluation.json."""
+        roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
+        files = evaluation_files(asked, win_rate, gold_delta)
+        files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | dict(numbers or {})).encode()
+        ref = self.add(stage, "evaluate", files, roles, judged_by(asked), gates=gates)
         publish_card(ref.path, self.done[policy].path)
         return ref
 
     def compare(
         self, policy: str, champion: str, asked: list[str], win_rate: float = 0.5, stage: str = "compare"
     ) -> CheckpointRef:
-        roles = {"policy": policy, "champion": champion, "reward": "reward", "dataset": "prepare"}
+        roles = {"policy": policy, "champion": champion, "prompts": "prepare", "rewards.0": "reward"}
         files = evaluation_files(asked, win_rate, 0.0)
         files["comparison.json"] = files.pop("evaluation.json")
-        return self.add(stage, "compare", files, roles, {"asked": asked})
+        return self.add(stage, "compare", files, roles, judged_by(asked))
 
     def record(self) -> None:
         """lifecycle.json, as far as an audit reads it."""

@@ -171,7 +171,7 @@ def a_parent_rewritten(rng: random.Random, output: Path) -> set[str]:
 def a_config_value_rewritten(rng: random.Random, output: Path) -> set[str]:
     place = rng.choice(checkpoints(output))
     content = json.loads((place / MANIFEST).read_text())
-    content["sections"]["seed"] = 99
+    content["config"]["lr"] = 99
     (place / MANIFEST).write_text(json.dumps(content))
     return {"manifest-inconsistent"}
 

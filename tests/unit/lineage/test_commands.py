@@ -24,7 +24,7 @@ def test_the_tree_names_every_ancestor_and_what_was_made_from_it(untouched: Path
     page = tmp_path / "page.html"
     tree = xray("lineage", place(untouched, "ppo-1"), "--descendants", "--html", page)
     assert tree.exit_code == 0
-    for stage in ("ppo-1", "reward: reward", "policy+reference: sft", "dataset: prepare", "policy: ppo-2", "evaluate"):
+    for stage in ("ppo-1", "rewards.0: reward", "policy+reference: sft", "data: prepare", "policy: ppo-2", "evaluate"):
         assert stage in tree.output
     html = page.read_text()
     assert html.count("<section") == 8

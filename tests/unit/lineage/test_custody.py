@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle, jsonl
-from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
+from xray_runtime.lineage.gates import check_gates, gates_for
 from xray_runtime.lineage.promotion import (
     NotPromoted,
     Review,
@@ -27,7 +31,7 @@ from xray_runtime.lineage.promotion import (
     review,
     roll_back,
 )
-from xray_runtime.lineage.reference import Place, open_place, resolve
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.retention import plan_prune, prune
 
 
@@ -38,7 +42,7 @@ def aliases(output: Path) -> dict[str, str]:
 
 
 def broken(output: Path) -> list[str]:
-    return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_place(output, None)).findings if f.is_broken]
+    return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
 
 
 def promoted(output: Path, stage: str, comparison: str | None = None, **gates: float | None) -> None:
@@ -51,7 +55,7 @@ def promoted(output: Path, stage: str, comparison: str | None = None, **gates: f
 def second_candidate(output: Path, win_rate: float = 0.5) -> str:
     """Another policy, evaluated, compared with the first one and registered; returns its stage."""
     lifecycle = Lifecycle(output).whole()
-    roles = {"policy": "ppo-2", "reference": "sft", "reward": "reward", "dataset": "prepare"}
+    roles = {"policy": "ppo-2", "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
     lifecycle.add("ppo-3", "ppo", {"config.json": b"{}", "model.safetensors": b"third"}, roles)
     lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-3", stage="evaluate-3", win_rate=0.62)
     lifecycle.compare("ppo-3", "ppo-2", [f"question {i}" for i in range(51, 57)], win_rate)
@@ -66,7 +70,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     promoted(output, second_candidate(output), "compare", min_win_rate=0.4, max_regression=0.2)
     assert aliases(output) == {"candidate": "2", "champion": "2", "previous": "1"}
     assert broken(output) == []
-    decision = roll_back(open_place(output, None), name=NAME, by="a person", note="worse than it looked")
+    decision = roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="worse than it looked")
     assert decision.version == "1"
     assert aliases(output) == {"candidate": "2", "champion": "1", "previous": "2"}
     assert broken(output) == []
@@ -83,7 +87,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
     assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
     place, node = resolve("ppo-2", output, None)
-    seen = Review(NAME, "1", node, champion_of(place, NAME), [], {})
+    seen = Review(NAME, "1", node, champion_of(place, NAME), [], "", {})
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
     assert len(list(output.glob("decisions/*.json"))) == 2
@@ -115,7 +119,7 @@ def test_a_previous_champion_that_was_changed_is_not_rolled_back_to(fresh: Calla
     weights = next(iter(output.glob("checkpoints/ppo-2-*/model.safetensors")))
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
-        roll_back(open_place(output, None), name=NAME, by="a person", note="")
+        roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
     assert aliases(output)["champion"] == "2"
 
 
@@ -141,6 +145,72 @@ def test_a_gate_that_does_not_hold_stops_it(
     assert "champion" not in aliases(output)
 
 
+RECORDED = {"max_kl": 1.0, "min_win_rate": None, "max_gold_drop": None}
+
+
+def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    store, node = resolve("ppo-2", output, None)
+    seen = review(store, node, name=NAME, gates=PromotionConfig(min_win_rate=None))
+    assert re.fullmatch(r"the defaults: evaluate \w+ has none on record; set by hand: min_win_rate", seen.gates_from)
+    Lifecycle(output).whole().evaluate(
+        [f"question {i}" for i in range(51, 57)], stage="evaluate-2", gates=PromotionConfig(**RECORDED).model_dump()
+    )
+    # Whatever config the directory was last run with.
+    (output / "config.yaml").write_text("promotion: {max_kl: 20}\n")
+    with pytest.raises(NotPromoted) as error:
+        promoted(output, "ppo-2")
+    assert error.value.reasons == ["KL 1.250; at most 1.0"]
+    promoted(output, "ppo-2", max_kl=1.5)
+    last = json.loads(sorted(output.glob("decisions/*.json"))[-1].read_text())["predicate"]
+    assert re.fullmatch(r"as evaluate-2 \w+ has them on record; set by hand: max_kl", last["gates_from"])
+    assert [gate["name"] for gate in last["gates"]] == ["max_kl", "max_length_ratio"]
+
+
+def test_gates_that_nobody_signed_do_not_count(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    path = next(output.glob("checkpoints/evaluate-*/attestation/statement.json"))
+    content = json.loads(path.read_text())
+    content["predicate"]["runDetails"]["xray_run"]["gates"] = {"min_win_rate": 0.0}
+    path.write_text(json.dumps(content))
+    store, node = resolve("ppo-2", output, None)
+    with pytest.raises(NotPromoted, match="does not vouch for its gates"):
+        gates_for(store, node, None, None)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "gate", "reason"),
+    [
+        ({"win_rate": None, "win_rate_ci95": None}, "min_win_rate", "is null: nothing was judged"),
+        ({"win_rate_ci95": [NAN, NAN]}, "min_win_rate", "win_rate_ci95 of .* is NaN"),
+        ({"kl": NAN}, "max_kl", "kl of .* is NaN"),
+        ({"length_after": None}, "max_length_ratio", "length_after of .* is null"),
+        ({"gold_delta": None}, "max_gold_drop", "gold_delta of .* is null"),
+        ({"reward_after": NAN}, "max_gold_drop", "reward_after of .* is NaN"),
+    ],
+)
+def test_a_gate_without_its_numbers_does_not_hold(
+    numbers: dict[str, Any], gate: str, reason: str, tmp_path: Path
+) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+    life.evaluate([f"question {i}" for i in range(51, 57)], stage="evaluate-2", numbers=numbers)
+    graph = open_lineage_store(tmp_path, None).graph
+    evaluation = next(node for node in graph.nodes.values() if node.manifest.stage == "evaluate-2")
+    gates = PromotionConfig(min_win_rate=0.1)
+    candidate = graph.nodes[evaluation.manifest.parents["policy"]]
+    failed = [g for g in check_gates(candidate, evaluation, None, None, gates) if not g.passed]
+    assert [g.name for g in failed] == [gate]
+    assert re.search(reason, failed[0].reason)
+    # A lifecycle without a gold score has none that could fall.
+    config = evaluation.manifest.config | {"gold": None}
+    other = dataclasses.replace(evaluation, manifest=evaluation.manifest.model_copy(update={"config": config}))
+    failed = [g.name for g in check_gates(candidate, other, None, None, gates) if not g.passed]
+    assert failed == ([] if gate == "max_gold_drop" else [gate])
+
+
 def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path]) -> None:
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=None)
@@ -157,9 +227,9 @@ def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callab
     output = fresh()
     second_candidate(output)
     lifecycle = Lifecycle(output).whole()
-    lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "reward": "reward"})
+    lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "rewards.0": "reward"})
     lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
-    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "dataset": "other"})
+    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
     lifecycle.compare("ppo-4", "ppo-5", [f"question {i}" for i in range(52, 60)], stage="compare-5")
     assert [text.split()[0] for text in broken(output)] == ["evaluation-overlap"]
 
@@ -168,18 +238,19 @@ def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
     output = fresh()
     lifecycle = Lifecycle(output).whole()
     lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
-    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "dataset": "other"})
+    lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
     place, node = resolve("ppo-2", output, None)
-    sections, roles = comparison_spec(place.graph, node, lifecycle.done["ppo-5"].sha256)
-    stages = {role: place.graph.nodes[sha].manifest.stage for role, sha in roles.items()}
+    spec = comparison_spec(place.graph, node, lifecycle.done["ppo-5"].sha256)
+    stages = {role: place.graph.nodes[sha].manifest.stage for role, sha in spec.parents.items()}
     assert stages == {
         "policy": "ppo-2",
         "champion": "ppo-5",
-        "reward": "reward",
-        "dataset": "prepare",
-        "seen-by-champion-1": "other",
+        "prompts": "prepare",
+        "rewards.0": "reward",
+        "seen.0": "other",
     }
-    assert "asked" in sections
+    assert EvaluationConfig.model_validate(spec.config).rewards[0].model == "rewards.0"
+    assert (spec.seed, spec.runtime) == (0, {"device": "cpu", "threads": 2})
 
 
 def test_an_unsound_candidate_is_not_promoted(fresh: Callable[[], Path]) -> None:
@@ -193,9 +264,9 @@ def test_an_unsound_candidate_is_not_promoted(fresh: Callable[[], Path]) -> None
 def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     output = fresh()
     lifecycle = Lifecycle(output).whole()
-    lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "dataset": "prepare"})
-    lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "dataset": "prepare"})
-    place = open_place(output, None)
+    lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "prompts": "prepare"})
+    lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "prompts": "prepare"})
+    place = open_lineage_store(output, None)
     plan = plan_prune(place, [])
     assert [node.manifest.stage for node in plan.remove] == ["trial-2", "trial"]
     assert plan.bytes == len(b"trial") + len(b"trial 2")
@@ -225,7 +296,7 @@ def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
         assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
     assert broken(other) == []
     assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
-    assert len(open_place(other, None).graph.nodes) == 9
+    assert len(open_lineage_store(other, None).graph.nodes) == 9
 
 
 def test_a_tampered_bundle_is_named_and_not_imported(fresh: Callable[[], Path], tmp_path: Path) -> None:
@@ -237,7 +308,7 @@ def test_a_tampered_bundle_is_named_and_not_imported(fresh: Callable[[], Path], 
     other = tmp_path / "other"
     uri = f"sqlite:///{other / 'mlflow.db'}"
     assert not import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
-    assert list((other / "checkpoints").iterdir()) == []
+    assert not (other / "checkpoints").exists()
 
 
 def test_a_bundle_of_another_signer_is_refused_by_key(fresh: Callable[[], Path], tmp_path: Path) -> None:
@@ -297,4 +368,4 @@ def test_places_without_mlflow_are_told_so(fresh: Callable[[], Path]) -> None:
     output = fresh()
     place, node = resolve("ppo-2", output, None)
     with pytest.raises(ConfigError, match="--tracking-uri"):
-        review(Place(place.output, place.graph, None), node, name=NAME, gates=PromotionConfig())
+        review(LineageStore(place.output, place.graph, None), node, name=NAME, gates=PromotionConfig())

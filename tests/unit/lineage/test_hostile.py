@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lineage.tampering import checkpoints
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.render import lineage_text, write_html
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
 
@@ -53,7 +53,7 @@ def entry(path: str) -> dict[str, object]:
 
 
 def found(output: Path) -> set[str]:
-    return {finding.code for finding in audit(open_place(output, None)).findings}
+    return {finding.code for finding in audit(open_lineage_store(output, None)).findings}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_malformed_files(pattern: str, damage: str, fresh: Callable[[], Path]) -
 
 def test_names_that_would_write_to_the_terminal_or_the_page(fresh: Callable[[], Path], tmp_path: Path) -> None:
     output = fresh()
-    place = open_place(output, None)
+    place = open_lineage_store(output, None)
     first = next(iter(place.graph.nodes.values()))
     hostile = first.manifest.model_copy(update={"stage": "\x1b[2J[red]<script>alert(1)</script>", "parents": {}})
     node = Node("f" * 64, first.directory, hostile)
@@ -166,13 +166,13 @@ def test_names_that_would_write_to_the_terminal_or_the_page(fresh: Callable[[], 
 
 def test_a_cycle_ends_and_is_named(fresh: Callable[[], Path], tmp_path: Path) -> None:
     output = fresh()
-    some: Manifest = next(iter(open_place(output, None).graph.nodes.values())).manifest
+    some: Manifest = next(iter(open_lineage_store(output, None).graph.nodes.values())).manifest
     graph = Graph()
     shas = [f"{i:064x}" for i in range(3)]
     for i, sha in enumerate(shas):
         manifest = some.model_copy(update={"stage": f"s{i}", "parents": {"policy": shas[(i + 1) % 3], "itself": sha}})
         graph.add(Node(sha, output / "checkpoints" / f"s{i}", manifest))
-    place = Place(output, graph, None)
+    place = LineageStore(output, graph, None)
     node = graph.nodes[shas[0]]
     assert len(list(lineage_text(graph, node, True))) > 3
     write_html(tmp_path / "page.html", place, node, True)

@@ -11,26 +11,29 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
 from tests.unit.lineage.test_commands import place, xray
-from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.preferences import JudgedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import read_preferences
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset
-from xray_runtime.feedback.publication import judged_dataset, publish
+from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
+from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import Snapshot
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.stages import preferences
-from xray_runtime.stages.spec import StageSpec
+from xray_runtime.stages.artifacts import Dataset, Judgements
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import PreferencesInputs
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 
 
 def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Session:
     """Somebody compared sft and ppo-2 on questions of that side."""
-    nodes = {node.manifest.stage: node for node in open_place(output, None).graph.nodes.values()}
+    nodes = {node.manifest.stage: node for node in open_lineage_store(output, None).graph.nodes.values()}
     setup = Setup(
         a=nodes["sft"].sha256,
         b=nodes["ppo-2"].sha256,
@@ -51,17 +54,13 @@ def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Se
 
 
 def published(output: Path) -> Path:
-    return publish(open_place(output, None), "synthetic", "ada").checkpoint.path
-
-
-def of(path: Path | str) -> LifecycleConfig:
-    return LifecycleConfig.model_validate({"preferences": {"source": "dataset", "path": str(path)}})
+    return publish(open_lineage_store(output, None), "synthetic", "ada").checkpoint.path
 
 
 def continued(output: Path) -> Lifecycle:
     """The lifecycle in `output`, for more stages; they name those there by stage."""
-    life, there = Lifecycle(output), open_place(output, None)
-    snapshot = Snapshot(there.tracking_uri or "")
+    life, there = Lifecycle(output), open_lineage_store(output, None)
+    snapshot = RegistryView(there.tracking_uri or "")
     life.done = {n.manifest.stage: n.reference(snapshot.model_of(sha)) for sha, n in there.graph.nodes.items()}
     return life
 
@@ -69,7 +68,7 @@ def continued(output: Path) -> Lifecycle:
 def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> None:
     output = fresh()
     judge(output)
-    first = publish(open_place(output, None), "synthetic", "ada")
+    first = publish(open_lineage_store(output, None), "synthetic", "ada")
     assert first.is_new
     assert first.heldout == 0
     assert first.stats == {
@@ -77,16 +76,16 @@ def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> Non
     }  # fmt: skip
     found = [(p.chosen, p.rejected) for p in read_preferences(first.checkpoint.path / "pairs.jsonl")]
     assert found == [("a0", "b0"), ("b1", "a1"), ("a5", "b5")]
-    again = publish(open_place(output, None), "synthetic", "bob")
+    again = publish(open_lineage_store(output, None), "synthetic", "bob")
     assert (again.is_new, again.checkpoint.sha256) == (False, first.checkpoint.sha256)
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [f for f in result.findings if f.is_broken] == []
     assert result.checkpoints == 9
     # More judgements make another dataset, beside the first.
     judge(output, "heldout", range(50, 56))
-    more = publish(open_place(output, None), "synthetic", "ada")
+    more = publish(open_lineage_store(output, None), "synthetic", "ada")
     assert (more.stats["pairs"], more.heldout) == (6, 3)
-    assert audit(open_place(output, None)).is_sound
+    assert audit(open_lineage_store(output, None)).is_sound
 
 
 def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +99,9 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
         patch.setattr("xray_runtime.tracking.mlflow_tracker.StageRun.log_checkpoint", lost)
         with pytest.raises(KeyboardInterrupt):
             published(output)
-    assert "mlflow-model-missing" in {f.code for f in audit(open_place(output, None)).findings}
+    assert "mlflow-model-missing" in {f.code for f in audit(open_lineage_store(output, None)).findings}
     published(output)
-    assert audit(open_place(output, None)).is_sound
+    assert audit(open_lineage_store(output, None)).is_sound
 
 
 @pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.jsonl", "stats.json"])
@@ -112,48 +111,45 @@ def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> N
     directory = published(output)
     content = (directory / name).read_text()
     (directory / name).write_text(content.replace("a", "b", 1))
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [(f.code, f.detail) for f in result.findings if f.is_broken] == [("file-changed", f"{name} was changed")]
     with pytest.raises(ConfigError, match=f"is not what was published: {name} was changed"):
-        judged_dataset(of(directory), output)
+        checkpoint_from(str(directory), output, None)
 
 
 def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_path: Path) -> None:
     output = fresh()
     judge(output)
-    node = judged_dataset(of(published(output)), output)
-    assert node is not None
+    judged = checkpoint_from(str(published(output)), output, f"sqlite:///{output / 'mlflow.db'}")
+    assert judged.mlflow_model_id is not None
     life = continued(output)
     rows = {"train.jsonl": b"", "heldout.jsonl": b"", "stats.json": b'{"pairs": 3}'}
-    life.add("preferences", "preferences", rows, {"dataset": "prepare", "judgements": "judgements"}, {"seed": 1})
+    life.add("preferences", "preferences", rows, {"data": "prepare", "judgements": "judgements"}, seed=1)
     files = {"config.json": b"{}", "model.safetensors": weights("other")}
-    reward = life.add("reward", "reward", files, {"sft": "sft", "dataset": "preferences"}, {"seed": 1})
+    reward = life.add("reward", "reward_model", files, {"policy": "sft", "data": "preferences"}, seed=1)
     tree = xray("lineage", reward.path).output
-    assert f"judgements: judgements {node.sha256[:12]}  (3 pairs)" in tree
+    assert f"judgements: judgements {judged.sha256[:12]}  (3 pairs)" in tree
     assert all(f": {stage} {life.done[stage].sha256[:12]}" in tree for stage in ("sft", "ppo-2", "prepare"))
-    result = audit(open_place(output, None))
+    result = audit(open_lineage_store(output, None))
     assert [f for f in result.findings if f.is_broken] == []
     # It travels, and what people said is never pruned.
     assert "11 checkpoints" in xray("export", reward.path, tmp_path / "reward.tar").output
     assert xray("import", tmp_path / "reward.tar", "--output", tmp_path / "other").exit_code == 0
-    assert judged_dataset(of(tmp_path / "other" / "checkpoints" / node.directory.name), tmp_path / "other") is not None
     kept = json.loads(xray("prune", "--output", output, "--json").output)
-    assert node.sha256 in kept["keep"]
+    assert judged.sha256 in kept["keep"]
     assert reward.sha256 in kept["remove"]
 
 
-def test_what_cannot_be_trained_on_is_refused(fresh: Callable[[str], Path]) -> None:
-    output, other = fresh("run"), fresh("other")
-    judge(other)
-    directory = published(other)
-    assert judged_dataset(of(directory / "pairs.jsonl"), output) is None
-    assert judged_dataset(LifecycleConfig(), output) is None
-    with pytest.raises(ConfigError, match=r"preferences\.path: .*must lie in .*run/checkpoints"):
-        judged_dataset(of(directory), output)
-    with pytest.raises(ConfigError, match=r"preferences\.path: .*is a checkpoint of kind 'sft'; must be one of kind"):
-        judged_dataset(of(place(output, "sft")), output)
+def test_judgements_of_another_directory_come_with_who_was_judged(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    output, other = fresh("run"), tmp_path / "other"
     with pytest.raises(ConfigError, match="nothing was judged in"):
         published(output)
+    judge(output)
+    directory = published(output)
+    ref = checkpoint_from(str(directory), other, f"sqlite:///{other / 'mlflow.db'}")
+    assert (ref.path, ref.type) == (other / "checkpoints" / directory.name, "Judgements")
+    result = audit(open_lineage_store(other, None))
+    assert [f for f in result.findings if f.is_broken] == []
 
 
 class Silent:
@@ -174,21 +170,17 @@ def test_the_stage_reads_its_pairs_and_leaves_out_what_is_held_out(fresh: Callab
     judge(output, "train")
     judge(output, "heldout", range(50, 56))
     directory = published(output)
-    node = judged_dataset(of(directory), output)
-    assert node is not None
-    prepare = next(n for n in open_place(output, None).graph.nodes.values() if n.manifest.stage == "prepare")
-    config = of(directory).preferences.model_copy(update={"heldout_fraction": 0.5})
-    spec = StageSpec(
-        name="preferences",
-        kind="preferences",
-        key="0" * 64,
-        seed=1,
-        sections={"preferences": config.model_dump(mode="json"), "seed": 1},
-        parents={"dataset": prepare.reference(None), "judgements": node.reference(None)},
-        runtime=RuntimeConfig(),
-    )
+    prepare = next(n for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.stage == "prepare")
     recorder: Any = Silent(tmp_path)
-    preferences.run(spec, tmp_path, recorder)
+    stage: Stage[Any, Any] = Stage(
+        name="preferences",
+        seed=1,
+        config=JudgedPreferences(heldout_fraction=0.5),
+        inputs=PreferencesInputs(data=Dataset(prepare.directory), judgements=Judgements(directory)),
+        runtime=RuntimeConfig(),
+        open_models=None,  # type: ignore[arg-type]
+    )
+    preferences.run(stage, tmp_path, recorder)
     both = read_preferences(tmp_path / "train.jsonl") + read_preferences(tmp_path / "heldout.jsonl")
     assert sorted(p.chosen for p in both) == ["a0", "a5", "b1"]
     assert json.loads((tmp_path / "stats.json").read_text())["dropped_prompt_held_out"] == 3
@@ -200,10 +192,10 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
     # A dataset that holds out what the first one trained on, and the other way round.
     data = {"train.jsonl": (place(output, "prepare") / "heldout.jsonl").read_bytes().splitlines(keepends=True)[0]}
     data |= {"heldout.jsonl": b"", "stats.json": b"{}"}
-    life.add("prepare-2", "prepare", data, {}, {"seed": 2})
+    life.add("prepare-2", "prepare", data, {}, seed=2)
     files = {"config.json": b"{}", "model.safetensors": weights("second")}
-    life.add("sft-2", "sft", files, {"dataset": "prepare-2"}, {"seed": 2})
-    there = open_place(output, None)
+    life.add("sft-2", "sft", files, {"data": "prepare-2"}, seed=2)
+    there = open_lineage_store(output, None)
     nodes = {node.manifest.stage: node for node in there.graph.nodes.values()}
     setup = judge(output, "heldout", range(50, 56)).setup
     alone = of_dataset(there, [nodes["sft"]], setup)
@@ -216,9 +208,9 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "reward"], "it is a checkpoint of kind 'reward'; must be one of base, sft, ppo"),
+        (["chat", "reward"], "it is a RewardModel; must be a Model that replies"),
         (["chat", "sft", "--temperature", "0"], "--temperature: 0 is not allowed: must be greater than 0"),
-        (["compare", "sft", "prepare"], "it is a checkpoint of kind 'prepare'"),
+        (["compare", "sft", "prepare"], "it is a Dataset; must be a Model"),
         (["compare", "sft", "sft"], "must be two models"),
         (["compare", "sft", "ppo-2", "--prompts", "some"], "--prompts: 'some' is not allowed: must be heldout, train"),
         (["compare", "sft", "ppo-2", "--temperature", "-1"], "--temperature: -1 is not allowed"),

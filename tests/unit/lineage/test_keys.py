@@ -16,12 +16,12 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.keys import NEXT, read_rotations, rotate, trusted_keys
-from xray_runtime.lineage.reference import open_place, resolve
+from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.signing import KEY_VARIABLE, make_key, public_bytes, signing_key
 
 
 def codes(output: Path, public: Path | None = None) -> set[str]:
-    return {f.code for f in audit(open_place(output, None), public=public).findings if f.is_broken}
+    return {f.code for f in audit(open_lineage_store(output, None), public=public).findings if f.is_broken}
 
 
 def copy_of_key(output: Path, name: str) -> Path:
@@ -41,7 +41,7 @@ def test_old_and_new_records_verify_from_either_key(fresh: Callable[[], Path]) -
     rotated(output)
     assert old not in [path.read_bytes() for path in (output / "keys").rglob("*") if path.is_file()]
     lifecycle = Lifecycle(output).whole()
-    lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "dataset": "prepare"})
+    lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "prompts": "prepare"})
     assert codes(output) == set()
     assert [key.until is None for key in trusted_keys(output)].count(True) == 1
     for public in (first, second, output / "keys" / "signing.pub"):
@@ -105,7 +105,7 @@ def test_a_thief_of_a_retired_key_cannot_name_a_new_one(fresh: Callable[[str], P
     # The thief has the old key, and has another take over from it.
     rotated(thief)
     shutil.copytree(thief / "keys" / "retired", output / "keys" / "retired", dirs_exist_ok=True)
-    found = audit(open_place(output, None)).findings
+    found = audit(open_lineage_store(output, None)).findings
     assert {f.code for f in found if f.is_broken} == {"rotation-broken", "signature-foreign", "decision-broken"}
     assert len(trusted_keys(output)) == 1
 

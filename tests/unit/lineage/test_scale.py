@@ -20,7 +20,7 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node, read_graph
-from xray_runtime.lineage.reference import Place, open_place
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.render import lineage_text, write_html
 
 T = TypeVar("T")
@@ -49,14 +49,14 @@ def calls(work: Callable[[], T]) -> tuple[T, int]:
         threading.setprofile(None)
 
 
-def stored(output: Path, count: int) -> Place:
+def stored(output: Path, count: int) -> LineageStore:
     """A chain of real checkpoints on disk, each with two more parents of any age."""
     rng, lifecycle = random.Random(0), Lifecycle(output, tracking=False)
     for i in range(count):
         ages = {"policy": i - 1, "reference": rng.randrange(i), "reward": rng.randrange(i)} if i else {}
         older = {role: f"s{age}" for role, age in ages.items()}
         lifecycle.add(f"s{i}", "ppo", {"x": str(i).encode()}, older)
-    return open_place(output, None)
+    return open_lineage_store(output, None)
 
 
 def test_an_audit_without_reading_grows_linearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_drawing_thousands_grows_linearly(one: Node, tmp_path: Path) -> None:
     def draw(count: int) -> tuple[int, int]:
         graph, last = lineage(one, count)
         text = "\n".join(lineage_text(graph, last, descendants=True))
-        write_html(tmp_path / "page.html", Place(tmp_path, graph, None), last, descendants=True)
+        write_html(tmp_path / "page.html", LineageStore(tmp_path, graph, None), last, descendants=True)
         return len(text), (tmp_path / "page.html").stat().st_size
 
     (small, few), (large, many) = calls(lambda: draw(1250)), calls(lambda: draw(5000))

@@ -49,7 +49,7 @@ def test_names_lead_to_the_checkpoint(fresh: Callable[[], Path]) -> None:
     assert {resolve(name, output, None)[1].sha256 for name in choice.names[:2]} == {choice.node.sha256}
     assert fixed("ppo-1", output, None).names[2:] == ("ppo-1",)
     assert fixed(f"{NAME}@candidate", output, None).names[2:] == ("ppo-2", f"{NAME}@candidate")
-    with pytest.raises(ConfigError, match="of kind 'reward'; must be one of base, sft, ppo"):
+    with pytest.raises(ConfigError, match="it is a RewardModel; must be a Model that replies"):
         fixed("reward", output, None)
 
 

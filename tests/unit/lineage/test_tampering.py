@@ -15,13 +15,13 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.reference import open_place
+from xray_runtime.lineage.reference import open_lineage_store
 
 COUNT = int(os.environ.get("XRAY_TAMPER_CASES", "60"))
 
 
 def audited(output: Path) -> Audit:
-    return audit(open_place(output, None))
+    return audit(open_lineage_store(output, None))
 
 
 def codes(result: Audit) -> set[str]:

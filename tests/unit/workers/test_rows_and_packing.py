@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.stages.common import text_rows, with_end_of_turn
@@ -126,7 +125,7 @@ def test_rows_of_prompt_and_reply() -> None:
     assert rows["lengths"].tolist() == [3, 4, 1]
 
 
-def test_a_reply_is_closed_once() -> None:
+def test_a_reply_ends_with_one_end_of_turn() -> None:
     assert with_end_of_turn([5, 6], 1) == [5, 6, 1]
     assert with_end_of_turn([5, 1], 1) == [5, 1]
     assert with_end_of_turn([1, 5], 1) == [1, 5, 1]

@@ -6,6 +6,8 @@ cores. Whatever an intruder may have written into the store gives a finding, nev
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -17,16 +19,17 @@ from typing import Any
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.card import MODEL_KINDS
+from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.provenance import ROOT
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, Verifier
 from xray_runtime.lineage.statement import Statement
+from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
-from xray_runtime.store.identity import digest, file_sha256
+from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE
 
 WORKERS = 8
@@ -64,7 +67,7 @@ class Audit:
 
 
 def audit(
-    place: Place, starts: Iterable[Node] | None = None, *, public: Path | None = None, hashing: bool = True
+    store: LineageStore, starts: Iterable[Node] | None = None, *, public: Path | None = None, hashing: bool = True
 ) -> Audit:
     """Audit checkpoints, their ancestors and their evaluations.
 
@@ -73,21 +76,20 @@ def audit(
         public: the public key to trust; by default the one in the output directory's `keys/`.
         hashing: False judges weights by their size alone.
     """
-    graph, result = place.graph, Audit()
+    graph, result = store.graph, Audit()
     everything = starts is None
     chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
     if not everything:
-        judged = {child for sha in chosen for role, child in graph.children.get(sha, []) if role == "policy"}
-        chosen += [sha for sha in sorted(judged) if graph.nodes[sha].manifest.kind == "evaluate"]
+        chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation)]
     order = graph.ancestors(chosen)
     found = result.findings
-    found += _structure(place, order, everything)
-    verifier = _verifier(place, public, found)
+    found += _structure(store, order, everything)
+    verifier = _verifier(store, public, found)
     prompts = Prompts(graph)
     commits: set[str] = set()
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
     with ThreadPoolExecutor(WORKERS) as pool:
-        for findings in pool.map(lambda node: _node(place, node, verifier, hashing), nodes):
+        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), nodes):
             found += findings
     for node in nodes:
         result.checkpoints += 1
@@ -100,30 +102,30 @@ def audit(
             found += check_evaluation(node, graph, prompts)
     found += _commits(sorted(commits))
     if everything:
-        found += _record(place)
-    found += check_chain(place.output, verifier)
-    if place.tracking_uri is not None:
+        found += _record(store)
+    found += check_chain(store.output, verifier)
+    if store.tracking_uri is not None:
         from xray_runtime.lineage.audit.registry import check_tracking
 
-        found += check_tracking(place, nodes, everything)
+        found += check_tracking(store, nodes, everything)
     result.findings = sorted(set(found))
     return result
 
 
-def _node(place: Place, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
+def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
     """What one checkpoint's own files say."""
     damages = inspect(node.directory, node.sha256, hashing=hashing)
     found = [Finding(node.name, damage.code, damage.text) for damage in damages]
     found += _identity(node)
-    attested = list(_attestation(place, node, verifier))
+    attested = list(_attestation(store, node, verifier))
     found += attested
     if hashing and verifier is not None and not any(finding.is_broken for finding in attested):
         found += _sources(node)
     return found
 
 
-def _structure(place: Place, order: list[str], everything: bool) -> Iterator[Finding]:
-    graph = place.graph
+def _structure(store: LineageStore, order: list[str], everything: bool) -> Iterator[Finding]:
+    graph = store.graph
     position = {sha: i for i, sha in enumerate(order)}
     for sha in order:
         node = graph.nodes.get(sha)
@@ -144,10 +146,10 @@ def _structure(place: Place, order: list[str], everything: bool) -> Iterator[Fin
             yield Finding(directory.name, "manifest-malformed", reason)
 
 
-def _verifier(place: Place, public: Path | None, found: list[Finding]) -> Verifier | None:
-    found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(place.output)[1]]
+def _verifier(store: LineageStore, public: Path | None, found: list[Finding]) -> Verifier | None:
+    found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:
-        return Verifier(trusted_keys(place.output, public))
+        return Verifier(trusted_keys(store.output, public))
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         found.append(Finding("keys", "key-missing", reason))
@@ -155,24 +157,21 @@ def _verifier(place: Place, public: Path | None, found: list[Finding]) -> Verifi
 
 
 def _identity(node: Node) -> Iterator[Finding]:
-    manifest = node.manifest
-    key = digest(
-        {
-            "stage": manifest.stage,
-            "kind": manifest.kind,
-            "sections": manifest.sections,
-            "parents": manifest.parents,
-            "code": manifest.code_digest,
-            "versions": manifest.versions,
-        }
-    )
+    manifest, kind = node.manifest, node.kind
+    try:
+        key = manifest.identity.key
+    except (ValueError, RecursionError):
+        # No JSON that we write: NaN, half a character.
+        key = None
     if key != manifest.key:
         yield Finding(node.name, "manifest-inconsistent", "its key does not follow from what it says")
-    if digest(manifest.sections) != manifest.config_digest:
-        yield Finding(node.name, "manifest-inconsistent", "its config digest is not that of its config")
+    if kind is not None and kind.output.__name__ != manifest.type:
+        yield Finding(node.name, "manifest-inconsistent", f"a stage of kind {kind.name} makes no {manifest.type}")
+    if manifest.dataset not in (None, *manifest.parents.values()):
+        yield Finding(node.name, "manifest-inconsistent", "its dataset is none of its parents")
 
 
-def _attestation(place: Place, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
+def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
     directory, record = node.directory, node.directory / ATTESTATION
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
@@ -200,8 +199,7 @@ def _attestation(place: Place, node: Node, verifier: Verifier | None) -> Iterato
     if differing:
         yield Finding(node.name, "statement-contradicts", f"they differ in: {', '.join(differing)}")
     yield from _code(node, statement)
-    if node.manifest.kind in MODEL_KINDS:
-        yield from _card(place, node, statement)
+    yield from _card(store, node, statement)
 
 
 def _code(node: Node, statement: Statement) -> Iterator[Finding]:
@@ -214,15 +212,18 @@ def _code(node: Node, statement: Statement) -> Iterator[Finding]:
         yield Finding("code", "code-uncommitted", f"changes {recorded[:12]}")
 
 
-def _card(place: Place, node: Node, statement: Statement) -> Iterator[Finding]:
+def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Finding]:
     path = node.directory / CARD
     allowed = {subject.digest.sha256 for subject in statement.subject if subject.name == CARD}
     if not allowed and not path.exists():
         return
-    for role, child in place.graph.children.get(node.sha256, []):
-        card = place.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
-        if role == "policy" and card.is_file() and not card.is_symlink() and not card.parent.is_symlink():
-            allowed.add(file_sha256(card))
+    for _, child in store.graph.children.get(node.sha256, []):
+        card = store.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
+        # An evaluation of whatever kind holds the card of the policy it judged, and of no other of its parents.
+        with contextlib.suppress(OSError, ValueError):
+            content = b"" if card.parent.is_symlink() else read_bounded(card)
+            if CHECKPOINT_LINE.format(node.sha256).encode() in content:
+                allowed.add(hashlib.sha256(content).hexdigest())
     if path.is_symlink() or not path.is_file():
         yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
     elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
@@ -237,6 +238,9 @@ def _sources(node: Node) -> Iterator[Finding]:
         if dependency.digest is None or not dependency.uri or dependency.uri.startswith("xray:"):
             continue
         path = Path(dependency.uri)
+        if path.suffix == ".gguf":
+            # Its digest is of the files beside it too.
+            continue
         if path.is_absolute() and path.is_file() and not path.is_symlink():
             try:
                 actual = file_sha256(path)
@@ -262,9 +266,9 @@ def _commits(commits: list[str]) -> Iterator[Finding]:
             yield Finding("code", "code-unavailable", f"commit {commit[:12]}")
 
 
-def _record(place: Place) -> Iterator[Finding]:
+def _record(store: LineageStore) -> Iterator[Finding]:
     """lifecycle.json against the checkpoints it names."""
-    path = place.output / "lifecycle.json"
+    path = store.output / "lifecycle.json"
     if not path.exists():
         return
     try:
@@ -274,14 +278,16 @@ def _record(place: Place) -> Iterator[Finding]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield Finding("lifecycle.json", "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
         return
-    removed = pruned(place.output)
+    removed, evaluations = pruned(store.output), []
     for name, (sha, parents) in stages.items():
-        node = place.graph.nodes.get(sha)
+        node = store.graph.nodes.get(sha)
         if node is None and sha in removed:
             continue
         if node is None:
             yield Finding("lifecycle.json", "record-differs", f"{name} {sha[:12]} is not in the store")
         elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
             yield Finding("lifecycle.json", "record-differs", f"{name}: stage or parents are not the checkpoint's")
-        elif node.manifest.kind == "evaluate" and evaluation is not None and evaluation != node.results:
-            yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")
+        elif node.is_a(Evaluation):
+            evaluations.append(node.results)
+    if evaluation is not None and evaluations and evaluation not in evaluations:
+        yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")

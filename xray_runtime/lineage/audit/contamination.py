@@ -1,6 +1,6 @@
 """Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
 
-Of a comparison the same is asked for both policies.
+The same is asked of the policy it is held against.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.store.checkpoints import read_bounded
 
-DATASET_KINDS = ("prepare", "preferences")
-RESULTS = {"evaluate": "evaluation.json", "compare": "comparison.json"}
-"""Kind of a judgement → its file of numbers."""
 MAX_LINE = 2**24
 
 
@@ -51,7 +48,7 @@ class Prompts:
 
 def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
     """No prompt on both sides of a dataset."""
-    if node.manifest.kind not in DATASET_KINDS:
+    if not node.is_data:
         return
     train, heldout = prompts.of(node.sha256, "train"), prompts.of(node.sha256, "heldout")
     if train is None or heldout is None:
@@ -63,12 +60,12 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
 
 def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Finding]:
     """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any."""
-    if node.manifest.kind not in RESULTS:
+    if not node.sides:
         return
     try:
         asked = _json(node, "prompts.json")
         samples = [str(sample["prompt"]) for sample in _json(node, "samples.json")]
-        count = _json(node, RESULTS[node.manifest.kind])["samples"]
+        count = _json(node, node.results_file or "")["samples"]
         if not isinstance(asked, list) or not all(isinstance(prompt, str) for prompt in asked):
             raise ValueError("prompts.json is not a list of texts")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -77,14 +74,14 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Fin
     if count != len(asked) or not set(samples) <= set(asked):
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not fit together")
     questions = frozenset(asked)
-    heldout = prompts.of(node.manifest.parents.get("dataset", ""), "heldout")
+    heldout = prompts.of(node.manifest.dataset or "", "heldout")
     if heldout is not None and not questions <= heldout:
         foreign = questions - heldout
         yield Finding(node.name, "evaluation-foreign", f"{len(foreign)} prompts, for example {min(foreign)[:80]!r}")
-    judged = [node.manifest.parents[role] for role in ("policy", "champion") if role in node.manifest.parents]
+    judged = [node.manifest.parents[role] for role in node.sides if role in node.manifest.parents]
     for sha in graph.ancestors(judged):
         ancestor = graph.nodes.get(sha)
-        if ancestor is None or ancestor.manifest.kind not in DATASET_KINDS:
+        if ancestor is None or not ancestor.is_data:
             continue
         overlap = questions & (prompts.of(sha, "train") or frozenset())
         if overlap:

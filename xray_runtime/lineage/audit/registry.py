@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.attestation import statement_sha256
-from xray_runtime.lineage.audit.contamination import RESULTS
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.decisions import current, pruned
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import Place
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG, MAX_PARAM_CHARS, PARENT_TAG, flatten
 
 PAGE = 1000
 
 
-class Snapshot:
+class RegistryView:
     """What an MLflow store says, read once and never written.
 
     Raises:
@@ -119,17 +119,17 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     return None
 
 
-def check_tracking(place: Place, nodes: list[Node], everything: bool) -> Iterator[Finding]:
+def check_tracking(store: LineageStore, nodes: list[Node], everything: bool) -> Iterator[Finding]:
     """Every checkpoint of `nodes` in MLflow; with `everything` also what MLflow knows and the store does not."""
-    assert place.tracking_uri is not None
+    assert store.tracking_uri is not None
     try:
-        snapshot = Snapshot(place.tracking_uri)
+        snapshot = RegistryView(store.tracking_uri)
         found: list[Finding] = []
         for node in nodes:
             found += _check_node(snapshot, node)
-        found += _check_registry(snapshot, place, {node.sha256 for node in nodes}, everything)
+        found += _check_registry(snapshot, store, {node.sha256 for node in nodes}, everything)
         if everything:
-            found += _check_orphans(snapshot, place)
+            found += _check_orphans(snapshot, store)
     # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -138,7 +138,7 @@ def check_tracking(place: Place, nodes: list[Node], everything: bool) -> Iterato
     yield from found
 
 
-def _check_node(snapshot: Snapshot, node: Node) -> Iterator[Finding]:
+def _check_node(snapshot: RegistryView, node: Node) -> Iterator[Finding]:
     models = snapshot.by_sha.get(node.sha256, [])
     digest = statement_sha256(node.directory)
     statement = node.statement
@@ -197,7 +197,7 @@ def _model_params(node: Node, digest: str | None) -> dict[str, str]:
 
 def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     manifest = node.manifest
-    expected = {k: v[:MAX_PARAM_CHARS] for k, v in (flatten(manifest.sections) | {"key": manifest.key}).items()}
+    expected = {k: v[:MAX_PARAM_CHARS] for k, v in (flatten(manifest.config) | {"key": manifest.key}).items()}
     params = run.data.params
     differing = sorted(name for name in {*expected, *params} if params.get(name) != expected.get(name))
     if differing:
@@ -206,7 +206,7 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     differing = sorted(name for name, value in tags.items() if run.data.tags.get(name) != value)
     if differing:
         yield Finding(node.name, "mlflow-run-changed", f"tags of run {run.info.run_id}: {', '.join(differing)}")
-    if manifest.kind in RESULTS and run.data.tags.get("xray.cached") != "true":
+    if node.kind is not None and node.kind.sides and run.data.tags.get("xray.cached") != "true":
         yield from _check_metrics(run.data.metrics, node)
 
 
@@ -222,7 +222,7 @@ def _check_metrics(metrics: Mapping[str, float], node: Node) -> Iterator[Finding
         yield Finding(node.name, "mlflow-metric-changed", f"{node.manifest.kind}/: {', '.join(sorted(differing))}")
 
 
-def _check_inputs(snapshot: Snapshot, run: Any, node: Node) -> Iterator[Finding]:
+def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
     parents = set(node.manifest.parents.values())
     shown = {model_id: snapshot.model_sha(model_id) for model_id in snapshot.model_inputs(run.info.run_id)}
     for model_id, sha in sorted(shown.items()):
@@ -245,14 +245,11 @@ def _check_inputs(snapshot: Snapshot, run: Any, node: Node) -> Iterator[Finding]
             yield Finding(node.name, "mlflow-dataset-changed", f"dataset {short[:12]} is not the one that was used")
 
 
-def _check_registry(snapshot: Snapshot, place: Place, audited: set[str], everything: bool) -> Iterator[Finding]:
-    decisions = current(place.output)
-    judged = {
-        sha
-        for sha in audited
-        for role, child in place.graph.children.get(sha, [])
-        if role == "policy" and place.graph.nodes[child].manifest.kind == "evaluate"
-    }
+def _check_registry(
+    snapshot: RegistryView, store: LineageStore, audited: set[str], everything: bool
+) -> Iterator[Finding]:
+    decisions = current(store.output)
+    judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
     for (name, number), version in sorted(snapshot.versions.items()):
         said: str | None = version.tags.get("xray.sha256")
         label = f"{name}/{number}"
@@ -262,7 +259,7 @@ def _check_registry(snapshot: Snapshot, place: Place, audited: set[str], everyth
         if said is None or said != pointed:
             detail = f"it says {str(said)[:12]} and points to {str(pointed)[:12]}"
             yield Finding(label, "registry-changed", detail)
-        elif Path(version.tags.get("xray.uri", "")).name != place.graph.nodes[said].directory.name:
+        elif Path(version.tags.get("xray.uri", "")).name != store.graph.nodes[said].directory.name:
             yield Finding(label, "registry-changed", "its tag xray.uri names another directory")
         elif said not in judged:
             yield Finding(label, "evaluation-missing", f"{said[:12]} has no evaluation in the store")
@@ -284,17 +281,17 @@ def _check_registry(snapshot: Snapshot, place: Place, audited: set[str], everyth
             yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
 
 
-def _check_orphans(snapshot: Snapshot, place: Place) -> Iterator[Finding]:
+def _check_orphans(snapshot: RegistryView, store: LineageStore) -> Iterator[Finding]:
     """LoggedModels of this output directory whose checkpoint is gone."""
-    removed = pruned(place.output)
-    store = {node.directory.name for node in place.graph.nodes.values()}
+    removed = pruned(store.output)
+    names = {node.directory.name for node in store.graph.nodes.values()}
     # A store inside the output directory moves with it; in a shared one only the path tells whose a model is.
-    own = place.tracking_uri == f"sqlite:///{(place.output / 'mlflow.db').absolute()}"
+    own = store.tracking_uri == f"sqlite:///{(store.output / 'mlflow.db').absolute()}"
     for sha, models in sorted(snapshot.by_sha.items()):
         for model in models:
             uri = Path(model.params.get("uri", ""))
-            if sha in place.graph.nodes or sha in removed or not (own or uri.parent.parent == place.output.absolute()):
+            if sha in store.graph.nodes or sha in removed or not (own or uri.parent.parent == store.output.absolute()):
                 continue
-            if uri.name not in store:
+            if uri.name not in names:
                 stage = uri.name.rpartition("-")[0]
                 yield Finding(f"{stage} {sha[:12]}", "checkpoint-missing", f"MLflow's {model.model_id} names it")

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
-from xray_runtime.stages.experience import Experience, build_experience
+from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.workers.rows import Rows
 
 KL_COEF = 0.5
 PLAIN = {"gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False, "reward_scaling": "none", "reward_clip": None}
 MASK = [[True, True, False], [True, True, True]]
+SCORES = (2.0, 5.0)
 BOOTSTRAPPED = [[-0.125, 0.5, 0.0], [0.21875, -1.125, 3.5]]
 """Advantages: A₁ = 2.5 − 2 = 0.5, A₀ = (−0.25 + 2/2 − 1) + 0.5/4 = −0.125 of row 0, its rewards being −0.25 and 2 + ½;
 A₂ = (0.5 + 4/2 + 1) = 3.5, A₁ = (−0.5 − 1/2 − 1) + 3.5/4 = −1.125, A₀ = (0 + 1/2 − 0) − 1.125/4 = 0.21875 of row 1."""
@@ -47,17 +50,38 @@ def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
         "ref_logprobs": f32([[-1.5, -1, -50], [-1, -2, 0]]),
         "values": f32([[1, 2, 70], [0, 1, -1]]),
         "final_values": f32([9, 4]),
-        "scores": f32([2, 5]),
     }
     for part in (rollout, scores):
         part |= {name: value for name, value in changes.items() if name in part}
     return rows, rollout, scores
 
 
-def build(moments: RunningMoments | None = None, summary: Any = None, data: Any = None, **options: Any) -> Experience:
+def build(rewards: Sequence[float] = SCORES, data: Any = None, **options: Any) -> Experience:
     config = PPOStageConfig(**(PLAIN | options))
-    summary = summary or {"mean": 77.0, "std": 77.0}
-    return build_experience(config, *(data or inputs()), KL_COEF, summary, moments or RunningMoments())
+    return build_experience(config, *(data or inputs()), torch.tensor(rewards), KL_COEF)
+
+
+class Sources:
+    """As `RewardSources`: a reward model whose scores have mean 1 and deviation 2, and a function that counts half."""
+
+    weights: ClassVar = {"rewards.0": 1.0, "mine:f": 0.5}
+    moments: ClassVar = {"rewards.0": (1.0, 2.0)}
+
+    def scaled(self, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        # Written out: (m − 1) / 2 + f / 2.
+        return (scores["rewards.0"] - 1.0) / 2.0 + scores["mine:f"] / 2.0
+
+
+SOURCES: Any = Sources()
+
+
+def scores(model: Sequence[float] = SCORES, function: Sequence[float] = (0.0, 0.0)) -> dict[str, torch.Tensor]:
+    return {"rewards.0": torch.tensor(model), "mine:f": torch.tensor(function)}
+
+
+def scaled(sources: dict[str, torch.Tensor], moments: RunningMoments | None = None, **options: Any) -> list[float]:
+    config = PPOStageConfig(**(PLAIN | options))
+    return scaled_rewards(config, SOURCES, sources, moments or RunningMoments()).tolist()
 
 
 def test_a_cut_reply_is_bootstrapped_and_earns_no_score() -> None:
@@ -69,7 +93,7 @@ def test_a_cut_reply_is_bootstrapped_and_earns_no_score() -> None:
     # The final value of a reply that ended (9) is worth nothing: nothing comes after it.
     assert build(data=inputs(final_values=f32([-3, 4]))).rows["advantages"].tolist() == BOOTSTRAPPED
     # Nor is the score of one that did not.
-    assert build(data=inputs(scores=f32([2, -100]))).rows["advantages"].tolist() == BOOTSTRAPPED
+    assert build(rewards=[2.0, -100.0]).rows["advantages"].tolist() == BOOTSTRAPPED
 
 
 def test_a_cut_reply_is_penalized_and_has_no_future() -> None:
@@ -105,7 +129,7 @@ def test_each_estimator_penalizes_in_its_way(estimator: Any, penalty: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "rewards"),
+    ("options", "expected"),
     [
         # Scores 2 and 5; by the reward model's mean 1 and deviation 2; by their own mean 3.5 and deviation 1.5.
         ({"reward_scaling": "none"}, [2.0, 5.0]),
@@ -114,33 +138,53 @@ def test_each_estimator_penalizes_in_its_way(estimator: Any, penalty: float) -> 
         ({"reward_scaling": "reward_model", "reward_clip": 1.5}, [0.5, 1.5]),
         ({"reward_scaling": "running"}, [-1.0, 1.0]),
         ({"reward_scaling": "running", "reward_clip": 0.25}, [-0.25, 0.25]),
-        # The penalty of a cut comes after the clip: it must not be clipped away.
-        ({"reward_scaling": "none", "reward_clip": 3.0, "truncation_penalty": 4.0}, [2.0, -1.0]),
     ],
 )
-def test_scaling_and_clipping(options: dict[str, Any], rewards: list[float]) -> None:
-    options = {"truncated": "penalize", "truncation_penalty": 0.0} | options
-    experience = build(summary={"mean": 1.0, "std": 2.0}, **options)
-    # A of a last token = reward − penalty − value: + 0.5 − 2 in row 0, + 0.5 + 1 in row 1.
-    assert experience.rows["advantages"][0, 1] == rewards[0] + 0.5 - 2.0
-    assert experience.rows["advantages"][1, 2] == rewards[1] + 0.5 + 1.0
-    assert experience.metrics["reward/mean"] == sum(rewards) / 2
-    assert experience.metrics["reward/std"] == abs(rewards[0] - rewards[1]) / 2
-    assert experience.metrics["reward/raw"] == 3.5
+def test_scaling_and_clipping(options: dict[str, Any], expected: list[float]) -> None:
+    assert scaled(scores(), **options) == expected
+
+
+def test_sources_are_weighed_before_anything_else() -> None:
+    both = scores(function=[4.0, -2.0])
+    # 2 + 4/2 and 5 − 2/2: 4 and 4. By the reward model's own scale, 0.5 + 2 and 2 − 1.
+    assert scaled(both, reward_scaling="none") == [4.0, 4.0]
+    assert scaled(both, reward_scaling="reward_model") == [2.5, 1.0]
 
 
 def test_running_moments_remember_earlier_rollouts() -> None:
     moments = RunningMoments()
-    options: dict[str, Any] = {"reward_scaling": "running", "truncated": "penalize", "truncation_penalty": 0.0}
-    build(moments, **options)
+    scaled(scores(), moments, reward_scaling="running")
     assert (moments.count, moments.mean, moments.std) == (2, 3.5, 1.5)
-    second = build(moments, data=inputs(scores=f32([8, 9])), **options)
+    second = scaled(scores([8.0, 9.0]), moments, reward_scaling="running")
     # Over 2, 5, 8, 9: mean 6, variance (16 + 1 + 4 + 9) / 4 = 7.5. Now (8 − 6) and (9 − 6) over its root.
     assert (moments.count, moments.mean, moments.std**2) == (4, 6.0, pytest.approx(7.5))
-    assert second.metrics["reward/mean"] == pytest.approx(2.5 / math.sqrt(7.5))
+    assert second == pytest.approx([2.0 / math.sqrt(7.5), 3.0 / math.sqrt(7.5)])
     # Other ways of scaling leave the moments alone.
-    build(moments, reward_scaling="none")
+    scaled(scores(), moments, reward_scaling="none")
+    scaled(scores(), moments, reward_scaling="reward_model")
     assert moments.count == 4
+
+
+def test_the_penalty_of_a_cut_comes_after_the_clip() -> None:
+    """It must not be clipped away."""
+    clipped = scaled(scores(), reward_scaling="none", reward_clip=3.0)
+    experience = build(clipped, truncated="penalize", truncation_penalty=4.0)
+    # Rewards 2 and 3 − 4. A of a last token = reward − penalty − value: + 0.5 − 2 in row 0, + 0.5 + 1 in row 1.
+    assert experience.rows["advantages"][0, 1] == 2.0 + 0.5 - 2.0
+    assert experience.rows["advantages"][1, 2] == -1.0 + 0.5 + 1.0
+    assert experience.metrics["reward/mean"] == 0.5
+    assert experience.metrics["reward/std"] == 1.5
+
+
+def test_each_source_is_reported_raw() -> None:
+    assert reward_metrics(SOURCES, scores(function=[4.0, -2.0])) == {
+        "reward/raw": 4.0,
+        "reward/source/rewards.0": 3.5,
+        # MLflow takes no colon in the name of a metric.
+        "reward/source/mine.f": 1.0,
+    }
+    # One alone is the raw reward.
+    assert reward_metrics(SOURCES, {"rewards.0": torch.tensor(SCORES)}) == {"reward/raw": 3.5}
 
 
 def test_whitening_is_over_the_valid_tokens_of_the_whole_rollout() -> None:
@@ -179,7 +223,6 @@ def test_metrics_by_hand() -> None:
     expected = {
         "reward/mean": 1.0,  # 2 and, cut off, 0
         "reward/std": 1.0,
-        "reward/raw": 3.5,
         "kl/reference_k1": -0.25,  # replies of ½ − 1 and 0 + 1 − 1
         # e^−r − 1 + r: 0.1065307 + 0.7182818 and 0 + 0.3678794 + 0.7182818
         "kl/reference_k3": (0.8248125 + 1.0861612) / 2,
@@ -210,7 +253,9 @@ def test_neither_padding_nor_the_order_of_rows_shows(whiten: bool) -> None:
         return {n: np.pad(x, widths, constant_values=fill.get(n, 33)) if x.ndim == 2 else x for n, x in part.items()}
 
     padded = build(data=(rows, wider(rollout), wider(scores)), whiten_advantages=whiten)
-    swapped = build(data=[{n: x[::-1].copy() for n, x in p.items()} for p in inputs()], whiten_advantages=whiten)
+    swapped = build(
+        SCORES[::-1], data=[{n: x[::-1].copy() for n, x in p.items()} for p in inputs()], whiten_advantages=whiten
+    )
     for name in ("advantages", "returns", "weights"):
         np.testing.assert_array_equal(padded.rows[name][:, 3:], 0.0)
         np.testing.assert_allclose(padded.rows[name][:, :3], plain.rows[name], atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, prompt_text, read_examples
+from xray_runtime.stages.kind import NoInputs, Stage
 from xray_runtime.stages.prepare import run
-from xray_runtime.stages.spec import StageSpec
 
 
 class Notes:
@@ -39,21 +39,25 @@ class Notes:
     def figure(self, name: str, figure: Any) -> None:
         raise AssertionError("prepare draws nothing")
 
+    def resume(self) -> None:
+        raise AssertionError("prepare makes no snapshots")
+
+    def snapshot_due(self, step: int) -> bool:
+        raise AssertionError("prepare makes no snapshots")
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        raise AssertionError("prepare makes no snapshots")
+
+
+def no_models(specs: Mapping[str, Any]) -> Any:
+    raise AssertionError("prepare opens no models")
+
 
 def prepare(out: Path, seed: int = 0, **config: Any) -> tuple[list[Example], list[Example], dict[str, int], Notes]:
     out.mkdir()
-    data = DataConfig(**config).model_dump(mode="json")
-    spec = StageSpec(
-        name="prepare",
-        kind="prepare",
-        key="k",
-        seed=seed,
-        sections={"data": data, "seed": seed},
-        parents={},
-        runtime=RuntimeConfig(),
-    )
+    stage = Stage("prepare", seed, DataConfig(**config), NoInputs(), RuntimeConfig(), no_models)
     notes = Notes(out)
-    assert run(spec, out, notes) == 0
+    assert run(stage, out, notes) == 0
     stats = json.loads((out / "stats.json").read_text())
     return read_examples(out / "train.jsonl"), read_examples(out / "heldout.jsonl"), stats, notes
 

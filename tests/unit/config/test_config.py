@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages.spec import plan_stages
 
-PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 REFUSED = [
     # unknown fields
@@ -197,6 +196,17 @@ REFUSED = [
         "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm'",
     ),
     ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
+    ("reward: null", "preferences must be null where no reward model is trained"),
+    ("preferences: null", "preferences must be set where a reward model is trained"),
+    ("{reward: null, preferences: null}", "rewards must name a function where reward and reward_ref are null"),
+    ("reward_ref: DIR#reward", "reward must be null where reward_ref names a reward model"),
+    ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, and"),
+    ("rewards: [{weight: 2}]", "rewards.0.function: is required"),
+    ("reward: {epochs: 0}", "reward.epochs: 0 is not allowed: must be greater than or equal to 1"),
+    ("reward: {epochss: 1}", "reward.epochss: unknown field (did you mean epochs?)"),
+    ("ppo: {stages: [{critic_engine: {zero: 1}}]}", "ppo.stages.0.critic_engine.zero: unknown field"),
+    ("preferences: {source: judgements}", "preferences.source: \"judgements\" is not allowed: must be one of 'gold'"),
+    ("base: {kind: checkpoint}", "base.ref: is required"),
     # not a config at all
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),
@@ -289,14 +299,37 @@ def test_prefects_form_has_types_and_descriptions() -> None:
     assert lr["default"] == 3e-4
 
 
-def test_the_generator_is_in_the_key_of_what_samples_and_its_replicas_in_none() -> None:
-    def sections(**fields: Any) -> dict[str, dict[str, Any]]:
-        return {plan.name: plan.sections for plan in plan_stages(LifecycleConfig.model_validate(fields))}
+def test_each_field_reaches_the_stages_that_read_it_and_no_other() -> None:
+    def stages(**fields: Any) -> dict[str, dict[str, Any]]:
+        graph = recorded_graph(LifecycleConfig.model_validate(fields))
+        return {name: call.config_json() for name, call in graph.calls.items()}
 
-    plain = sections()
-    other = sections(generator={"engine": "transformers"})
-    assert {name for name in plain if plain[name] != other[name]} == {"preferences", "ppo-1", "evaluate"}
-    assert sections(runtime={"generator_replicas": 4}) == plain
+    plain = stages()
+    assert list(plain) == ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "evaluate"]
+
+    def changed(**fields: Any) -> set[str]:
+        other = stages(**fields)
+        return {name for name in plain if plain[name] != other[name]}
+
+    assert changed(generator={"engine": "transformers"}) == {"preferences", "ppo-1", "evaluate"}
+    assert changed(frozen={"num_workhorses": 2}) == {"ppo-1", "evaluate"}
+    assert changed(evaluate={"num_prompts": 8}) == {"evaluate"}
+    assert changed(data={"min_chars": 3}) == {"prepare"}
+    # What a result does not depend on is in no stage's config.
+    assert changed(runtime={"generator_replicas": 4}, promotion={"max_kl": 1.0}, project="other") == set()
+
+
+def test_stages_may_be_absent() -> None:
+    def names(**fields: Any) -> list[str]:
+        return list(recorded_graph(LifecycleConfig.model_validate(fields)).calls)
+
+    pretrained = {"kind": "pretrained", "model": "x"}
+    assert "sft" not in names(sft=None, base=pretrained)
+    no_model = {"preferences": None, "reward": None}
+    assert names(**no_model, reward_ref="DIR#reward") == ["prepare", "base", "sft", "ppo-1", "evaluate"]
+    two = names(ppo={"stages": [{}, {"iterations": 2}]})
+    assert two[-3:] == ["ppo-1", "ppo-2", "evaluate"]
+    assert names(base={"kind": "checkpoint", "ref": "DIR#sft"}, sft=None)[:2] == ["prepare", "preferences"]
 
 
 def test_a_config_cannot_be_changed_afterwards() -> None:

@@ -1,0 +1,127 @@
+"""The deployments of X-ray's flows: what `xray up` installs, built from the configs in `configs/`.
+
+For `prefect deploy` on a server of your own, write them to a file and set the variables that VARIABLES names:
+
+    python -m xray.deployments.presets > prefect.yaml
+    prefect deploy --all --prefect-file prefect.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xray_runtime.config.loading import read_mapping
+
+CONFIGS = Path(__file__).parent / "configs"
+POOL = "xray"
+QUEUES = {"ray": 1}
+"""Work queue → how many of its runs run at a time. It has what computes on Ray, or changes what such a run reads."""
+VARIABLES = {
+    "XRAY_HOME": "directory of output/; flow runs work in it",
+    "RAY_ADDRESS": "the Ray that stages run on",
+    "MLFLOW_TRACKING_URI": "where runs and models are recorded; without a login, since Prefect keeps and shows it",
+    "XRAY_TIMEZONE": "time zone of the schedules, such as Europe/Berlin",
+}
+
+
+def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every deployment, as an entry of prefect.yaml.
+
+    Args:
+        values: of VARIABLES.
+    """
+    job = {"env": {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}}
+    ray = {"name": POOL, "work_queue_name": "ray", "job_variables": job}
+    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
+
+    def deployment(
+        name: str, description: str, parameters: dict[str, Any], *tags: str, flow: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        flow = flow or name
+        return {
+            "name": name,
+            "description": description,
+            "entrypoint": f"xray.flows.{flow}.{flow}",
+            "tags": ["xray", flow, *tags],
+            "work_pool": ray,
+            "parameters": {"output": f"{values['XRAY_HOME']}/output"} | parameters,
+        } | more
+
+    def schedule(slug: str, cron: str) -> list[dict[str, Any]]:
+        return [{"slug": slug, "cron": cron, "timezone": values["XRAY_TIMEZONE"]}]
+
+    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
+    search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
+    return [
+        deployment(
+            "lifecycle",
+            "Data to registered policy, every night; what did not change is not computed again.",
+            quickstart,
+            concurrency_limit=one,
+            schedules=schedule("nightly", "0 2 * * *"),
+        ),
+        deployment(
+            "lifecycle-tiny",
+            "The smallest whole lifecycle, to see that everything works.",
+            {"config": read_mapping(CONFIGS / "tiny.yaml")},
+            "try",
+            flow="lifecycle",
+            concurrency_limit=one,
+        ),
+        deployment(
+            "tune",
+            "Search fields of a config. Each trial is a lifecycle; stages that trials share are computed once.",
+            quickstart | {"search": search},
+            concurrency_limit=one,
+        ),
+        deployment(
+            "audit",
+            "Is every byte, record and alias still what it was? Fails, with an event, when not.",
+            {},
+            work_pool={"name": POOL, "job_variables": job},
+            concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
+            schedules=schedule("hourly", "17 * * * *"),
+        ),
+        deployment(
+            "promote",
+            "Make the candidate champion, if it passes and a person agrees on the run's page.",
+            {"name": f"{quickstart['config']['project']}-policy"},
+        ),
+        deployment(
+            "prune",
+            "Say which checkpoints nothing needs any more; with `remove`, remove them.",
+            {},
+            concurrency_limit=one,
+        ),
+    ]
+
+
+def pull_steps(values: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What a worker does before it starts a flow run."""
+    return [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_yaml() -> str:
+    """The text of prefect.yaml; Prefect fills in the variables when it deploys."""
+    values = {name: f"{{{{ ${name} }}}}" for name in VARIABLES}
+    head = [
+        "# Written by `python -m xray.deployments.presets`. With the variables below set:",
+        "#   prefect deploy --all --prefect-file prefect.yaml",
+        *(f"#   {name:20} {meaning}" for name, meaning in VARIABLES.items()),
+    ]
+    content = {"pull": pull_steps(values), "deployments": deployments(values)}
+    return "\n".join([*head, yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120)])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_yaml())

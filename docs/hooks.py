@@ -1,0 +1,286 @@
+"""Pages of the site that are made from the code: stage kinds, config, commands. Nothing in them is copied by hand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+    from xray_runtime.stages.kind import Role, StageKind
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ("xray_runtime.config.lifecycle:LifecycleConfig", "xray.flows.search:SearchConfig")
+"""The files people write: each with all sections below it."""
+BOUNDS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
+BOUNDS |= {"minItems": "at least ", "maxItems": "at most "}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Called by MkDocs: add the pages."""
+    from mkdocs.structure.files import File
+
+    sys.path.insert(0, str(ROOT))
+    pages: dict[str, Callable[[], str]] = {"kinds.md": kinds_page, "config.md": config_page, "cli.md": cli_page}
+    for name, page in pages.items():
+        files.append(File.generated(config, name, content=page()))
+    return files
+
+
+# Stage kinds
+
+
+def kinds_page() -> str:
+    """Every stage kind that X-ray ships: inputs, output, config fields."""
+    from xray_runtime.stages.kind import KINDS, find_kind
+
+    find_kind("")
+    lines = [
+        "# Stage kinds",
+        "",
+        "Each is a callable of `xray`: inputs in this order or by name, config fields by name alone. `name=` names the "
+        "stage. This page is made from the code.",
+    ]
+    for kind in KINDS.values():
+        lines += ["", f"## xray.{kind.name}", "", *_kind(kind)]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(kind: StageKind) -> Iterator[str]:
+    yield _docstring(kind)
+    yield ""
+    roles, meanings = kind.roles, _attribute_docstrings(kind.inputs)
+    if roles:
+        yield from _table(
+            ("Input", "Type", "Meaning"),
+            ((f"`{name}`", _role(role), meanings.get(name, "")) for name, role in roles.items()),
+        )
+        yield ""
+    yield f"Makes a {_link(kind.output)}."
+    for section in sections_of(kind.config):
+        tag = _tag(kind.config, section)
+        yield ""
+        yield f"Fields with {tag}:" if tag else "Fields:"
+        yield ""
+        yield from _fields(section)
+
+
+def _role(role: Role) -> str:
+    text = _link(role.type)
+    return f"any number of {text}" if role.many else f"{text}, optional" if role.optional else text
+
+
+def _link(artifact: type[Any]) -> str:
+    return f"[`{artifact.__name__}`][{artifact.__module__}.{artifact.__qualname__}]"
+
+
+def _docstring(kind: StageKind) -> str:
+    """Of the body, whose module is read and not imported: it would bring torch along."""
+    spec = importlib.util.find_spec(kind.module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    about = (ast.get_docstring(tree) or "").partition("\n")[0].partition(": ")[2]
+    name = kind.body.partition(":")[2] if isinstance(kind.body, str) else kind.body.__name__
+    body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    writes = " ".join((ast.get_docstring(body) or "").partition("\n\n")[0].split())
+    return f"{about[:1].upper()}{about[1:]} {writes}".strip()
+
+
+def _attribute_docstrings(owner: type[Any]) -> dict[str, str]:
+    tree = ast.parse(inspect.getsource(owner)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def sections_of(config: Any) -> list[type[BaseModel]]:
+    """A section, or the members of a union of sections."""
+    return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
+
+
+def _tag(config: Any, section: type[BaseModel]) -> str:
+    if isinstance(config, type):
+        return ""
+    tag = get_args(config)[1].discriminator
+    return f'`{tag}="{section.model_fields[tag].default}"`'
+
+
+# Config
+
+
+def config_page() -> str:
+    """Every section of the files that people write."""
+    lines = [
+        "# Config",
+        "",
+        "What `xray run CONFIG` and `xray tune --search SEARCH` read. Unknown fields are refused; every mistake is one "
+        "line with the field, the value and what is allowed. This page is made from the code.",
+    ]
+    for section in _all_sections():
+        lines += ["", f"## {section.__name__}", "", _doc(section), "", *_fields(section)]
+    return "\n".join(lines) + "\n"
+
+
+def _all_sections() -> list[type[BaseModel]]:
+    """The files people write, then every section they hold, then those that only stage kinds hold."""
+    from xray_runtime.stages.kind import KINDS, find_kind
+
+    find_kind("")
+    found: dict[str, type[BaseModel]] = {}
+
+    def visit(section: type[BaseModel], *, itself: bool) -> None:
+        if section.__name__ in found:
+            return
+        if itself:
+            found[section.__name__] = section
+        for field in section.model_fields.values():
+            for member in _sections_in(field.annotation):
+                visit(member, itself=True)
+
+    for path in CONFIGS:
+        module, _, name = path.partition(":")
+        visit(getattr(importlib.import_module(module), name), itself=True)
+    for kind in KINDS.values():
+        for section in sections_of(kind.config):
+            visit(section, itself=False)
+    return list(found.values())
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
+
+
+def _doc(section: type[BaseModel]) -> str:
+    return " ".join((section.__doc__ or "").split()) if "__doc__" in vars(section) else ""
+
+
+def _fields(section: type[BaseModel]) -> Iterator[str]:
+    schema = section.model_json_schema()
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    yield from _table(
+        ("Field", "Allowed", "Default", "Meaning"),
+        (
+            (f"`{name}`", _allowed(field), _default(name, field, required), _meaning(section, name))
+            for name, field in properties.items()
+        ),
+    )
+
+
+def _meaning(section: type[BaseModel], field: str) -> str:
+    """Where a section has a default of its own, what the section it extends says."""
+    classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
+    return next((text for c in classes if (text := c.model_fields[field].description)), "")
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](config.md#{name.lower()})"
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return " or ".join(dict.fromkeys(_allowed(choice) for choice in choices))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    bounds = ", ".join(f"{sign}{schema[key]}" for key, sign in BOUNDS.items() if key in schema)
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        items = schema.get("items")
+        kind = f"list of {_allowed(items)}" if items else "list of numbers"
+    elif kind == "object":
+        values = schema.get("additionalProperties")
+        kind = f"mapping to {_allowed(values)}" if values else "mapping"
+    names = {"integer": "whole number", "string": "text", "boolean": "true or false", "null": "null"}
+    words = names.get(kind, kind)
+    pattern = f"matches `{schema['pattern']}`" if "pattern" in schema else ""
+    filled = "not empty" if schema.get("minLength") else ""
+    return ", ".join(part for part in (words, filled, bounds, pattern) if part)
+
+
+def _default(name: str, schema: Mapping[str, Any], required: Iterable[str]) -> str:
+    if name in required:
+        return "required"
+    if "default" not in schema:
+        return "empty"
+    value = schema["default"]
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
+        return "its own defaults"
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+# Commands
+
+
+def cli_page() -> str:
+    """Every command with its options, as `--help` has them."""
+    from typer.main import get_command
+
+    from xray.cli.main import app
+
+    lines = ["# Commands", "", "As `xray COMMAND --help` says. This page is made from the code."]
+    for name, command in _commands("xray", get_command(app)):
+        lines += ["", f"## {name}", "", *_command(name, command)]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield name, command
+    for child, below in getattr(command, "commands", {}).items():
+        yield from _commands(f"{name} {child}", below)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    yield f"`{' '.join([name, *map(_argument, arguments), '[OPTIONS]'])}`"
+    yield ""
+    yield from (inspect.cleandoc(command.help or "") + "\n").splitlines()
+    if arguments or options:
+        yield ""
+        rows = [(f"`{_argument(p).strip('[]')}`", p.help or "") for p in arguments]
+        rows += [(_option(p), p.help or "") for p in options]
+        yield from _table(("Option", "Meaning"), rows)
+
+
+def _argument(argument: Any) -> str:
+    name = str(argument.metavar or argument.name.upper())
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _option(option: Any) -> str:
+    names = " ".join([*option.opts, *option.secondary_opts])
+    value = "" if option.is_flag else f" {option.metavar or 'VALUE'}"
+    return f"`{names}{value}`"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    names = list(head)
+    yield f"| {' | '.join(names)} |"
+    yield "|" + "---|" * len(names)
+    for row in rows:
+        yield f"| {' | '.join(_cell(text) for text in row)} |"
+
+
+def _cell(text: str) -> str:
+    """One line, in which `|` and `<` are what they are; `<` in code is already."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))

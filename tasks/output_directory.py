@@ -1,0 +1,67 @@
+"""An output directory while runs work in it: its newest config, its locks, and the record of a run cut short."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
+
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.store.identity import digest
+
+CONFIG, SEARCH = "config.yaml", "search.yaml"
+LIFECYCLE = "lifecycle.json"
+LOCKS = "locks"
+DIGESTS = "digests.sqlite"
+"""Digests of outside files that did not change since they were read."""
+
+
+def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
+    """The config `output` was last run with (the defaults where it was made elsewhere), with overrides."""
+    path = output / CONFIG
+    return load_config(path if path.is_file() else None, overrides)
+
+
+def run_lock(output: Path, run_id: str) -> FileLock:
+    """The lock that a run holds as long as it works in `output`."""
+    (output / LOCKS).mkdir(parents=True, exist_ok=True)
+    return FileLock(output / LOCKS / f"run-{run_id}.lock")
+
+
+def require_no_run(output: Path) -> None:
+    """Raises ConfigError where a run works in `output`."""
+    for path in (output / LOCKS).glob("run-*.lock"):
+        try:
+            FileLock(path).acquire(timeout=0).lock.release()
+        except Timeout:
+            raise ConfigError(f"--output: a run is at work in {str(output)!r}") from None
+
+
+def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
+    """A lock on `directory`, held until its `with` block ends, or this process.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    try:
+        return FileLock(directory / name).acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"--output: another command is at work in {str(directory)!r}") from None
+
+
+def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The lifecycle.json of a run of the same config that was cut short, if that is what `place` holds."""
+    try:
+        content: dict[str, Any] = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
+        if content["config_digest"] != digest(record) or content["status"] == "completed" or not content["run_id"]:
+            return None
+        # A run that still works holds its lock.
+        run_lock(output, content["run_id"]).acquire(timeout=0).lock.release()
+        return content
+    except (OSError, ValueError, KeyError, TypeError, Timeout):
+        return None

@@ -1,0 +1,54 @@
+"""The Prefect task that registers a policy: model card, registry, and a signed decision."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from xray.tasks.output_directory import LOCKS
+from xray.tasks.spec import RunContext, StageResult
+
+ALIAS = "candidate"
+
+
+@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="register")
+def register(
+    context: RunContext, name: str, policy: dict[str, Any], evaluation: dict[str, Any] | None
+) -> dict[str, str]:
+    """Make a policy the newest version of the registered model `name`, as `candidate`.
+
+    Args:
+        policy: the `StageResult` of the policy, as JSON.
+        evaluation: that of an evaluation of it; its results go on the model card.
+    """
+    from xray_runtime.lineage.attestation import publish_card
+    from xray_runtime.lineage.decisions import decide
+    from xray_runtime.lineage.signing import signing_key
+    from xray_runtime.tracking.mlflow_tracker import Tracker
+
+    os.environ |= {k: value.get_secret_value() for k, value in context.variables.items()}
+    output = Path(context.output)
+    registered = StageResult.model_validate(policy)
+    if evaluation is not None:
+        publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
+    tracker = Tracker(context.tracking_uri, context.experiment, None)
+    # Decisions are a chain: of two runs in this directory, one comes after the other.
+    with FileLock(output / LOCKS / "decisions.lock"):
+        version = tracker.register(name, registered.checkpoint, registered.mlflow_run_id, ALIAS)
+        decide(
+            output,
+            signing_key(output),
+            action="register",
+            name=name,
+            alias=ALIAS,
+            version=version,
+            checkpoint=registered.checkpoint.sha256,
+            by=context.trigger.get("by"),
+            note=f"flow run {context.flow_run_id}",
+        )
+    return {"name": name, "version": version, "alias": ALIAS}

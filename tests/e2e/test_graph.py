@@ -1,0 +1,187 @@
+"""Graphs of people's own, through the real command: side by side, killed, resumed, isolated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
+
+JUDGES = ("upbeat-judge", "interesting-judge")
+SMALL = ["--set", "steps=10", "--set", "iterations=2"]
+
+
+def two_judges(output: Path, *more: str) -> Outcome:
+    return xray("run", "examples.two_judges:two_judges", "--output", str(output), "--json", *SMALL, *more)
+
+
+def shas(outcome: Outcome) -> dict[str, str]:
+    return {stage["name"]: stage["checkpoint"]["sha256"] for stage in outcome.lifecycle["stages"]}
+
+
+def spans(output: Path) -> dict[str, list[tuple[datetime, datetime]]]:
+    """Task → (start, end) of its runs, in Prefect's own record."""
+    found: dict[str, list[tuple[datetime, datetime]]] = {}
+    with contextlib.closing(sqlite3.connect(output / "prefect" / "prefect.db")) as database:
+        rows = database.execute("select name, start_time, end_time from task_run where end_time is not null")
+        for name, start, end in rows:
+            found.setdefault(name, []).append((datetime.fromisoformat(start), datetime.fromisoformat(end)))
+    return found
+
+
+def edges(output: Path) -> set[tuple[str, str]]:
+    """(parent, child) of the arrows on Prefect's page."""
+    with contextlib.closing(sqlite3.connect(output / "prefect" / "prefect.db")) as database:
+        rows = list(database.execute("select id, name, task_inputs from task_run"))
+    names = {str(row[0]).replace("-", ""): row[1] for row in rows}
+    return {
+        (names[str(parent["id"]).replace("-", "")], child)
+        for _, child, inputs in rows
+        for parents in json.loads(inputs).values()
+        for parent in parents
+        if parent["input_type"] == "task_run"
+    }
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """An undisturbed run of examples/two_judges.py."""
+    output = tmp_path_factory.mktemp("judges") / "run"
+    outcome = two_judges(output)
+    assert outcome.code == 0, outcome.err
+    return output, outcome
+
+
+def test_independent_branches_run_at_the_same_time_and_show_their_edges(judged: tuple[Path, Outcome]) -> None:
+    output, outcome = judged
+    found = spans(output)
+    [(first_start, first_end)], [(second_start, second_end)] = (found[name] for name in JUDGES)
+    assert max(first_start, second_start) < min(first_end, second_end)
+    for stage, parents in {
+        "sft": {"fresh_base", "prepare"},
+        "ppo": {"sft", "prepare", *JUDGES},
+        "evaluate": {"ppo", "sft", "prepare", "upbeat-judge"},
+    }.items():
+        assert {parent for parent, child in edges(output) if child == stage} == parents
+    assert xray("audit", "--all", "--output", str(output)).code == 0
+    assert outcome.lifecycle["registered"]["name"] == "two-judges-policy"
+
+
+@pytest.mark.long
+def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
+    judged: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    command = [XRAY, "run", "examples.two_judges:two_judges", "--output", str(output), *SMALL]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    logs = [output / "logs" / name / "reward-0.log" for name in JUDGES]
+    _wait_for(lambda: all(log.exists() for log in logs), process)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGKILL)
+    process.wait()
+    again = two_judges(output)
+    assert again.code == 0, again.err
+    assert shas(again) == shas(judged[1])
+
+
+def test_a_project_of_ones_own_runs_is_cached_and_audited(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "own_project", project)
+    output = project / "runs" / "short-replies"
+
+    def run(*more: str) -> Outcome:
+        command = [XRAY, "run", "flows.short_replies:short_replies", "--json", *more]
+        done = subprocess.run(command, cwd=project, env=environment(), capture_output=True, text=True, timeout=900)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    first = run()
+    assert first.code == 0, first.err
+    kinds = {stage["name"]: stage["kind"] for stage in first.lifecycle["stages"]}
+    assert kinds["keep_shortest"] == "keep_shortest"
+    again = run()
+    assert all(stage["cached"] for stage in again.lifecycle["stages"])
+    assert shas(again) == shas(first)
+    assert xray("audit", "--all", "--output", str(output)).code == 0
+    drawn = xray("lineage", "sft-short", "--output", str(output))
+    assert "keep_shortest" in drawn.out
+    # An edit of its code computes what depends on it, and nothing else.
+    file = project / "tasks" / "keep_shortest.py"
+    file.write_text(file.read_text().replace("max(1, round(", "max(2, round("))
+    edited = run()
+    computed = [stage["name"] for stage in edited.lifecycle["stages"] if not stage["cached"]]
+    assert computed[0] == "keep_shortest"
+    assert "sft-all" not in computed
+
+
+@pytest.fixture
+def shared_ray(tmp_path: Path) -> Iterator[str]:
+    """A Ray that both lifecycles use."""
+    from ray.scripts.scripts import main  # noqa: F401 - that it can be started is what is asked
+
+    ray = XRAY.with_name("ray")
+    port = 26379
+    variables = environment() | {"RAY_TMPDIR": str(tmp_path)}
+    subprocess.run(
+        [ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"],
+        env=variables,
+        check=True,
+        capture_output=True,
+    )
+    yield f"127.0.0.1:{port}"
+    subprocess.run([ray, "stop", "--force"], env=variables, check=True, capture_output=True)
+
+
+@pytest.mark.long
+def test_of_two_lifecycles_on_one_ray_one_is_interrupted_and_the_other_ends_as_alone(
+    first: Outcome, shared_ray: str, tmp_path: Path
+) -> None:
+    variables = environment() | {"RAY_ADDRESS": shared_ray}
+
+    def start(name: str, seed: int) -> subprocess.Popen[str]:
+        command = [
+            XRAY,
+            "run",
+            "configs/tiny.yaml",
+            "--output",
+            str(tmp_path / name),
+            "--json",
+            "--set",
+            f"seed={seed}",
+        ]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    stays, goes = start("stays", 0), start("goes", 1)
+    _wait_for((tmp_path / "goes" / "logs" / "sft" / "policy-0.log").exists, goes)
+    goes.send_signal(signal.SIGINT)
+    assert goes.wait(300) == 130
+    out, _ = stays.communicate(timeout=900)
+    assert stays.returncode == 0
+    assert shas(Outcome(0, out, "")) == shas(first)
+
+
+def _wait_for(
+    condition: object, process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: float = 600
+) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,100 @@
+"""The stage `compare` without its engines: who is asked what, and what the answers come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_jsonl
+from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.stages.artifacts import Artifact, Dataset, Model
+from xray_runtime.stages.compare import asked_prompts
+from xray_runtime.stages.judging import judge
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import CompareInputs
+
+CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
+
+
+def test_gold_judges_where_there_is_one() -> None:
+    rewards = {"candidate": torch.tensor([2.0, 2.0]), "champion": torch.tensor([1.0, 1.0])}
+    golds = {"candidate": torch.tensor([0.0, 0.5]), "champion": torch.tensor([1.0, 0.5])}
+    content = judge(CONFIG, 0, "compare", "candidate", "champion", rewards, golds)
+    assert content["judge"] == "gold"
+    assert content["win_rate"] == 0.25  # one lost, one tied: (0 + ½) / 2
+    assert content["gold_delta"] == -0.5  # (−1 + 0) / 2
+    assert content["reward_delta"] == 1.0
+    assert content["reward_delta_ci95"] == [1.0, 1.0]  # every difference is 1, whatever is drawn
+    assert (content["gold_champion"], content["gold_candidate"]) == (0.75, 0.25)
+    alone = judge(CONFIG, 0, "compare", "candidate", "champion", rewards, None)
+    assert (alone["judge"], alone["win_rate"]) == ("reward", 1.0)
+    assert (alone["gold_delta"], alone["gold_candidate"]) == (None, None)
+
+
+def test_nothing_judges_where_there_is_neither() -> None:
+    content = judge(CONFIG, 0, "compare", "candidate", "champion", None, None)
+    assert set(content) == {
+        *("judge", "win_rate", "win_rate_ci95"),
+        *(f"{kind}_{what}" for kind in ("reward", "gold") for what in ("delta", "delta_ci95", "champion", "candidate")),
+    }
+    assert set(content.values()) == {None}
+
+
+def said(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number}"}]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage[EvaluationConfig, CompareInputs]:
+    """Twelve held-out prompts, of which the champion was trained on numbers 0, 1 and, as a preference, 2."""
+    datasets: dict[str, dict[str, list[Any]]] = {
+        "prompts": {"heldout": [Example(str(i), "c", said(i), "a") for i in range(12)]},
+        "seen-data": {"train": [Example(str(i), "c", said(i), "a") for i in (0, 1, 50)]},
+        "seen-preferences": {"train": [PreferenceExample("2", said(2), "a", "b")]},
+    }
+    for role, files in datasets.items():
+        (tmp_path / role).mkdir()
+        for name, rows in files.items():
+            write_jsonl(tmp_path / role / f"{name}.jsonl", rows)
+    limit_prompts(tmp_path / "prompts", 32)
+    inputs = CompareInputs(
+        policy=Model(tmp_path / "candidate"),
+        champion=Model(tmp_path / "champion"),
+        prompts=Dataset(tmp_path / "prompts"),
+        seen=[Artifact(tmp_path / "seen-data"), Artifact(tmp_path / "seen-preferences")],
+    )
+    return Stage("compare", 3, CONFIG, inputs, RuntimeConfig(), no_models)
+
+
+def limit_prompts(dataset: Path, max_prompt_tokens: int) -> None:
+    (dataset / "dataset.json").write_text(json.dumps({"max_prompt_tokens": max_prompt_tokens}))
+
+
+def no_models(specs: Mapping[str, Any]) -> Any:
+    raise AssertionError("asking opens no models")
+
+
+def test_nobody_is_asked_what_the_champion_has_seen(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
+    # A vocabulary of its own each: the same text is other tokens.
+    tokenizers = {
+        "candidate": train_tokenizer(["question"] * 9, 300),
+        "champion": train_tokenizer(["answers"] * 9, 300),
+    }
+    asked = [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)]
+    assert len(asked) == 8
+    assert set(asked) <= {f"question {i}" for i in range(3, 12)}
+    assert asked == [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)]
+
+
+def test_too_few_prompts_are_an_error(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
+    tokenizer = train_tokenizer(["question"] * 9, 300)
+    limit_prompts(stage.inputs.prompts.path, 4)
+    with pytest.raises(ValueError, match="0 held-out prompts are left that the champion was not trained on; 8 are"):
+        asked_prompts(stage, {"candidate": tokenizer, "champion": tokenizer})

@@ -1,0 +1,514 @@
+"""Graphs as people write them: what a call takes and returns, and what is refused while it is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xray
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.stages.artifacts import Artifact, Dataset, Model, Preferences, RewardModel
+from xray_runtime.stages.graph import (
+    Graph,
+    Handle,
+    OnlyPlannedError,
+    StageCall,
+    current_graph,
+    is_planning,
+    planning,
+    recording,
+    reward,
+)
+
+
+def brevity(prompts: list[str], replies: list[str]) -> list[float]:
+    return [-float(len(reply)) for reply in replies]
+
+
+def other(prompts: list[str], replies: list[str]) -> list[float]:
+    return [0.0 for _ in replies]
+
+
+@pytest.fixture
+def graph() -> Any:
+    with recording(seed=3) as graph:
+        yield graph
+
+
+def parts() -> tuple[Handle, Handle, Handle]:
+    """(data, base, a reward model)."""
+    data, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
+    return data, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
+
+
+def refused(act: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Handles, edges, names
+
+
+def test_a_call_returns_a_handle_that_another_takes(graph: Graph) -> None:
+    data, base, judge = parts()
+    sft = xray.sft(base, data=data, steps=7)
+    policy = xray.ppo(sft, data, reference=base, rewards=[judge])
+    assert [type(handle) for handle in (data, base, judge, sft, policy)] == [Handle] * 5
+    assert [handle.output for handle in (data, base, judge, sft)] == [Dataset, Model, RewardModel, Model]
+    assert [repr(handle) for handle in (data, sft)] == ["<Dataset prepare>", "<Model sft>"]
+    assert list(graph.calls) == ["prepare", "base", "preferences", "reward_model", "sft", "ppo"]
+    call = graph.calls["ppo"]
+    assert (call.kind, call.seed) == (xray.ppo, 3)
+    assert call.parents == {"policy": sft, "prompts": data, "reference": base, "rewards.0": judge}
+    assert sft.call is graph.calls["sft"]
+    assert graph.calls["sft"].config_json()["steps"] == 7
+
+
+def test_inputs_come_by_position_or_by_name(graph: Graph) -> None:
+    data, base, _ = parts()
+    by_name = xray.sft(data=data, base=base, name="one").call
+    by_position = xray.sft(base, data, name="two").call
+    assert by_name is not None
+    assert by_position is not None
+    assert by_name.parents == by_position.parents == {"base": base, "data": data}
+
+
+def test_names_are_the_kinds_and_then_numbered(graph: Graph) -> None:
+    names = [xray.base(model="x").name for _ in range(3)]
+    assert names == ["base", "base-2", "base-3"]
+    assert xray.base(model="x", name="mine").name == "mine"
+    xray.base(model="x", name="base-4")
+    assert xray.base(model="x").name == "base-5"
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "two words", ".hidden", "a\nb", "x" * 65, 7])
+def test_a_name_is_part_of_file_names(name: Any, graph: Graph) -> None:
+    said = refused(lambda: xray.base(model="x", name=name))
+    assert said == f"name: {name!r} is not allowed: must match [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}"
+    assert not graph.calls
+
+
+def test_the_same_call_under_one_name_is_one_stage(graph: Graph) -> None:
+    data, base, _ = parts()
+    one = xray.sft(base, data, steps=7, name="mine")
+    before = dict(graph.calls)
+    assert xray.sft(base, data=data, steps=7, name="mine") is one
+    assert graph.calls == before
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda base, data: xray.sft(base, data, steps=8, name="mine"),
+        lambda base, data: xray.sft(xray.base(model="y"), data, steps=7, name="mine"),
+        lambda base, data: xray.base(model="x", name="mine"),
+    ],
+)
+def test_two_stages_of_one_name_are_refused(again: Callable[[Handle, Handle], Handle], graph: Graph) -> None:
+    data, base, _ = parts()
+    xray.sft(base, data, steps=7, name="mine")
+    said = refused(lambda: again(base, data))
+    assert said == "mine: two stages of this name; give one of them another: name=…"
+
+
+def test_a_function_that_was_defined_again_is_another(graph: Graph) -> None:
+    data, base, _ = parts()
+
+    def made() -> Any:
+        def mine(prompts: list[str], replies: list[str]) -> list[float]:
+            return [0.0] * len(replies)
+
+        return mine
+
+    xray.ppo(base, data, rewards=[made()], name="mine")
+    assert "two stages of this name" in refused(lambda: xray.ppo(base, data, rewards=[made()], name="mine"))
+
+
+def test_what_could_not_be_submitted_is_no_stage() -> None:
+    class Full(Graph):
+        def submit(self, call: StageCall) -> None:
+            if full:
+                raise ConfigError("no room")
+
+    full = True
+    with Full() as graph:
+        assert refused(lambda: xray.base(model="x", name="mine")) == "no room"
+        assert not graph.calls
+        full = False
+        assert xray.base(model="y", name="mine").name == "mine"
+
+
+def test_a_stage_needs_a_graph() -> None:
+    said = refused(lambda: xray.base(model="x"))
+    assert said == 'a stage can be called inside of `with xray.workspace("DIRECTORY"):` alone'
+
+
+def test_the_innermost_graph_counts() -> None:
+    with recording() as outer:
+        with recording() as inner:
+            assert current_graph() is inner
+            xray.base(model="x")
+        assert current_graph() is outer
+    assert (list(outer.calls), list(inner.calls)) == ([], ["base"])
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda data, base: xray.sft(data, data), "sft.base: <Dataset chats> is not allowed: must be a Model"),
+        (lambda data, base: xray.sft(base, base), "sft.data: <Model llm> is not allowed: must be a Dataset"),
+        (
+            lambda data, base: xray.sft("gpt2", data),
+            "sft.base: 'gpt2' is not allowed: must be a Model that a stage makes",
+        ),
+        (
+            lambda data, base: xray.sft(base, ["x"]),
+            "sft.data: ['x'] is not allowed: must be a Dataset that a stage makes",
+        ),
+        (
+            lambda data, base: xray.sft(base, data=["x"]),
+            "sft.data: ['x'] is not allowed: must be a Dataset that a stage makes",
+        ),
+        (
+            lambda data, base: xray.sft(xray.base, data),
+            "sft.base: base is not allowed: must be a Model that a stage makes",
+        ),
+        (lambda data, base: xray.sft(base), "sft.data: is required: a Dataset"),
+        (lambda data, base: xray.sft(data=data), "sft.base: is required: a Model"),
+        (lambda data, base: xray.sft(base, None), "sft.data: is required: a Dataset"),
+        (lambda data, base: xray.sft(base, data, data), "sft: 3 inputs are not allowed: sft takes base, data"),
+        (lambda data, base: xray.prepare(data), "prepare: 1 inputs are not allowed: prepare takes none"),
+        (lambda data, base: xray.sft(base, data, data=data), "sft.data: given twice"),
+        (
+            lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),
+            "ppo.refrence: unknown input (did you mean reference?); ppo takes policy, prompts, reference, rewards",
+        ),
+        (lambda data, base: xray.prepare(dta=data), "prepare.dta: unknown input; prepare takes none"),
+        (
+            lambda data, base: xray.reward_model(base, data),
+            "reward_model.data: <Dataset chats> is not allowed: must be a Preferences",
+        ),
+        (
+            lambda data, base: xray.evaluate(base, base, data, rewards=[base]),
+            "evaluate.rewards.0: <Model llm> is not allowed: must be a RewardModel",
+        ),
+        (
+            lambda data, base: xray.ppo(base, data, rewards=[brevity, 0.5 * data]),
+            "ppo.rewards.1: <Dataset chats> is not allowed: must be a RewardModel",
+        ),
+        (
+            lambda data, base: xray.ppo(base, data, rewards=["x:y"]),
+            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel that a stage makes",
+        ),
+        (
+            lambda data, base: xray.preferences(source="gold", gold="vader"),
+            "preferences: policy: is required with source 'gold'",
+        ),
+        (lambda data, base: xray.preferences(source="ratings"), "preferences: data: is required with source 'ratings'"),
+        (
+            lambda data, base: xray.preferences(source="judgements"),
+            "preferences: judgements: is required with source 'judgements'",
+        ),
+    ],
+)
+def test_a_wrong_input_is_refused_as_the_graph_is_written(
+    call: Callable[[Handle, Handle], Any], message: str, graph: Graph
+) -> None:
+    data, base = xray.prepare(name="chats"), xray.base(model="x", name="llm")
+    assert refused(lambda: call(data, base)) == message
+    assert list(graph.calls) == ["chats", "llm"]
+
+
+def test_fields_are_refused_as_in_yaml(graph: Graph) -> None:
+    data, base = xray.prepare(), xray.base(model="x")
+    assert refused(lambda: xray.sft(base, data, steps=0)) == (
+        "sft.steps: 0 is not allowed: must be greater than or equal to 1"
+    )
+    assert refused(lambda: xray.sft(base, data, stepps=3, name="mine")).startswith(
+        "mine.stepps: unknown field (did you mean steps?); allowed here: batch_size, betas,"
+    )
+    assert refused(lambda: xray.sft(base, data, engine={"zero_stage": 9})) == (
+        "sft.engine.zero_stage: 9 is not allowed: must be less than or equal to 3"
+    )
+    assert refused(lambda: xray.preferences(source="dpo", data=data)) == (
+        "preferences.source: \"dpo\" is not allowed: must be one of 'gold', 'ratings', 'dataset', 'judgements'"
+    )
+    assert refused(lambda: xray.ppo(base, data, minibatch_size=48, rewards=[brevity])) == (
+        "ppo: minibatch_size = 48 must divide prompts_per_iteration = 64"
+    )
+
+
+def test_a_subtype_will_do_and_a_supertype_will_not(graph: Graph) -> None:
+    class Chatty(Model):
+        pass
+
+    data = xray.prepare()
+    chatty, anything = (Handle(graph, name, type, data.call) for name, type in (("chatty", Chatty), ("any", Artifact)))
+    assert xray.sft(chatty, data).name == "sft"
+    assert refused(lambda: xray.sft(anything, data)) == "sft-2.base: <Artifact any> is not allowed: must be a Model"
+
+
+def test_a_checkpoint_that_a_plan_does_not_open_is_taken_on_trust(graph: Graph) -> None:
+    found = xray.checkpoint("DIR#sft")
+    assert (found.name, found.output, found.call) == ("DIR#sft", Artifact, None)
+    assert xray.sft(found, xray.prepare()).name == "sft"
+
+
+def test_a_checkpoint_of_a_known_type_is_checked(graph: Graph) -> None:
+    found = Handle(graph, "prefs@ab12", Preferences, None)
+    said = refused(lambda: xray.sft(found, xray.prepare()))
+    assert said == "sft.base: <Preferences prefs@ab12> is not allowed: must be a Model"
+
+
+def test_inputs_are_of_the_same_workspace(graph: Graph) -> None:
+    with recording():
+        elsewhere = xray.base(model="x")
+    said = refused(lambda: xray.sft(elsewhere, xray.prepare()))
+    assert said == ("sft.base: <Model base> is of another workspace: take its checkpoint, xray.checkpoint('DIR#base')")
+
+
+def test_registering_takes_a_policy_and_its_evaluation(graph: Graph) -> None:
+    data, base = xray.prepare(), xray.base(model="x")
+    result = xray.evaluate(base, base, data)
+    xray.register(base, result)
+    assert refused(lambda: xray.register(data)) == "register.policy: <Dataset prepare> is not allowed: must be a Model"
+    assert refused(lambda: xray.register(base, base)) == (
+        "register.evaluation: <Model base> is not allowed: must be an Evaluation"
+    )
+    assert refused(lambda: xray.register("sft")) == (  # type: ignore[arg-type]
+        "register.policy: 'sft' is not allowed: must be a Model that a stage makes"
+    )
+
+
+# Rewards
+
+
+def terms(handle: Handle) -> list[dict[str, Any]]:
+    assert handle.call is not None
+    return [
+        {name: value for name, value in term.items() if value is not None}
+        for term in handle.call.config_json()["rewards"]
+    ]
+
+
+def test_rewards_have_weights(graph: Graph) -> None:
+    data, base, kind = parts()
+    safe = xray.reward_model(base, data=xray.preferences(source="dataset", path="z.jsonl"))
+    sources = [kind, 0.5 * safe, 0.1 * xray.reward(brevity), xray.reward(other) * 2 * 0.25, brevity]
+    policy = xray.ppo(base, data, rewards=sources)
+    here = __name__
+    assert terms(policy) == [
+        {"model": "rewards.0", "weight": 1.0},
+        {"model": "rewards.1", "weight": 0.5},
+        {"function": f"{here}:brevity", "weight": 0.1},
+        {"function": f"{here}:other", "weight": 0.5},
+        {"function": f"{here}:brevity", "weight": 1.0},
+    ]
+    assert policy.call is not None
+    assert policy.call.parents == {"policy": base, "prompts": data, "rewards.0": kind, "rewards.1": safe}
+    assert policy.call.functions == {f"{here}:brevity": brevity, f"{here}:other": other}
+
+
+def test_a_single_source_needs_no_list(graph: Graph) -> None:
+    data, base, kind = parts()
+    assert terms(xray.ppo(base, data, rewards=kind)) == [{"model": "rewards.0", "weight": 1.0}]
+    assert terms(xray.ppo(base, data, rewards=0.5 * kind)) == [{"model": "rewards.0", "weight": 0.5}]
+    assert terms(xray.ppo(base, data, rewards=brevity)) == [{"function": f"{__name__}:brevity", "weight": 1.0}]
+    assert terms(xray.evaluate(base, base, data)) == []
+
+
+def test_yaml_names_functions(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "mine.rewards")
+    data, base, kind = parts()
+    policy = xray.ppo(base, data, rewards=[kind, {"function": "mine.rewards:f", "weight": 2.0}])
+    assert terms(policy) == [
+        {"model": "rewards.0", "weight": 1.0},
+        {"function": "mine.rewards:f", "weight": 2.0},
+    ]
+    assert policy.call is not None
+    assert policy.call.functions == {}
+    assert terms(xray.ppo(base, data, rewards=[xray.reward("mine.rewards:g")]))[0]["function"] == "mine.rewards:g"
+
+
+@pytest.mark.parametrize("source", [{"function": "os:system"}, reward("os:system")])
+def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XRAY_ALLOWED_IMPORTS", raising=False)
+    data, base, _ = parts()
+    assert refused(lambda: xray.ppo(base, data, rewards=[source])) == (
+        "ppo: 'os:system' is not allowed: it would import os, and XRAY_ALLOWED_IMPORTS in the environment allows "
+        "nothing; to allow it: XRAY_ALLOWED_IMPORTS=os"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ("no colon", "'no colon'"),
+        ("a:b.c", "'a:b.c'"),
+        (3, "3"),
+        (functools.partial(brevity), f"{functools.partial(brevity)!r}"),
+    ],
+)
+def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
+    assert refused(lambda: reward(function)) == (
+        f"reward: {shown} is not allowed: must be a function, or 'module:function'"
+    )
+
+
+def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
+    """They would have one weight and one score."""
+    data, base, _ = parts()
+    lambdas = [lambda prompts, replies: [1.0] * len(replies), lambda prompts, replies: [2.0] * len(replies)]
+    said = refused(lambda: xray.ppo(base, data, rewards=lambdas))
+    name = f"{__name__}:test_two_functions_of_one_name_are_refused.<locals>.<lambda>"
+    assert said == f"ppo.rewards.1: two functions are called {name!r}; give one of them another name"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([], "ppo: rewards: must have at least 1 item: a reward model or a function"),
+        (None, "ppo: rewards: must have at least 1 item: a reward model or a function"),
+        ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
+        ([{"weight": 1.0}], "ppo.rewards.0: one of model and function must be set"),
+        ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
+    ],
+)
+def test_rewards_that_cannot_be_meant(rewards: Any, message: str, graph: Graph) -> None:
+    data, base = xray.prepare(), xray.base(model="x")
+    assert refused(lambda: xray.ppo(base, data, rewards=rewards)) == message
+
+
+def test_only_numbers_weigh(graph: Graph) -> None:
+    _, _, kind = parts()
+    with pytest.raises(TypeError):
+        kind * "2"  # type: ignore[operator]
+
+
+def test_weights_are_for_rewards(graph: Graph) -> None:
+    data, base, _ = parts()
+    assert "must be a Model that a stage makes" in refused(lambda: xray.sft(0.5 * base, data))
+    seen = refused(lambda: xray.compare(base, base, data, seen=[0.5 * data]))
+    assert seen.startswith("compare.seen.0: Weighted(")
+    assert seen.endswith("must be an Artifact that a stage makes")
+
+
+# Defaults, the seed, plans
+
+
+def test_defaults_go_to_the_stages_that_have_them() -> None:
+    defaults = {"generator": {"engine": "transformers"}, "frozen": LayoutConfig(num_workhorses=2), "gold": "vader"}
+    with recording(defaults=defaults) as graph:
+        data, base, _ = parts()
+        xray.sft(base, data)
+        policy = xray.ppo(base, data, rewards=[brevity])
+        own = xray.ppo(base, data, rewards=[brevity], generator=GeneratorConfig(engine="deepspeed"))
+        pairs = xray.preferences(base, data)
+    configs = {name: call.config for name, call in graph.calls.items()}
+    assert configs[policy.name].generator.engine == "transformers"
+    assert configs[policy.name].frozen.num_workhorses == 2
+    assert configs[own.name].generator.engine == "deepspeed"
+    assert (configs[pairs.name].gold, configs[pairs.name].generator.engine) == ("vader", "transformers")
+    assert not hasattr(configs["sft"], "generator")
+
+
+def test_rewards_of_a_call_replace_the_default_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "mine")
+    with recording(defaults={"rewards": [{"function": "mine:f"}]}):
+        data, base, kind = parts()
+        assert terms(xray.ppo(base, data)) == [{"function": "mine:f", "weight": 1.0}]
+        assert terms(xray.ppo(base, data, rewards=[kind])) == [{"model": "rewards.0", "weight": 1.0}]
+        assert terms(xray.evaluate(base, base, data, rewards=[])) == []
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"generatr": {}}, "generatr: unknown field (did you mean generator?): no stage kind has one of this name"),
+        ({"qqq": 1}, "qqq: unknown field: no stage kind has one of this name"),
+    ],
+)
+def test_a_default_that_nothing_reads_is_refused(defaults: dict[str, Any], message: str) -> None:
+    assert refused(lambda: Graph(defaults=defaults)) == message
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 1.0, True, "1", None])
+def test_a_seed_that_cannot_be_one(seed: Any) -> None:
+    assert refused(lambda: Graph(seed)) == f"seed: {seed!r} is not allowed: must be a whole number from 0 to 2147483647"
+
+
+def test_a_shortened_graph_has_the_same_stages() -> None:
+    def written() -> None:
+        data, base, kind = parts()
+        xray.ppo(xray.sft(base, data, steps=90), data, rewards=[kind], iterations=90)
+
+    with recording() as whole:
+        written()
+    with Graph(shorten=True) as short:
+        written()
+    assert list(short.calls) == list(whole.calls)
+    assert (short.calls["sft"].config.steps, short.calls["ppo"].config.iterations) == (2, 2)
+    assert short.calls["prepare"].config == whole.calls["prepare"].config
+
+
+def test_a_plan_has_no_results(graph: Graph) -> None:
+    base = xray.base(model="x")
+    with pytest.raises(OnlyPlannedError, match=r"^base: this graph only plans; its stages have no results$") as caught:
+        base.result()
+    assert caught.value.stage == "base"
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_planning_records_every_workspace(tmp_path: Path) -> None:
+    """Servers, `until` and what goes into records are left out; nothing is written."""
+    out = tmp_path / "a"
+    assert is_planning() is None
+    with planning() as graphs:
+        options: dict[str, Any] = {"runtime": {"device": "cpu"}, "until": "base", "project": "p", "gates": {}}
+        with xray.workspace(out, seed=5, generator={"engine": "transformers"}, **options) as opened:
+            data, base, _ = parts()
+            xray.sft(base, data)
+            xray.register(base)
+        with xray.workspace(str(tmp_path / "b")):
+            xray.base(model="x")
+    assert is_planning() is None
+    assert [(directory, list(graph.calls)) for directory, graph in graphs] == [
+        (out, ["prepare", "base", "preferences", "reward_model", "sft"]),
+        (tmp_path / "b", ["base"]),
+    ]
+    first = graphs[0][1]
+    assert opened is first
+    assert (first.seed, first.runtime.device) == (5, "cpu")
+    assert first.defaults == {"generator": {"engine": "transformers"}}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sed": 3}, "sed: unknown field: no stage kind has one of this name"),
+        ({"runtime": {"devise": "cpu"}}, "runtime.devise: unknown field (did you mean device?); allowed here: "),
+        ({"seed": "3"}, "seed: '3' is not allowed: must be a whole number from 0 to 2147483647"),
+    ],
+)
+def test_options_of_a_workspace_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def opened() -> None:
+        with planning(), xray.workspace(tmp_path, **options):
+            pass
+
+    assert refused(opened).startswith(message)
+
+
+def test_a_graph_has_a_runtime() -> None:
+    assert Graph().runtime == RuntimeConfig()

@@ -1,0 +1,33 @@
+"""What a stage's task refuses before it computes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from xray.tasks.spec import StageSpec
+from xray.tasks.stage import _check_code
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.stages.identify import code_of
+from xray_runtime.stages.kinds import PREPARE
+from xray_runtime.store.identity import OTHER_ENVIRONMENT
+
+
+def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
+    code = code_of(PREPARE)
+    spec = StageSpec(
+        name="chats",
+        kind="prepare",
+        module=PREPARE.registered_in,
+        config={},
+        seed=0,
+        runtime=RuntimeConfig(),
+        code=code,
+    )
+    _check_code(spec, PREPARE)
+    there = f"^chats on .*: {re.escape(OTHER_ENVIRONMENT)}"
+    for other in ({"xray_runtime.seeding": "0" * 64}, {"xray_runtime.only_there": "0" * 64}):
+        with pytest.raises(ConfigError, match=rf"{there} \({re.escape(next(iter(other)))}\)$"):
+            _check_code(spec.model_copy(update={"code": code | other}), PREPARE)

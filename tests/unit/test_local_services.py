@@ -1,0 +1,68 @@
+"""The servers of a single run: one directory each, started again when they die; a dead Ray ends the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xray.deployments.local_services import LOST, Health, _environment, _server_directory
+from xray.deployments.service import Service
+
+# A run whose child is called as one of Ray's processes, and dies.
+RUN = """
+import subprocess, sys, time
+from xray.deployments.local_services import Health
+child = subprocess.Popen([sys.argv[1], "60"])
+time.sleep(0.5)
+with Health().watching(None):
+    child.kill()
+    time.sleep(60)
+"""
+
+
+def test_runs_in_one_output_directory_have_servers_of_their_own(tmp_path: Path) -> None:
+    first, lock = _server_directory(tmp_path)
+    with lock:
+        second, another = _server_directory(tmp_path)
+        with another:
+            assert (first, second) == (tmp_path / "prefect", tmp_path / "prefect-2")
+    again, lock = _server_directory(tmp_path)
+    with lock:
+        assert again == first
+
+
+def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    server = Service("prefect", "Prefect", command, dict(os.environ), tmp_path / "log", "here", lambda _: True)
+    server.start()
+    first = server.find()
+    assert first is not None
+    with Health().watching(server):
+        first.kill()
+        deadline = time.monotonic() + 30
+        while server.find() in (None, first) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.is_healthy()
+    assert server.stop()
+    assert server.find() is None
+
+
+def test_a_run_whose_ray_died_ends_at_once(tmp_path: Path) -> None:
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    raylet = shutil.copy(sleep, tmp_path / "raylet")
+    assert subprocess.run([sys.executable, "-c", RUN, str(raylet)], timeout=60).returncode == LOST
+
+
+def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_TEST_OLD", "before")
+    with _environment({"XRAY_TEST_OLD": "now", "XRAY_TEST_NEW": "now"}):
+        assert (os.environ["XRAY_TEST_OLD"], os.environ["XRAY_TEST_NEW"]) == ("now", "now")
+    assert os.environ["XRAY_TEST_OLD"] == "before"
+    assert "XRAY_TEST_NEW" not in os.environ

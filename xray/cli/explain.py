@@ -1,0 +1,160 @@
+"""`xray run --explain`: for every stage, why its checkpoint can be taken from the store, or what changed since."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xray.flows.lifecycle_graph import recorded_graph
+from xray.tasks.output_directory import DIGESTS
+from xray_runtime.config.loading import validate
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.adopt import sha256_of
+from xray_runtime.stages.graph import Graph, OnlyPlannedError, StageCall, planning
+from xray_runtime.stages.identify import identify
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_manifest
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.identity import Identity
+from xray_runtime.store.manifest import MANIFEST, Manifest
+from xray_runtime.store.shared import open_shared
+from xray_runtime.workers.device import local_device
+
+MAX_SHOWN = 6
+
+
+def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
+    """Print a line a stage; exit code 0. Raises ConfigError where the graph cannot be written."""
+    graphs, waits_for = _graphs(job, output)
+    for directory, graph in graphs:
+        console.print(_table(graph, directory))
+    if waits_for is not None:
+        console.print(f"what the flow calls after it has {waits_for}'s result depends on that", highlight=False)
+    return 0
+
+
+def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Graph]], str | None]:
+    """(output directory and graph of each workspace, the stage whose result the flow waits for, where it does)."""
+    if job.get("config") is not None:
+        return [(output, recorded_graph(validate(job["config"])))], None
+    from xray.cli.runner import load_flow
+
+    flow, waits_for = load_flow(job["flow"]), None
+    with planning() as graphs:
+        try:
+            getattr(flow, "fn", flow)(**job["parameters"])
+        except OnlyPlannedError as error:
+            waits_for = error.stage
+        except TypeError as error:
+            if graphs:
+                raise
+            raise ConfigError(f"{job['flow']}: {error}") from None
+    return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
+
+
+def _table(graph: Graph, output: Path) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "", "why"):
+        table.add_column(column, overflow="fold")
+    for row in explained(graph, output):
+        table.add_row(*map(escape, row))
+    return table
+
+
+def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
+    """(stage, cached or compute, why) in the order in which they were called.
+
+    Raises:
+        ConfigError: an input, a file or a function cannot be read.
+    """
+    known: dict[str, str] = {}
+    return [(call.name, *_explain_stage(call, graph, output, known)) for call in graph.calls.values()]
+
+
+def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str, str]) -> tuple[str, str]:
+    """(cached or compute, why). Puts the sha256 of a cached stage into `known`."""
+    unknown = [h.name for h in call.parents.values() if h.call is not None and h.name not in known]
+    if unknown:
+        return "compute", f"parent {unknown[0]} is computed again"
+    parents = {role: known[h.name] if h.call else sha256_of(h.name, output) for role, h in call.parents.items()}
+    runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
+    memory = DigestMemory(output / DIGESTS)
+    try:
+        identity, _ = identify(call.kind, call.name, call.config, call.seed, runtime, parents, call.functions, memory)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    store = Store(output / CHECKPOINTS, open_shared(graph.runtime.storage))
+    found = store.find(call.name, identity.key)
+    if found is not None:
+        known[call.name] = found.sha256
+        return "cached", f"key {identity.key[:12]}, checkpoint {found.sha256[:12]}"
+    before = _newest(output / CHECKPOINTS, call.name)
+    if before is None:
+        return "compute", "it was never computed here"
+    changes = differences(before.identity, identity)
+    shown = "; ".join(changes[:MAX_SHOWN])
+    if len(changes) > MAX_SHOWN:
+        shown += f"; and {len(changes) - MAX_SHOWN} more"
+    return "compute", shown or "its checkpoint is missing or damaged"
+
+
+def _newest(store: Path, stage: str) -> Manifest | None:
+    """The manifest of the checkpoint of `stage` that was made last."""
+    paths = sorted(store.glob(f"{stage}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        try:
+            manifest = read_manifest(path.parent)[0]
+        except ValueError:
+            continue
+        if manifest.stage == stage:
+            return manifest
+    return None
+
+
+def differences(before: Identity, after: Identity) -> list[str]:
+    """What changed from one identity to another, a phrase each."""
+    changes = []
+    if before.seed != after.seed:
+        changes.append(f"seed {before.seed} → {after.seed}")
+    for field, old, new in _changed(_flat(before.config), _flat(after.config)):
+        changes.append(f"{field} {_show(old)} → {_show(new)}")
+    for role, old, new in _changed(before.parents, after.parents):
+        changes.append(f"parent {role} {_short(old)} → {_short(new)}")
+    for function in sorted(before.functions.keys() | after.functions.keys()):
+        pairs = _changed(before.functions.get(function, {}), after.functions.get(function, {}))
+        changes += [f"function {function}: module {module}" for module, _, _ in pairs]
+    changes += [f"code {module}" for module, _, _ in _changed(before.code, after.code)]
+    changes += [f"library {name} {old} → {new}" for name, old, new in _changed(before.versions, after.versions)]
+    return changes
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    names = sorted(before.keys() | after.keys())
+    return [(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = item
+    return flat
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    kind, colon, digest = text.strip('"').partition(":")
+    if colon and kind in ("file", "directory", "hub", "package"):
+        return f"{kind} {digest[:12]}"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _short(sha256: str | None) -> str:
+    return sha256[:12] if sha256 else "none"

@@ -1,0 +1,133 @@
+"""`xray run`: the shipped lifecycle on a config, or a flow of one's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from xray.cli.determinism import verify_determinism
+from xray.cli.explain import explain
+from xray.cli.runner import BAD_INPUT
+from xray.cli.supervisor import supervise
+from xray.flows.lifecycle_graph import recorded_graph
+from xray.tasks.output_directory import CONFIG
+from xray.tasks.preflight import check_ray_address
+from xray_runtime.config.loading import check_storage, load_config, parse_overrides, resolved_yaml, validate
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.files import write_atomic
+from xray_runtime.planning.demand import check_graph
+from xray_runtime.planning.workload import local_node, this_machine
+
+
+def run(
+    target: Annotated[
+        str, typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Directory of everything the run makes. Default: runs/<name>."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
+    ] = False,
+    until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: what the directory holds is moved aside, not continued.")
+    ] = False,
+    why: Annotated[
+        bool, typer.Option("--explain", help="Run nothing: say for every stage why it is cached, or what changed.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify-determinism", help="Run a step or two of each stage, twice, and compare the bytes."),
+    ] = False,
+) -> None:
+    """Run a lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
+
+    Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
+    """
+    console, errors = Console(stderr=as_json), Console(stderr=True)
+    try:
+        job, runtime, directory = _job(target, overrides or [], output)
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+        if until is not None:
+            _check_stage(until, job)
+        if why:
+            if fresh:
+                raise ConfigError("--explain: does not go with --fresh, which computes every stage")
+            raise typer.Exit(explain(job, directory, console))
+        check_ray_address()
+        if fresh:
+            _move_away(directory, console)
+        directory.mkdir(parents=True, exist_ok=True)
+        if "config" in job:
+            write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
+        if verify:
+            raise typer.Exit(verify_determinism(job, runtime, directory, console))
+    except (ConfigError, OSError) as error:
+        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(BAD_INPUT) from None
+    _say_what_is_there(directory, console)
+    code = supervise(
+        directory,
+        restarts=runtime.restarts,
+        stall_timeout_s=runtime.stall_timeout_s,
+        console=console,
+        as_json=as_json,
+        until=until,
+        **job,
+    )
+    raise typer.Exit(code)
+
+
+def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:
+    """(fields of the job, the runtime its supervisor needs, output directory). Raises ConfigError."""
+    if ":" in target and not Path(target).exists():
+        directory = (output or Path("runs") / target.rpartition(":")[2]).absolute()
+        job = {"flow": target, "parameters": parse_overrides(overrides), "replace_output": output is not None}
+        return job, RuntimeConfig(), directory
+    config = load_config(target, overrides)
+    directory = (output or Path("runs") / Path(target).stem).absolute()
+    graph = recorded_graph(config)
+    if not os.environ.get("RAY_ADDRESS"):
+        # What is asked of a cluster of its own is asked once the run is connected to it.
+        machine = this_machine(config.runtime.device)
+        check_graph(graph, machine.device, [local_node(machine)])
+    check_storage(config)
+    return {"config": config.model_dump(mode="json")}, config.runtime, directory
+
+
+def _check_stage(until: str, job: dict[str, Any]) -> None:
+    if "config" not in job:
+        return
+    stages = list(recorded_graph(validate(job["config"])).calls)
+    if until not in stages:
+        raise ConfigError(f"--until: {until!r} is not allowed: must be one of {', '.join(stages)}")
+
+
+def _move_away(directory: Path, console: Console) -> None:
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    number = 1
+    while directory.with_name(f"{directory.name}.before-{number}").exists():
+        number += 1
+    aside = directory.with_name(f"{directory.name}.before-{number}")
+    directory.rename(aside)
+    console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
+
+
+def _say_what_is_there(directory: Path, console: Console) -> None:
+    for snapshot in sorted(directory.glob("snapshots/*/step-" + "[0-9]" * 10)):
+        stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
+        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)

@@ -1,0 +1,79 @@
+"""Workspaces as people open them: in a flow, in a script or in a notebook, with servers where none are running."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import validate_as
+from xray_runtime.stages.artifacts import Evaluation, Model
+from xray_runtime.stages.graph import Graph, Handle, current_graph, is_planning
+
+
+@contextlib.contextmanager
+def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Graph]:
+    """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
+
+    A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
+    work has one, and stopped at the end.
+
+    Args:
+        output: directory of everything the run makes.
+        options: see `Workspace`: project, seed, runtime, until, and fields for every stage that has them
+            (generator, frozen, gold).
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    planned = is_planning()
+    if planned is not None:
+        runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
+        seed = options.pop("seed", 0)
+        for name in ("project", "until", "gates", "record", "place", "tags", "tracking_uri"):
+            options.pop(name, None)
+        with Graph(seed, runtime, options) as graph:
+            planned.append((Path(output).absolute(), graph))
+            yield graph
+        return
+    from xray.deployments.local_services import local_services, quiet_environment
+
+    quiet_environment()
+    with local_services(Path(output).absolute()):
+        # Imported now: Prefect reads its settings from the environment once.
+        from xray.tasks.workspace import Workspace
+
+        with Workspace(output, **options) as opened:
+            yield opened
+
+
+def checkpoint(ref: str) -> Handle:
+    """A checkpoint that exists already, as an input: it is brought here with all it came from.
+
+    Args:
+        ref: a checkpoint directory; `DIR#REF` for a REF in the output directory DIR; `FILE.tar` or `FILE.tar#REF` for
+            a bundle; a REF in this output directory.
+
+    Raises:
+        ConfigError: it names none, or one whose audit is not sound.
+    """
+    return current_graph().checkpoint(ref)
+
+
+def register(policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
+    """Make a policy the newest version of the registered model `<project>-policy`, as `candidate`.
+
+    Args:
+        evaluation: of the policy; its results go on the model card.
+        name: of the registered model.
+
+    Raises:
+        ConfigError: one of them is of another type.
+    """
+    graph = current_graph()
+    graph.require("register.policy", Model, policy)
+    if evaluation is not None:
+        graph.require("register.evaluation", Evaluation, evaluation)
+    graph.register(policy, evaluation, name)

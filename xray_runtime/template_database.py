@@ -1,0 +1,78 @@
+"""New SQLite databases as copies of a template: all migrations of Prefect or MLflow take seconds, a copy none.
+
+A template is an empty database with a package's schema. It is made once for each version of the package, by the first
+process that needs it, and kept in `$XDG_CACHE_HOME/xray` (`~/.cache/xray`). It only saves time: where the directory
+cannot be used, or making the template fails, nothing is done, and whoever opens the database makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from xray_runtime.files import sync, write_atomic
+
+log = logging.getLogger(__name__)
+
+MAKE_SECONDS = 240.0
+"""How long to wait for another process that makes the template."""
+
+
+def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> None:
+    """Make the database `path`, unless there is one.
+
+    Args:
+        package: owner of the schema.
+        make: writes a new, empty database of the installed version to the path it is given.
+    """
+    if path.exists():
+        return
+    temporary = path.with_name(f"{path.name}.copying-{uuid.uuid4().hex[:8]}")
+    try:
+        shutil.copyfile(_template(package, make), temporary)
+        sync(temporary)
+        # Unlike a rename, this never replaces a database that another process has made meanwhile.
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    except Exception as error:
+        log.warning("%s is made without a template (%s: %s)", path, type(error).__name__, error)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _template(package: str, make: Callable[[Path], None]) -> Path:
+    directory = _cache_directory()
+    template = directory / f"{package}-{importlib.metadata.version(package)}.db"
+    if template.exists():
+        return template
+    with FileLock(f"{template}.lock", timeout=MAKE_SECONDS):
+        if not template.exists():
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                made, whole = Path(scratch) / "made.db", Path(scratch) / "whole.db"
+                make(made)
+                # One file, whatever the maker left in a write-ahead log beside its own.
+                with contextlib.closing(sqlite3.connect(made)) as connection:
+                    connection.execute("VACUUM INTO ?", (str(whole),))
+                write_atomic(template, whole.read_bytes())
+    return template
+
+
+def _cache_directory() -> Path:
+    """For this user alone: who can write a template can put triggers into everybody's databases."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    directory = (Path(base) if base else Path.home() / ".cache") / "xray"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{directory} can be written by others")
+    return directory
