@@ -26,8 +26,8 @@ from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.whole_model import open_models
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),
@@ -98,7 +98,7 @@ def main() -> None:
             runtime = RuntimeConfig(threads=2 // max(replicas, config.tensor_parallel), generator_replicas=replicas)
             begin = time.perf_counter()
             spec = GeneratorSpec(directory, 32 + args.new_tokens, config)
-            with open_models(runtime, Path(folder) / "logs", {"generator": spec}) as models:
+            with model_opener(runtime, Path(folder) / "logs", "benchmark")({"generator": spec}) as models:
                 started = time.perf_counter() - begin
                 ask = functools.partial(models["generator"].generate.remote, rows, sampling, 0)
                 replies: Rows = ray.get(ask())

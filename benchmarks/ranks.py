@@ -16,8 +16,8 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, split
-from xray_runtime.workers.workhorse import Rank
+from xray_runtime.workers.rows import Rows, shard
+from xray_runtime.workers.workhorse import RankInfo
 
 PRELOAD = [
     "deepspeed",
@@ -49,8 +49,10 @@ def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: typ
     ours, processes = [], []
     for rank in range(topology.size):
         mine, theirs = context.Pipe()
-        place = Rank("policy", rank, rank, topology.size, "127.0.0.1", port, logs)
-        process = context.Process(target=_work, args=(theirs, kind, spec, topology, place, script, args), daemon=True)
+        rank_info = RankInfo("policy", rank, rank, topology.size, "127.0.0.1", port, logs)
+        process = context.Process(
+            target=_work, args=(theirs, kind, spec, topology, rank_info, script, args), daemon=True
+        )
         process.start()
         theirs.close()
         ours.append(mine)
@@ -80,16 +82,16 @@ def _work(
     kind: type[Learner],
     spec: ModelSpec,
     topology: Topology,
-    place: Rank,
+    rank_info: RankInfo,
     script: Script,
     args: Any,
 ) -> None:
     try:
         learner = kind(RuntimeConfig(threads=1, device="cpu"))
-        learner.build(spec, place)
+        learner.build(spec, rank_info)
 
         def deal(rows: Rows) -> Rows:
-            return split(rows, topology.data)[topology.data_rank(place.rank)]
+            return shard(rows, topology.data)[topology.data_rank(rank_info.rank)]
 
         connection.send((None, script(learner, deal, *args)))
     except Exception:

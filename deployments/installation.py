@@ -47,7 +47,7 @@ def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> li
 
 
 def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[str, Any]], version: str) -> None:
-    flow = load_flow_from_entrypoint(preset["entrypoint"])
+    flow: Any = load_flow_from_entrypoint(preset["entrypoint"])
     limit, pool = preset.get("concurrency_limit"), preset["work_pool"]
     client.create_deployment(
         client.create_flow(flow),

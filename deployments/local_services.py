@@ -162,7 +162,7 @@ def _import_ahead() -> None:
 
 @contextlib.contextmanager
 def _prefect(output: Path) -> Iterator[Service]:
-    """A Prefect server of this process's own, not yet started; the environment leads to it. It is stopped at the end."""
+    """A Prefect server of this process's own, not yet started; the environment leads to it. The end stops it."""
     directory, lock = _server_directory(output)
     (output / "logs").mkdir(exist_ok=True)
     port, login = free_port(), f"xray:{secrets.token_hex(32)}"

@@ -20,7 +20,7 @@ from xray_runtime.config.loading import read_mapping
 CONFIGS = Path(__file__).parent / "configs"
 POOL = "xray"
 QUEUES = {"ray": 1}
-"""Work queue → how many of its runs may run at a time. What computes on Ray, or changes what such a run reads, is there."""
+"""Work queue → how many of its runs may run at a time: of what computes on Ray, or changes what such a run reads."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",

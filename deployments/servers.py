@@ -86,7 +86,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
                 # Any free ones: others may have a Ray on this machine too.
                 min_worker_port=0,
                 max_worker_port=0,
-                # Ray insists on these. If another program takes one meanwhile the start fails, and `up` can be repeated.
+                # Ray insists on these. If another program takes one meanwhile the start fails; run `up` again.
                 ray_client_server_port=free_port(),
                 dashboard_agent_listen_port=free_port(),
             ),

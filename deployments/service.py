@@ -1,8 +1,8 @@
 """A server that X-ray starts: how it is started, when it works, how it is stopped.
 
 Both the Prefect server of a single run (`local_services`) and everything `xray up` keeps running (`servers`) are a
-`Service`. It runs in a session of its own, so that it outlives a terminal, and is identified by its process id and start
-time, or by a process tag that its descendants inherit; never by its name.
+`Service`. It runs in a session of its own, so that it outlives a terminal, and is identified by its process id and
+start time, or by a process tag that its descendants inherit; never by its name.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from pydantic import TypeAdapter
 
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
 
 
 def prefect_tags() -> dict[str, str]:
@@ -20,7 +20,7 @@ def prefect_tags() -> dict[str, str]:
     if not flow_run.id:
         return {}
     pages = settings.ui_url if settings.server.ui.enabled else None
-    page = {"prefect.flow_run": f"{bare(pages)}/runs/flow-run/{flow_run.id}"} if pages else {}
+    page = {"prefect.flow_run": f"{strip_credentials(pages)}/runs/flow-run/{flow_run.id}"} if pages else {}
     return {"prefect.flow_run_id": flow_run.id} | page
 
 

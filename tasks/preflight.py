@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
@@ -39,8 +39,8 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
         host = urlsplit(address).hostname
         if host is None or is_loopback(host):
             raise ConfigError(
-                f"{name}: {bare(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} machines, "
-                f"whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
+                f"{name}: {strip_credentials(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} "
+                f"machines, whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
             )
 
 

@@ -219,14 +219,12 @@ class _Job:
         return self._tracker.stage_run(context.run_id, spec.name, self.key, self.identity.config, context.tags)
 
     def _dataset(self) -> str | None:
-        """The first parent that is data."""
-        from xray_runtime.stages.artifacts import Dataset, Preferences
+        from xray_runtime.stages.artifacts import dataset_of
 
-        data = (Dataset.__name__, Preferences.__name__)
-        return next((parent.sha256 for parent in self._parents.values() if parent.type in data), None)
+        return dataset_of(self._parents.values())
 
     def _facts(self, mlflow_run_id: str, attempts: int) -> Any:
-        from xray_runtime.lineage.statement import RunFacts
+        from xray_runtime.lineage.statement import OutsideSource, RunFacts
 
         context, task_run = self._context, TaskRunContext.get()
         return RunFacts(
@@ -237,13 +235,12 @@ class _Job:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self.kind.sides is not None else None,
-            outside=self._outside,
+            outside=[OutsideSource(field=o.field, name=o.name, kind=o.kind, digest=o.digest) for o in self._outside],
         )
 
     def _stage(self, runtime: Any, recorder: StageRecorder) -> Stage[Any, Any]:
-        from xray_runtime.workers.opening import model_opener
-
         from xray_runtime.stages.kind import Stage
+        from xray_runtime.workers.opening import model_opener
 
         roles = self.kind.roles
         inputs: dict[str, Any] = {}

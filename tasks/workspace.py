@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -193,8 +194,10 @@ class Workspace(Graph):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> bool:
-        super().__exit__()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        super().__exit__(kind, error, trace)
         early = isinstance(error, StoppedEarly)
         error = None if early else error
         try:

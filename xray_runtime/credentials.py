@@ -25,7 +25,7 @@ _LOGIN = re.compile(r"://\S*@")
 _QUERY = re.compile(r"(://[^\s?#]*)[?#]\S*")
 
 
-def bare(text: str) -> str:
+def strip_credentials(text: str) -> str:
     """`text` with addresses that hold no login, no query and no fragment. Rather too much goes than too little."""
     return _QUERY.sub(r"\1", _LOGIN.sub("://", text))
 

@@ -1,15 +1,16 @@
-"""Progress from stages to whoever watches, and the wish to stop back to them: a small named Ray actor."""
+"""Progress of a run's stages for those who watch, and back to the stages the wish that they stop.
+
+One small named actor a run; a run hears nothing of another's.
+"""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import Protocol
 
-import ray
+from xray_runtime.workers.named import find_actor, open_actor
+from xray_runtime.workers.protocols import Method
 
-from xray_runtime.workers.nodes import same_node
-
-NAME, NAMESPACE = "xray-progress", "xray"
+PREFIX = "xray-progress-"
 
 Progress = tuple[int, int, str, str]
 """(done, total, unit, note)."""
@@ -22,41 +23,43 @@ class ProgressActor:
         self._latest: dict[str, Progress] = {}
         self._stopping = False
 
+    def ping(self) -> None:
+        """Answers as long as this actor lives."""
+
     def report(self, stage: str, done: int, total: int, unit: str, note: str) -> bool:
-        """Take note; returns whether the stage should stop, with a snapshot, as soon as it can."""
+        """Remember it; returns whether the stage should stop, with a snapshot, as soon as it can."""
         self._latest[stage] = (done, total, unit, note)
         return self._stopping
 
     def read(self) -> dict[str, Progress]:
+        """Stage → its latest progress."""
         return dict(self._latest)
-
-    def begin(self) -> None:
-        """A lifecycle begins: what was reported to the one before, and its wish to stop, are over."""
-        self._latest.clear()
-        self._stopping = False
 
     def stop(self) -> None:
         """Ask every stage that reports from now on to stop."""
         self._stopping = True
 
 
-def open_progress() -> Any:
-    """The board of this cluster, made where there is none."""
-    options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
-    while True:
-        board = ray.remote(ProgressActor).options(**options, scheduling_strategy=same_node()).remote()
-        try:
-            ray.get(board.read.remote())
-        except ray.exceptions.ActorDiedError:
-            # The last one's holder has just let go of it: its name is free in a moment.
-            time.sleep(0.1)
-        else:
-            return board
+class ProgressHandle(Protocol):
+    """A `ProgressActor`."""
+
+    @property
+    def ping(self) -> Method[[], None]: ...
+    @property
+    def report(self) -> Method[[str, int, int, str, str], bool]: ...
+    @property
+    def read(self) -> Method[[], dict[str, Progress]]: ...
+    @property
+    def stop(self) -> Method[[], None]: ...
 
 
-def find_progress() -> Any | None:
-    """The board, or None where nobody opened one."""
-    try:
-        return ray.get_actor(NAME, namespace=NAMESPACE)
-    except ValueError:
-        return None
+def open_progress(run_id: str) -> ProgressHandle:
+    """The progress actor of a run, started where there is none. It lives as long as the process that started it."""
+    actor: ProgressHandle = open_actor(ProgressActor, PREFIX + run_id)
+    return actor
+
+
+def find_progress(run_id: str) -> ProgressHandle | None:
+    """The progress actor of a run; None where nobody opened one."""
+    actor: ProgressHandle | None = find_actor(PREFIX + run_id)
+    return actor

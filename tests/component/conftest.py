@@ -20,12 +20,13 @@ def cluster() -> Iterator[None]:
     mark = start_reaper()
     import ray
 
+    from tests.component.models import RUN_ID
     from xray_runtime.workers.pool import open_worker_pool
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
-    stable = open_worker_pool()
+    pool = open_worker_pool(RUN_ID)
     yield
-    del stable  # it lives as long as somebody holds it
+    del pool  # it lives as long as its handle
     ray.shutdown()
     kill_tagged(mark)
 

@@ -10,6 +10,7 @@ import ray
 import torch
 import transformers
 
+from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
@@ -18,7 +19,6 @@ from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import pad
-from xray_runtime.workers.whole_model import open_models
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
 

@@ -15,8 +15,8 @@ import pytest
 import ray
 import torch
 
+from tests.component.models import gone, open_models, pids
 from tests.component.test_learner import text
-from tests.component.test_stable import gone, pids
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
@@ -25,7 +25,6 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.whole_model import LEAVE_SECONDS, open_models
 
 LIMIT_SECONDS = 5.0
 RUNTIME = RuntimeConfig(threads=1, device="cpu", hang_timeout_s=LIMIT_SECONDS, collective_timeout_s=LIMIT_SECONDS)
@@ -82,7 +81,7 @@ def test_a_rank_that_is_lost_in_a_step(
     blow: list[float] = []
     with pytest.raises(WorkhorseError, match=rf"Workhorse 1 of 2 of 'policy' \(.+, pid \d+\) {says}") as caught:
         lose_one()
-    assert time.monotonic() - blow[0] < within + LEAVE_SECONDS + BUSY_SECONDS
+    assert time.monotonic() - blow[0] < within + BUSY_SECONDS
     assert f"pid {victims[1]})" in str(caught.value)
     assert f"last lines of {tmp_path}/policy-1.log:" in str(caught.value)
     assert may_retry(caught.value)
@@ -118,7 +117,7 @@ def test_a_rank_that_does_not_come_to_a_collective(cluster: None, tiny_model: Pa
 
     victims: list[int] = []
     says = (
-        r"Workhorse 0 of 2 of 'policy' \(.+\) waited in vain in a collective for Workhorse 1 of 2 of 'policy' \(.+\), "
+        r"Workhorse 0 of 2 of 'policy' \(.+\) waited too long in a collective for Workhorse 1 of 2 of 'policy' \(.+\), "
         r"which is at Moody.loss in .*test_failures.py:\d+: given up after 5 s"
     )
     with pytest.raises(WorkhorseError, match=says):

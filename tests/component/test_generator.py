@@ -15,6 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -26,7 +27,6 @@ from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import pad, take
-from xray_runtime.workers.whole_model import open_models
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
+from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -29,8 +30,7 @@ from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows
-from xray_runtime.workers.whole_model import open_models
-from xray_runtime.workers.workhorse import Rank
+from xray_runtime.workers.workhorse import RankInfo
 
 NUM_UPDATES = 4
 ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}
@@ -87,7 +87,7 @@ class _ReachedError(Exception):
 class Loader(Learner):
     """Gets as far as to its engine, and tells by how much its memory had grown at most."""
 
-    def build(self, spec: ModelSpec, place: Rank) -> None:
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
         before = _memory("VmRSS")
 
         def reached(*_: Any) -> None:
@@ -95,7 +95,7 @@ class Loader(Learner):
             raise _ReachedError
 
         with mock.patch("xray_runtime.engines.training.zero.ZeroEngine.__init__", reached), suppress(_ReachedError):
-            super().build(spec, place)
+            super().build(spec, rank_info)
 
 
 def _memory(field: str) -> int:

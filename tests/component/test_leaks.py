@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from tests.component.models import open_models
 from tests.component.test_learner import text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -21,7 +22,6 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import TAG, tagged
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.whole_model import open_models
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +32,7 @@ SERVERS = ("raylet", "gcs_server")
 
 
 def cycle(model: Path, logs: Path) -> None:
-    """A model of two ranks that trains, exports and ends, beside one that goes back to the stable."""
+    """A model of two ranks that trains, exports and ends, beside one that goes back to the worker pool."""
     trained = ModelSpec(model, SFTObjective(), SFTConfig(engine=EngineConfig(num_workhorses=2, zero_stage=1)))
     with open_models(RUNTIME, logs, {"policy": trained, "reference": ModelSpec(model, SFTObjective())}) as models:
         ray.get(models["policy"].train.remote(text(), {"tokens": 10.0}, 1e-3))
@@ -71,7 +71,7 @@ def _is_of(path: Path, pids: set[int]) -> bool:
 
 
 def test_nothing_is_left_of_models_that_came_and_went(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
-    cycle(tiny_model, tmp_path)  # what is kept once for all (the stable's process, Ray's idle workers) is there now
+    cycle(tiny_model, tmp_path)  # what is kept once for all (the pool's process, Ray's idle workers) is there now
     before = _settled({})
     for _ in range(CYCLES):
         cycle(tiny_model, tmp_path)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.component.models import open_models, pids
 from xray_runtime.config.engines import EngineConfig, LayoutConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import PPOObjective, ReferenceObjective, RewardObjective, SFTObjective
+from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, pad, take
-from xray_runtime.workers.whole_model import WorkhorseError, open_models
 from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
@@ -182,11 +187,57 @@ def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path,
 
 def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, tiny_model: Path) -> None:
     with open_models(RUNTIME, tmp_path / "logs", {"policy": ModelSpec(tiny_model, SFTObjective())}) as models:
-        ray.get(models["policy"].stop.remote())
+        os.kill(pids(models["policy"])[0], signal.SIGKILL)
         with pytest.raises(
             WorkhorseError, match=r"Workhorse 0 of 1 of 'policy' \(.+, pid \d+\) died[\s\S]*policy-0\.log"
         ):
             ray.get(models["policy"].score.remote(text()))
+
+
+@dataclass(frozen=True)
+class ThreadsObjective(SFTObjective):
+    """Supervised fine-tuning that also tells with how many threads it was computed."""
+
+    def score(self, module: HeadedLM, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().score(module, rows) | {"threads": torch.full((len(rows["lengths"]),), torch.get_num_threads())}
+
+    def loss(
+        self, module: HeadedLM, rows: dict[str, torch.Tensor], totals: dict[str, float]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, stats = super().loss(module, rows, totals)
+        return value, stats | {"threads": torch.tensor(torch.get_num_threads())}
+
+
+def train_with_all_and_with_a_share(model: Path, logs: Path, out: Path) -> tuple[list[float], dict[str, Any]]:
+    """Threads of each call, to a model alone and then to two at the same time; the weights of one in the end."""
+    spec = ModelSpec(model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
+    rows, totals = text(num_rows=32), {"tokens": 100.0}
+    with open_models(RuntimeConfig(threads=2, device="cpu"), logs, {"policy": spec, "critic": spec}) as models:
+        both = list(models.values())
+        alone = [ray.get(models["policy"].train.remote(rows, totals, 1e-2)), ray.get(both[0].score.remote(rows))]
+        trained = ray.get([m.train.remote(rows, totals, 1e-2, 2) for m in both])
+        scored = ray.get([m.score.remote(rows, at_once=2) for m in both])
+        ray.get(models["policy"].save.remote(out))
+    return [float(np.max(a["threads"])) for a in (*alone, *trained, *scored)], load_file(out / "model.safetensors")
+
+
+def test_models_that_work_at_the_same_time_share_their_threads(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    threads, weights = train_with_all_and_with_a_share(tiny_model, tmp_path / "logs", tmp_path / "one")
+    assert threads == [2, 2, 1, 1, 1, 1]
+    _, again = train_with_all_and_with_a_share(tiny_model, tmp_path / "logs", tmp_path / "two")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(("at_once", "share"), [(1, 5), (2, 2), (3, 1), (9, 1)])
+def test_a_share_of_threads_ends_with_its_call(monkeypatch: pytest.MonkeyPatch, at_once: int, share: int) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    workhorse, before = Workhorse(RuntimeConfig(threads=5, device="cpu")), torch.get_num_threads()
+    try:
+        with workhorse._share_threads(at_once):
+            assert torch.get_num_threads() == share
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_port_of_a_process_group_is_kept_free_for_it(cluster: None) -> None:
@@ -197,4 +248,4 @@ def test_the_port_of_a_process_group_is_kept_free_for_it(cluster: None) -> None:
     store = torch.distributed.TCPStore(host, port, is_master=True)
     store.set("met", "yes")
     assert torch.distributed.TCPStore(host, port, is_master=False).get("met") == b"yes"
-    workhorse.release()
+    workhorse.unload()

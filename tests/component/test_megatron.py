@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
+from tests.component.models import open_models
 from tests.component.test_layouts import same
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
@@ -30,7 +31,6 @@ from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, pad
-from xray_runtime.workers.whole_model import open_models
 
 MEGATRON = {"library": "megatron"}
 

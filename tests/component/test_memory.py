@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from xray_runtime.workers.opening import model_opener
 
 from xray.tasks.out_of_memory import run_in_memory
 from xray_runtime.config.runtime import RuntimeConfig
@@ -24,6 +23,7 @@ from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import SFT, SFTInputs
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.workers.opening import model_opener
 
 ROWS, STEPS = 3072, 2
 MICRO_BATCH_TOKENS = 98304

@@ -22,7 +22,7 @@ from xray_runtime.planning.workload import trained_so
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
-from xray_runtime.workers.workhorse import Rank
+from xray_runtime.workers.workhorse import RankInfo
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 RANKS = 2
@@ -88,12 +88,12 @@ def measure(ranks: list[Any], model: Path, logs: Path, training: SFTConfig) -> l
     }
     host, port = ray.get(ranks[0].rendezvous.remote())
     spec = ModelSpec(model, SFTObjective(), training=training)
-    places = [Rank("policy", rank, rank, RANKS, host, port, logs) for rank in range(RANKS)]
+    places = [RankInfo("policy", rank, rank, RANKS, host, port, logs) for rank in range(RANKS)]
     ray.get([r.build.remote(spec, place) for r, place in zip(ranks, places, strict=True)])
     for _ in range(2):
         ray.get([r.train.remote(rows, {"tokens": 16.0}, 1e-3) for r in ranks])
     held: list[dict[str, int]] = ray.get([r.measured.remote() for r in ranks])
-    ray.get([r.release.remote() for r in ranks])
+    ray.get([r.unload.remote() for r in ranks])
     return held
 
 

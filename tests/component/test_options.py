@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks.layouts import Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
+from tests.component.models import open_models
 from tests.component.test_layouts import part
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -22,7 +23,6 @@ from xray_runtime.models.causal_lm import load_model
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows
-from xray_runtime.workers.whole_model import open_models
 
 NUM_UPDATES = 3
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (1, 2, 3))

@@ -10,12 +10,12 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from tests.component.models import open_models
 from tests.component.test_learner import RUNTIME, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.whole_model import open_models
 
 
 def steps(model: Any, numbers: range) -> list[float]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import ray
@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.models.tensor_file import copy_tensors
+from xray_runtime.workers.protocols import Ref
 from xray_runtime.workers.staging import CHUNK_BYTES, FileReceiver, FileStager
+
+T = TypeVar("T")
 
 
 class Elsewhere(FileReceiver):
@@ -24,13 +27,13 @@ class Elsewhere(FileReceiver):
         return False
 
 
-def collect(refs: list[Any], ranks: list[int]) -> list[Any]:
+def collect(refs: list[Ref[T]], ranks: list[int]) -> list[T]:
     return list(ray.get(refs))
 
 
 @pytest.fixture
 def workhorses(cluster: None) -> Iterator[list[Any]]:
-    """Ranks 0 and 1 on one foreign node, 2 on one that shares the disk, 3 on another foreign one."""
+    """Ranks 0 and 1 on one node with a disk of its own, 2 on one that shares this disk, 3 on another with its own."""
     kinds = (Elsewhere, Elsewhere, FileReceiver, Elsewhere)
     actors = [ray.remote(kind).options(num_cpus=0).remote() for kind in kinds]
     yield actors
@@ -39,7 +42,7 @@ def workhorses(cluster: None) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def carrier(workhorses: list[Any], tmp_path: Path) -> FileStager:
+def stager(workhorses: list[Any], tmp_path: Path) -> FileStager:
     return FileStager(workhorses, ["x", "x", "y", "z"], collect, tmp_path)
 
 
@@ -47,40 +50,40 @@ def content(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-def test_directories_go_and_come_byte_for_byte(carrier: FileStager, workhorses: list[Any], tmp_path: Path) -> None:
+def test_directories_are_staged_byte_for_byte(stager: FileStager, workhorses: list[Any], tmp_path: Path) -> None:
     model = tmp_path / "model"
     (model / "critic").mkdir(parents=True)
     (model / "weights").write_bytes(os.urandom(CHUNK_BYTES + 5))
     (model / "critic" / "empty").touch()
-    assert [carrier.is_remote(rank) for rank in range(4)] == [True, True, False, True]
-    assert carrier.leaders() == [2, 0, 3]
-    places = carrier.bring(model)
+    assert [stager.is_remote(rank) for rank in range(4)] == [True, True, False, True]
+    assert stager.leaders() == [2, 0, 3]
+    places = stager.stage_in(model)
     assert places[2] == model
     assert places[0] == places[1] != places[3]
     assert content(places[0]) == content(places[3]) == content(model)
-    assert carrier.bring(model) == places  # once
-    came = carrier.fetch(places, tmp_path / "out")
+    assert stager.stage_in(model) == places  # once
+    came = stager.stage_out(places, tmp_path / "out")
     assert set(came) == {0, 3}
     assert content(came[0]) == content(came[3]) == content(model)
-    carrier.drop(places)
+    stager.remove(places)
     assert not places[0].exists()
     assert model.exists()
 
 
-def test_nothing_is_left_when_a_workhorse_lets_go(carrier: FileStager, workhorses: list[Any], tmp_path: Path) -> None:
+def test_nothing_is_left_when_a_workhorse_unloads(stager: FileStager, workhorses: list[Any], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    places = [carrier.bring(tmp_path / "model"), carrier.places(tmp_path / "out")]
-    ray.get([workhorse.drop.remote() for workhorse in workhorses])
+    places = [stager.stage_in(tmp_path / "model"), stager.output_directories(tmp_path / "out")]
+    ray.get([workhorse.remove_directories.remote() for workhorse in workhorses])
     assert not any(place[rank].exists() for place in places for rank in (0, 1, 3))
     assert (tmp_path / "model").exists()
 
 
 def test_where_all_share_a_disk_nothing_moves(cluster: None, tmp_path: Path) -> None:
     [one, other] = workhorses = [ray.remote(FileReceiver).options(num_cpus=0).remote() for _ in range(2)]
-    carrier = FileStager(workhorses, ["x", "y"], collect, tmp_path)
-    assert carrier.leaders() == [0]
-    assert carrier.bring(tmp_path) == carrier.places(tmp_path) == [tmp_path, tmp_path]
-    assert carrier.fetch([tmp_path, tmp_path], tmp_path) == {}
+    stager = FileStager(workhorses, ["x", "y"], collect, tmp_path)
+    assert stager.leaders() == [0]
+    assert stager.stage_in(tmp_path) == stager.output_directories(tmp_path) == [tmp_path, tmp_path]
+    assert stager.stage_out([tmp_path, tmp_path], tmp_path) == {}
     ray.kill(one)
     ray.kill(other)
 
@@ -88,7 +91,7 @@ def test_where_all_share_a_disk_nothing_moves(cluster: None, tmp_path: Path) -> 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")
 def test_what_another_user_made_is_not_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    theirs = tmp_path / f"xray-carried-{os.getuid()}"
+    theirs = tmp_path / f"xray-staged-{os.getuid()}"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
     with pytest.raises(PermissionError, match="is another user's; name another directory in TMPDIR"):

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import Identity
+from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
 from xray_runtime.tracking.recorder import StageRecorder, records_directory
@@ -44,10 +43,10 @@ def lifecycle(tracker: Tracker) -> str:
 
 def publish(root: Path, stage: str, parents: list[CheckpointRef], dataset: CheckpointRef | None = None) -> Any:
     """A real checkpoint that nobody has published before."""
-    name, store = stage, Store(root / "checkpoints")
+    store = Store(root / "checkpoints")
     identity = Identity(
-        stage=name,
-        kind=name.split("-")[0],
+        stage=stage,
+        kind=stage.split("-")[0],
         config={"lr": 1e-3, "number": next(numbers)},
         seed=3,
         parents={parent.stage: parent.sha256 for parent in parents},
@@ -55,13 +54,10 @@ def publish(root: Path, stage: str, parents: list[CheckpointRef], dataset: Check
         code={},
         versions={},
     )
-    with store.building(name, identity.key) as built:
+    with store.building(stage, identity.key) as built:
         (built / "model.bin").write_text(identity.key)
-        kind = find_kind(identity.kind)
-        assert kind is not None
-        return store.publish(
-            built, identity, type=kind.output.__name__, step=7, dataset=dataset.sha256 if dataset else None
-        )
+        dataset_sha256 = dataset.sha256 if dataset else None
+        return store.publish(built, identity, type="Model", step=7, dataset=dataset_sha256)
 
 
 def log(tracker: Tracker, parent_run_id: str, ref: CheckpointRef, parents: list[CheckpointRef]) -> CheckpointRef:
@@ -166,7 +162,7 @@ def test_a_checkpoint_is_linked_to_what_it_came_from(tracker: Tracker, lifecycle
         "sha256": ref.sha256,
         "uri": ref.uri,
         "key": manifest.key,
-        "config_digest": manifest.config_digest,
+        "config_digest": digest(manifest.config),
         "statement_sha256": "",  # published without one
         "code_digest": manifest.code_digest,
         "seed": "3",

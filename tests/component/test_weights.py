@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.weights import plasma
+from xray_runtime.weights import object_store
 from xray_runtime.weights.object_store import WeightTransferError, WeightUpdate, pack, unpack, verify
 from xray_runtime.weights.versioned import WEIGHTS_FILE, StaleWeightsError, Tensors, VersionedWeights
 from xray_runtime.weights.zero_copy import open_shared, share
@@ -47,7 +47,7 @@ class Engine:
 
 @pytest.fixture
 def engine(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(plasma, "BUCKET_BYTES", 128)  # two tensors
+    monkeypatch.setattr(object_store, "BUCKET_BYTES", 128)  # two tensors
     return Engine(tmp_path)
 
 
@@ -56,7 +56,7 @@ def weights(value: float, names: tuple[str, ...] = NAMES) -> dict[str, torch.Ten
 
 
 def test_weights_survive_the_trip_in_several_buckets(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plasma, "BUCKET_BYTES", 1000)
+    monkeypatch.setattr(object_store, "BUCKET_BYTES", 1000)
     sent = {f"w{i}": torch.randn(i + 1, 37, dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 4)}
     sent["transposed"] = torch.randn(3, 5).T
     sent["one number"] = torch.tensor(2.5)
@@ -91,7 +91,7 @@ def test_a_damaged_or_lost_bucket_touches_nothing(engine: Engine, monkeypatch: p
     with pytest.raises(WeightTransferError, match="weight d: checksum"):
         engine.held.load(flipped(good, 1, 1))
 
-    monkeypatch.setattr(plasma, "GET_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "GET_SECONDS", 0.5)
     lost = dataclasses.replace(good.buckets[1], ref=ray.ObjectRef.from_random())
     with pytest.raises(WeightTransferError, match="weights from c on are lost"):
         engine.held.load(dataclasses.replace(good, buckets=(good.buckets[0], lost)))
@@ -141,7 +141,7 @@ def test_a_load_can_be_reverted_until_it_is_used(engine: Engine) -> None:
 
 def test_a_transfer_takes_one_bucket_of_memory(cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """32 buckets of 2 MiB. Two are allowed for; measured is one in the trainer, next to none in the generator."""
-    monkeypatch.setattr(plasma, "BUCKET_BYTES", 2 * MIB)
+    monkeypatch.setattr(object_store, "BUCKET_BYTES", 2 * MIB)
     model = {f"w{i}": torch.randn(MIB // 4) for i in range(64)}
     own = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
 

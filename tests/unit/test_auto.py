@@ -226,6 +226,21 @@ def test_what_was_chosen_is_as_if_written_by_hand() -> None:
     assert [call.config for call in graphs[0].calls.values()] == [call.config for call in graphs[1].calls.values()]
 
 
+def test_activations_are_computed_again_where_nothing_else_fits() -> None:
+    """One GPU, 10⁹ parameters: states of 16 GB, frozen models of 4 each. A pass of 16,384 tokens keeps 16,384 × 172,104
+    bytes a layer, 56 GB in all; computed again, 16,384 × 4 × 2,048, 2.7 GB, and one layer's 2.8.
+    """
+    sizes = {"hidden_size": 2048, "num_layers": 20, "num_heads": 16, "num_kv_heads": 16, "intermediate_size": 5632}
+    engine = {"engine": {"micro_batch_tokens": 16_384}}
+    stages = {"sft": engine, "reward": engine, "ppo": {"stages": [engine]}}
+    config = validate({"base": {"kind": "fresh", **sizes}, **stages, "runtime": {"parallel": "auto"}})
+    chosen, plan = choose_layouts(config, gpus(1))
+    assert {engine.activation_checkpointing for engine in chosen.engines.values()} == {True}
+    assert "under ZeRO-0, recomputing: " in describe(plan)
+    roomy, _ = choose_layouts(config, gpus(1, 141))
+    assert {engine.activation_checkpointing for engine in roomy.engines.values()} == {False}
+
+
 def test_what_else_an_engine_says_is_kept() -> None:
     """ZeRO 0 can neither train in bfloat16 nor offload: the lowest stage that can is taken, also for one Workhorse."""
     mixed = {"engine": {"precision": "bfloat16", "activation_checkpointing": True}, "lora": {"rank": 8}}

@@ -6,7 +6,7 @@ import pytest
 
 from xray.deployments.automations import webhook
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import bare, hide_logins, tracking_address
+from xray_runtime.credentials import hide_logins, strip_credentials, tracking_address
 from xray_runtime.lineage.provenance import variables
 from xray_runtime.lineage.reference import check_tracking_uri
 
@@ -24,7 +24,7 @@ from xray_runtime.lineage.reference import check_tracking_uri
     ],
 )
 def test_what_is_shown_of_an_address(text: str, left: str) -> None:
-    assert bare(text) == left
+    assert strip_credentials(text) == left
 
 
 def test_logins_move_into_the_variables_made_for_them() -> None:

@@ -16,7 +16,7 @@ from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.sampling import Place
 from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
-from xray_runtime.feedback.chat_model import ChatModel, Limits, fitting, last_messages
+from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.feedback.session import (
     JUDGEMENTS,
@@ -138,7 +138,7 @@ def saved(tmp_path: Path, tiny_tokenizer: Any) -> Path:
 
 
 def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
-    limits = Limits(saved, 24, 1.0)
+    limits = PromptLimits(saved, 24, 1.0)
     ids = limits.tokenizer("hello there")["input_ids"]
     [batched] = TransformersSampler(saved, Place("cpu")).sample([ids], [11], limits.sampling)
     assert list(stream(load_model(saved).eval(), ids, 11, limits.sampling)) == batched.token_ids
@@ -152,7 +152,7 @@ def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
 
 
 def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
-    limits = Limits(saved, 24, 1.0)
+    limits = PromptLimits(saved, 24, 1.0)
     long = "how are you today " * 16
     sizes = [
         len(limits.tokenizer.apply_chat_template(prompt(t), add_generation_prompt=True)["input_ids"])
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
     talk = [*prompt(long), {"role": "assistant", "content": "yes"}, *prompt("hello")]
     assert limits.cut(talk) == prompt("hello")
     with pytest.raises(ConfigError, match="--max-new-tokens: 64 is not allowed: must be less than the model's 64"):
-        Limits(saved, 64, 1.0)
+        PromptLimits(saved, 64, 1.0)
 
 
 def test_a_prompt_begins_with_the_user() -> None:
@@ -179,7 +179,7 @@ def test_a_prompt_begins_with_the_user() -> None:
 
 
 def test_sampling_is_seeded(saved: Path) -> None:
-    limits, lm = Limits(saved, 24, 1.0), load_model(saved).eval()
+    limits, lm = PromptLimits(saved, 24, 1.0), load_model(saved).eval()
     ids = limits.tokenizer("how are you")["input_ids"]
     replies = [tuple(stream(lm, ids, seed, limits.sampling)) for seed in (1, 1, 2)]
     assert replies[0] == replies[1] != replies[2]

@@ -81,7 +81,7 @@ def shown(text: str) -> str:
 def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.sources import clean
-    from xray_runtime.feedback.chat_model import ChatModel, Limits, last_messages, trained_context
+    from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, last_messages, trained_context
     from xray_runtime.lineage.audit.checkpoints import audit
     from xray_runtime.lineage.reference import require_language_model
     from xray_runtime.planning.workload import this_machine
@@ -90,7 +90,7 @@ def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_to
     require_language_model(node)
     config = saved_config(place.output)
     temperature, max_new_tokens = sampling_of(config, temperature, max_new_tokens)
-    limits = Limits(node.directory, max_new_tokens, temperature)
+    limits = PromptLimits(node.directory, max_new_tokens, temperature)
     words = Console(stderr=True, highlight=False, soft_wrap=True)
     words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
     with words.status("auditing it"):

@@ -11,7 +11,7 @@ import typer
 from xray.cli.lineage import checked
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import bare, has_login
+from xray_runtime.credentials import has_login, strip_credentials
 
 FAILED = 1
 PATIENCE_S = 20.0
@@ -48,7 +48,8 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
     if storage is not None and has_login(storage):
         raise ConfigError(
-            f"--storage: a login before {bare(storage)!r} is not allowed: credentials come from the environment"
+            f"--storage: a login before {strip_credentials(storage)!r} is not allowed: credentials come from the "
+            "environment"
         )
     url = storage or saved_config(output).runtime.storage
     if url is None:

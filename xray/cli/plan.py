@@ -81,15 +81,15 @@ def plan(
         _show(Console(), chosen, content)
 
 
-def _of_config(config: LifecycleConfig, *, described: bool) -> Planner:
-    """Plans `config` for a machine; `described`: its devices were counted by the user, its cores were not."""
+def _of_config(config: LifecycleConfig, here: int | None) -> Planner:
+    """Plans `config`; of a machine with `here` devices, which is this one, the cores are known as well."""
 
     def plan_for(changes: Changes, machine: Machine) -> Plan:
-        nodes = local_node(machine)
-        if described and machine.device == "cpu":
+        nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
+        if machine.num_devices == here:
+            nodes = local_node(machine)
+        elif machine.device == "cpu":
             nodes = {"CPU": float(machine.num_devices * config.runtime.threads)}
-        elif described:
-            nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
 
         def check(chosen: LifecycleConfig) -> None:
             check_config(chosen, recorded_graph(chosen), machine.device, [nodes])
@@ -232,7 +232,7 @@ def _read(
         )
     resolved = load_config(config, overrides)
     machine = _machine(resolved.runtime.device, num_devices, memory, resolved.runtime.threads)
-    return _of_config(resolved, described=num_devices is not None), machine
+    return _of_config(resolved, machine.num_devices if num_devices is None else None), machine
 
 
 def _machine(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:

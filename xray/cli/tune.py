@@ -19,7 +19,7 @@ from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.loading import check_storage, load_config, resolved_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.planning.demand import check_graph
+from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.workload import local_node, this_machine
 
 
@@ -64,7 +64,7 @@ def _tune(
     check_ray_address()
     if not os.environ.get("RAY_ADDRESS"):
         here = this_machine(resolved.runtime.device)
-        check_graph(recorded_graph(resolved), here.device, [local_node(here)])
+        check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
     check_storage(resolved)
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,9 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is present."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
-    """CPU threads of one Workhorse. Their number changes float rounding."""
+    """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
+    policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. The
+    number of threads changes float rounding."""
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
@@ -39,7 +41,8 @@ class RuntimeConfig(Section):
     """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, whatever fsspec knows):
     checkpoints, snapshots, records and results lie there too, and what is there is fetched, never computed again."""
     wait_timeout_s: Positive = 600.0
-    """How long a stage waits for devices that others hold. More than the cluster has is refused at once."""
+    """How long a stage waits for devices that others than its own run hold; stages of one run wait for each other as
+    long as it takes. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0

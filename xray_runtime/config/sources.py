@@ -7,14 +7,16 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from xray_runtime.config.allowed_imports import check_import
-from xray_runtime.credentials import bare, has_login
+from xray_runtime.credentials import has_login, strip_credentials
 
 BUILT_IN_GOLD = "vader"
 
 
 def _without_login(source: str) -> str:
     if has_login(source):
-        raise ValueError(f"a login before {bare(source)!r} is not allowed: the config is recorded and shown")
+        raise ValueError(
+            f"a login before {strip_credentials(source)!r} is not allowed: the config is recorded and shown"
+        )
     return source
 
 

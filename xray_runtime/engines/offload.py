@@ -1,4 +1,4 @@
-"""GPU memory that a trained model gives to others while it has nothing to do. CUDA only.
+"""Offloading a trained model to host memory while it is idle, so that others can use the GPU. CUDA only.
 
 vLLM's allocator unmaps memory and maps it again at the same addresses, so flat buffers, and the views that every
 ZeRO stage keeps of them, stay what they were.
@@ -17,7 +17,7 @@ TAG = "training"
 
 @contextmanager
 def can_offload(wanted: bool) -> Iterator[None]:
-    """What is allocated on the GPU inside, by this thread, is what `lend` gives away."""
+    """What is allocated on the GPU inside, by this thread, is what `offload` moves."""
     if not wanted:
         yield
         return
@@ -25,15 +25,15 @@ def can_offload(wanted: bool) -> Iterator[None]:
         yield
 
 
-def lend() -> None:
-    """Move it to host memory, and give the GPU back what the allocator keeps for later."""
+def offload() -> None:
+    """Move it to host memory, and free what the allocator keeps for later."""
     torch.cuda.synchronize()
     _allocator().sleep(offload_tags=(TAG,))
     torch.cuda.empty_cache()
 
 
-def take_back() -> None:
-    """Move it to the GPU again."""
+def onload() -> None:
+    """Move it back to the GPU."""
     _allocator().wake_up()
     torch.cuda.synchronize()
 

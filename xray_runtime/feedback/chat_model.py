@@ -41,7 +41,7 @@ def _loading(directory: Path) -> Iterator[None]:
         raise ConfigError(f"REF: {str(directory)!r} cannot be loaded ({reason})") from error
 
 
-class Limits:
+class PromptLimits:
     """The tokenizer of a checkpoint, and how long a prompt it takes."""
 
     def __init__(self, directory: Path, max_new_tokens: int, temperature: float) -> None:
@@ -75,7 +75,7 @@ class Limits:
         return prompt
 
 
-def fitting(prompts: list[Messages], models: list[Limits], max_prompt_tokens: int | None) -> list[Messages]:
+def fitting(prompts: list[Messages], models: list[PromptLimits], max_prompt_tokens: int | None) -> list[Messages]:
     """Those of `prompts` that fit every model, and are not longer for it than `max_prompt_tokens`."""
     most = []
     for model in models:
@@ -92,7 +92,7 @@ def fitting(prompts: list[Messages], models: list[Limits], max_prompt_tokens: in
 class ChatModel:
     """A model in memory that talks to one person."""
 
-    def __init__(self, directory: Path, limits: Limits, device: str) -> None:
+    def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.models.causal_lm import load_model
 
         with _loading(directory):
@@ -118,7 +118,7 @@ class ChatModel:
 class BatchSampler:
     """A model in memory that answers many prompts, each with a seed of its own."""
 
-    def __init__(self, directory: Path, limits: Limits, device: str) -> None:
+    def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.engines.generation.transformers_generate import TransformersSampler
 
         with _loading(directory):

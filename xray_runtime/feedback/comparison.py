@@ -9,7 +9,7 @@ from typing import Any
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
-from xray_runtime.feedback.chat_model import BatchSampler, Limits, fitting
+from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
 from xray_runtime.feedback.session import Session, Setup
@@ -29,7 +29,7 @@ class Comparison:
 
     models: tuple[Node, Node]
     """`a` and `b`."""
-    limits: tuple[Limits, Limits]
+    limits: tuple[PromptLimits, PromptLimits]
     setup: Setup
     prompts: list[Messages]
     """All there are, in the order in which they are asked; none where they are typed."""
@@ -79,7 +79,7 @@ def plan_comparison(
     Raises:
         ConfigError: there are no such prompts, or none that fit.
     """
-    a, b = (Limits(model.directory, max_new_tokens, temperature) for model in models)
+    a, b = (PromptLimits(model.directory, max_new_tokens, temperature) for model in models)
     dataset = dataset_of(store, list(models)).sha256 if source.kind in SPLITS else None
     setup = Setup(
         a=models[0].sha256,

@@ -50,7 +50,8 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
             source = open_lineage_store(Path(place), None)
             node = find(name, source)
         else:
-            source, node = resolve(ref, output, tracking_uri)
+            # What lies elsewhere is audited with the MLflow that is known there.
+            source, node = resolve(ref, output, None)
         if source.output.resolve() != output.resolve() and _missing(source, node, output):
             _bring(source, node, output, tracking_uri, ref, move=False)
     store = open_lineage_store(output, tracking_uri)

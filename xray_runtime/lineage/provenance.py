@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.store.identity import digest, file_sha256
 
@@ -71,7 +71,7 @@ def environment() -> dict[str, Any]:
 def variables(values: Any) -> dict[str, str]:
     """The variables that can matter: nothing whose name sounds like a secret, addresses without login or query."""
     return {
-        name: bare(value)
+        name: strip_credentials(value)
         for name, value in sorted(values.items())
         if RELEVANT.fullmatch(name) and not SECRET.search(name)
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import bare, has_login, tracking_address
+from xray_runtime.credentials import has_login, strip_credentials, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
 from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
@@ -58,8 +58,8 @@ def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_login(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {bare(uri)!r} is not allowed: others can read a command line, and the "
-            "parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command line, and "
+            "the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
 
@@ -110,7 +110,9 @@ def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) 
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
     found = registered_checkpoint(uri, reference)
     if found is None:
-        raise ConfigError(f"REF: {reference!r} is not a registered model's alias or version in {bare(uri)}")
+        raise ConfigError(
+            f"REF: {reference!r} is not a registered model's alias or version in {strip_credentials(uri)}"
+        )
     sha256, directory = found
     store = open_lineage_store(output or directory.parent.parent, uri)
     return store, find(sha256, store)

@@ -194,7 +194,7 @@ def _plan(
     def laid_out(roles: Sequence[Role]) -> list[RolePlan]:
         return [RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in roles]
 
-    stages = [laid_out(workload.roles), laid_out(workload.evaluated)]
+    stages = [laid_out(roles) for roles in (workload.roles, workload.evaluated) if roles]
     groups = [group for plans in stages for group in _shared(plans, workload, machine, placement)]
     return Plan(placement, tuple(stages[0]), tuple(groups), layouts, workload, machine)
 

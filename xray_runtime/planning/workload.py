@@ -180,7 +180,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         ValueError: the base model cannot be found, read or planned.
     """
     base, stages, sections = plannable_base(config.base), config.ppo.stages, config.trained.values()
-    shape = _shape(base)
+    shape = from_fresh(base) if isinstance(base, FreshBase) else _pretrained_shape(base.model)
     top_layers = None if isinstance(base, FreshBase) else base.trainable_layers
     if top_layers is not None and top_layers > shape.num_layers:
         raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
@@ -237,9 +237,9 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
 
 
 @cache
-def _shape(base: FreshBase | PretrainedBase) -> ModelShape:
+def _pretrained_shape(model: str) -> ModelShape:
     # A search for what would fit plans the same model a hundred times, and some take seconds to read.
-    return from_fresh(base) if isinstance(base, FreshBase) else from_pretrained(base)
+    return from_pretrained(PretrainedBase(model=model))
 
 
 def _longest_reply(config: LifecycleConfig) -> int:

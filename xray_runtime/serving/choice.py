@@ -124,7 +124,7 @@ class Follower:
             return None
         now = self._clock()
         if decision.checkpoint != self._seen:
-            self._seen, self._since, self._told = decision.checkpoint, now, False
+            self._seen, self._since, self._reported = decision.checkpoint, now, False
             self._next, self._wait_s = now, FIRST_WAIT_S
         if now < self._next:
             return None
@@ -133,8 +133,8 @@ class Follower:
             choice = champion(self._name, self._output, self._tracking_uri)
             require_sound(choice, self._public)
         except (NotServedError, ConfigError, OSError) as error:
-            if self._told or now - self._since < SETTLE_SECONDS:
+            if self._reported or now - self._since < SETTLE_SECONDS:
                 return None
-            self._told = True
+            self._reported = True
             raise NotServedError(str(error)) from error
         return choice

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
@@ -22,6 +21,7 @@ from xray_runtime.stages.common import max_prompt_tokens, text_rows, unique_prom
 from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.protocols import get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -105,5 +105,5 @@ def _rewards(
                 pairs = zip(encode_prompts(tokenizer, prompts), encode_replies(tokenizer, texts[side]), strict=True)
                 answers.append(text_rows(list(pairs), tokenizer.pad_token_id))
             asks = [models[role].score.remote(rows) for role, rows in zip(sources.roles, answers, strict=True)]
-            found[side] = sources.scaled(sources.scores(ray.get(asks), asked, texts[side])).double()
+            found[side] = sources.scaled(sources.scores(get_all(asks), asked, texts[side])).double()
     return found

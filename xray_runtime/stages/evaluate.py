@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 from safetensors.torch import load_file
 
@@ -23,12 +22,12 @@ from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.stages.kinds import EvaluateInputs
-    from xray_runtime.workers.protocols import ModelHandle
 
 SIDES = ("before", "after")
 """The model it is held against, and the policy."""
@@ -58,7 +57,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for version, side in enumerate(SIDES):
             if version:
                 weights = load_file(policy / "model.safetensors")
-                ray.get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
+                get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
             replies[side] = sample_replies(models["generator"], stage, tokenizer, [ids for _, ids in prompts], version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
         kl = _kl(models, tokenizer, config, prompts, replies["after"])
@@ -66,7 +65,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             ended = [with_end_of_turn(reply, tokenizer.eos_token_id) for reply in replies[side]]
             whole = list(zip([ids for _, ids in prompts], ended, strict=True))
-            answers = ray.get(rewards.requests(models, text_rows(whole, tokenizer.pad_token_id)))
+            answers = get_all(rewards.requests(models, text_rows(whole, tokenizer.pad_token_id)))
             if rewards.weights:
                 scored[side] = rewards.scaled(rewards.scores(answers, asked, texts[side])).double()
     golds = gold_scores(config, asked, texts)
@@ -91,7 +90,9 @@ def _kl(
 ) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
     rows = text_rows([(ids, reply) for (_, ids), reply in zip(prompts, replies, strict=True)], tokenizer.pad_token_id)
-    after, before = ray.get([models[side].score.remote(rows, config.max_new_tokens) for side in ("after", "before")])
+    # Both work at the same time, and share their threads.
+    asks = [models[side].score.remote(rows, config.max_new_tokens, 2) for side in ("after", "before")]
+    after, before = get_all(asks)
     mask = np.arange(config.max_new_tokens) < (rows["lengths"] - rows["prompt_lengths"])[:, None]
     logprobs, ref_logprobs = (torch.from_numpy(scores["ref_logprobs"]) for scores in (after, before))
     summary = kl_summary(logprobs, ref_logprobs, torch.from_numpy(mask))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from pydantic import BaseModel
@@ -123,8 +124,11 @@ class Graph:
         self._token = _CURRENT.set(self)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         _CURRENT.reset(self._token)
+        return None
 
     def add(self, kind: StageKind, inputs: Sequence[Any], keywords: Mapping[str, Any], name: str | None) -> Handle:
         """See `StageKind.__call__`."""

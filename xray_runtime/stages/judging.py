@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.data.gold import load_gold
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.protocols import ModelHandle, get
+from xray_runtime.workers.rows import pad
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.workers.protocols import ModelHandle
 
 Scores = Mapping[str, torch.Tensor]
 """Side → score of each reply [n], float64."""
@@ -35,7 +34,7 @@ def sample_replies(
     seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
     rows = {"input_ids": ids, "lengths": lengths, "seed": seeds}
-    answer: Rows = ray.get(generator.generate.remote(rows, sampling, version))
+    answer = get(generator.generate.remote(rows, sampling, version))
     return [r[m].tolist() for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 
 from xray_runtime.algorithms.kl import make_kl_controller
@@ -36,13 +35,13 @@ from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
 from xray_runtime.workers.rows import Rows, pad, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.stages.kinds import PPOInputs
-    from xray_runtime.workers.protocols import ModelHandle
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
@@ -63,7 +62,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             clock = PhaseClock()
             with clock.phase("sync"):
                 if iteration:
-                    ray.get(models["generator"].follow.remote(models["policy"], iteration))
+                    get(models["generator"].follow.remote(models["policy"], iteration))
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
                 rollout = _generate(models["generator"], stage, tokenizer, asked, iteration)
@@ -94,9 +93,9 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             ["prompt", "reply", "reward"],
             [[prompt_text(m), reply, float(s)] for (m, _), reply, s in zip(asked, replies, scaled, strict=True)],
         )
-        ray.get(models["policy"].save.remote(out, VALUE_HEAD))
+        get(models["policy"].save.remote(out, VALUE_HEAD))
         if "critic" in models:
-            ray.get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
+            get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
     return config.iterations
 
 
@@ -139,9 +138,9 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
 
 @contextmanager
 def _asleep(models: dict[str, ModelHandle]) -> Iterator[None]:
-    ray.get([model.sleep.remote() for model in models.values()])
+    get_all([model.sleep.remote() for model in models.values()])
     yield
-    ray.get([model.wake_up.remote() for model in models.values()])
+    get_all([model.wake_up.remote() for model in models.values()])
 
 
 def _generate(
@@ -156,8 +155,7 @@ def _generate(
     ids, lengths = pad((ids for _, ids in asked), tokenizer.pad_token_id)
     seeds = [derive_seed(stage.seed, stage.name, "sample", version, row) for row in range(len(asked))]
     rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
-    answer: Rows = ray.get(generator.generate.remote(rows, sampling, version))
-    return answer
+    return get(generator.generate.remote(rows, sampling, version))
 
 
 def _score(
@@ -179,8 +177,9 @@ def _score(
         tokenizer.pad_token_id,
     )
     roles = [role for role in ("policy", "reference", "critic") if role in models]
-    calls = [models[role].score.remote(rows, config.max_new_tokens) for role in roles]
-    answers: list[Rows] = ray.get([*calls, *rewards.requests(models, whole)])
+    at_once = len(roles) + len(rewards.roles)
+    calls = [models[role].score.remote(rows, config.max_new_tokens, at_once) for role in roles]
+    answers = get_all([*calls, *rewards.requests(models, whole, at_once)])
     scores: Rows = {}
     for answer in answers[: len(roles)]:
         scores |= answer
@@ -213,15 +212,17 @@ def _update(
             step = (iteration * config.epochs + epoch) * per_epoch + number
             batch = take(experience.rows, index)
             tokens = float((batch["lengths"] - batch["prompt_lengths"]).sum())
-            calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr_at(config, step, planned))]
+            at_once = 2 if "critic" in models else 1
+            lr = lr_at(config, step, planned)
+            calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr, at_once)]
             if "critic" in models:
                 critic_lr = lr_at(config, step, planned, peak=config.critic_lr)
-                calls.append(models["critic"].train.remote(batch, {"tokens": tokens}, critic_lr))
-            policy, *critic = ray.get(calls)
+                calls.append(models["critic"].train.remote(batch, {"tokens": tokens}, critic_lr, at_once))
+            policy, *critic = get_all(calls)
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
             for name, value in (stats | {"updates": 1.0, "tokens": tokens}).items():
                 sums[name] = sums.get(name, 0.0) + value
-            sums["lr"] = lr_at(config, step, planned)
+            sums["lr"] = lr
             if config.stop_kl is not None and policy["approx_kl_sum"] / tokens > config.stop_kl:
                 sums["stopped_early"] = 1.0
                 break

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from xray_runtime.config.preferences import DatasetPreferences, JudgedPreferences, RatingPreferences, SampledPreferences
 from xray_runtime.data.gold import load_gold
@@ -27,6 +26,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.protocols import get
 from xray_runtime.workers.rows import pad
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _from_gold(
             ids, lengths = pad(batch, tokenizer.pad_token_id)
             seeds = [derive_seed(stage.seed, stage.name, "sample", start + i) for i in range(len(batch))]
             rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
-            answer = ray.get(models["generator"].generate.remote(rows, sampling, 0))
+            answer = get(models["generator"].generate.remote(rows, sampling, 0))
             sampled = [r[m] for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
             replies += decode_replies(tokenizer, sampled)
             recorder.progress(len(replies) // 2, len(prompts), "pairs", "sampling replies")

@@ -7,11 +7,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
+from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
-    from xray_runtime.workers.protocols import ModelHandle
 
 
 class Resumable:
@@ -32,7 +31,7 @@ class Resumable:
         snapshot = self._recorder.resume()
         if snapshot is None:
             return 0
-        ray.get([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])
+        get_all([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])
         for name, part in self._parts.items():
             for field in fields(part):
                 setattr(part, field.name, snapshot.state[name][field.name])
@@ -45,4 +44,4 @@ class Resumable:
             self._recorder.write_snapshot(step, state, self._save)
 
     def _save(self, directory: Path) -> None:
-        ray.get([model.save_state.remote(directory / role) for role, model in self._models.items()])
+        get_all([model.save_state.remote(directory / role) for role, model in self._models.items()])

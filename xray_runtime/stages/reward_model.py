@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import ray
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
@@ -20,6 +19,7 @@ from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import lr_at, text_rows
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
 from xray_runtime.workers.rows import Rows, take
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         for step in range(state.restore(), steps):
             batch = take(rows, cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
-            stats = ray.get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
+            stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
             metrics = {
                 "reward_model/loss": stats["loss"] / config.batch_size,
                 "reward_model/accuracy": stats["correct"] / config.batch_size,
@@ -75,7 +75,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
             "length_baseline_accuracy": baseline,
             "heldout_pairs": len(heldout),
         }
-        ray.get(reward.save.remote(out, REWARD_HEAD))
+        get(reward.save.remote(out, REWARD_HEAD))
     (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return steps
 
@@ -101,12 +101,12 @@ def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
     }
 
 
-def _scores(reward: object, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     sides = [
         {"input_ids": rows["input_ids"], "lengths": rows["lengths"]},
         {"input_ids": rows["rejected_ids"], "lengths": rows["rejected_lengths"]},
     ]
-    chosen, rejected = ray.get([reward.score.remote(side) for side in sides])  # type: ignore[attr-defined]
+    chosen, rejected = get_all([reward.score.remote(side) for side in sides])
     return chosen["scores"], rejected["scores"]
 
 

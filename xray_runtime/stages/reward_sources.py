@@ -53,9 +53,14 @@ class RewardSources:
             for role, path in paths.items()
         }
 
-    def requests(self, models: Mapping[str, ModelHandle], rows: Rows) -> list[Ref[Rows]]:
-        """Ask every reward model to score whole `rows`; pass the answers to `scores`."""
-        return [models[role].score.remote(rows) for role in self.roles]
+    def requests(self, models: Mapping[str, ModelHandle], rows: Rows, at_once: int | None = None) -> list[Ref[Rows]]:
+        """Ask every reward model to score whole `rows`; pass the answers to `scores`.
+
+        Args:
+            at_once: how many models work at the same time; by default these alone.
+        """
+        share = at_once or len(self.roles)
+        return [models[role].score.remote(rows, at_once=share) for role in self.roles]
 
     def scores(
         self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str]

@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import read_examples
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -16,6 +14,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import get
 from xray_runtime.workers.rows import take
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             start = time.perf_counter()
             batch = take(rows, cursor.take(config.batch_size))
             tokens = int((batch["lengths"] - batch["prompt_lengths"]).sum())
-            stats = ray.get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
+            stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
             seconds = time.perf_counter() - start
             loss = stats["nll"] / tokens
             metrics = {
@@ -73,10 +72,10 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
                 "speed/train_tokens_per_s": int(batch["lengths"].sum()) / seconds,
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
-                nll = ray.get(policy.score.remote(heldout_rows))["nll"]
+                nll = get(policy.score.remote(heldout_rows))["nll"]
                 metrics["sft/heldout_loss"] = float(nll.sum()) / heldout_tokens
             recorder.metrics(metrics, step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)
-        ray.get(policy.save.remote(out))
+        get(policy.save.remote(out))
     return config.steps

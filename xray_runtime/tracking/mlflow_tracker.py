@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.credentials import bare
+from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -63,7 +63,7 @@ class Tracker:
             self.experiment_id = found.experiment_id
         self.experiment = experiment
         # People see it: on Prefect's pages.
-        self._shown = bare(uri).rstrip("/") if uri.startswith("http") else None
+        self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None
 
     def start_lifecycle(
         self, run_id: str | None, name: str, config: Mapping[str, Any], config_yaml: str, tags: dict[str, str]

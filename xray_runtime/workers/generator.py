@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.rows import Rows
-from xray_runtime.workers.workhorse import Rank, Workhorse, resolve_device
+from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation.sampling import Generation, Sampling
@@ -21,15 +21,15 @@ class Generator(Workhorse):
     _engine: Generation | None = None
 
     def load_libraries(self, config: GeneratorConfig) -> None:
-        """Import ahead of the first model what takes seconds to import."""
+        """Import the libraries that take seconds, before there is a model."""
         if config.engine == "vllm":
             from xray_runtime.engines.generation.vllm import load_vllm
 
             load_vllm(self.runtime, resolve_device(self.runtime.device))
 
-    def build(self, spec: GeneratorSpec, place: Rank) -> None:
+    def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""
-        self._settle(place)
+        self._begin(rank_info)
         from xray_runtime.engines.generation.sampling import Generation, Place
 
         if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
@@ -37,11 +37,11 @@ class Generator(Workhorse):
         else:
             self._engine = None
             gc.collect()
-            here = Place(self.device.type, place.rank, place.world_size, place.host, place.port)
-            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, here)
+            place = Place(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
+            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, place)
 
     def load_weights(self, update: WeightUpdate) -> int:
-        """Verify and take over `update`; returns the version now held."""
+        """Verify and load `update`; returns the version now held."""
         assert self._engine is not None
         self._engine.load(update)
         return self._engine.version

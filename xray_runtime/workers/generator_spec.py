@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.config.engines import GeneratorConfig
 
 if TYPE_CHECKING:
+    from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
 
 
@@ -21,8 +23,24 @@ class GeneratorSpec:
     config: GeneratorConfig = field(default_factory=GeneratorConfig)
 
     @property
+    def whole_model(self) -> type[WholeModel]:
+        """The actor that stands for it. Named here so that a stage's key digests the code of what computes."""
+        from xray_runtime.workers.whole_model import WholeModel
+
+        return WholeModel
+
+    @property
+    def layout(self) -> GeneratorConfig:
+        """How it is spread over Workhorses."""
+        return self.config
+
+    @property
     def workhorse(self) -> type[Workhorse]:
-        """The kind of Workhorse that holds it."""
+        """The class of its Workhorses."""
         from xray_runtime.workers.generator import Generator
 
         return Generator
+
+    def located(self, find: Callable[[Path], Path]) -> GeneratorSpec:
+        """The spec for another node: `find` gives where a directory lies there."""
+        return replace(self, directory=find(self.directory))

@@ -14,7 +14,7 @@ from xray_runtime.data.batching import micro_batches
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.rows import Rows, num_rows, take
-from xray_runtime.workers.workhorse import Rank, Workhorse, resolve_device
+from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
     import torch
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from xray_runtime.engines.engine import Engine, MicroBatch
     from xray_runtime.weights.device_transfer import Transport
     from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.workers.protocols import WorkhorseHandle
 
 
 class Learner(Workhorse):
     """One rank of a model that is trained, or only scored."""
 
     def load_libraries(self) -> None:
-        """Import ahead of the first model what takes seconds to import."""
+        """Import the libraries that take seconds, before there is a model."""
         from xray_runtime.engines.training.zero import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
 
         load_deepspeed(resolve_device(self.runtime.device))
 
-    def build(self, spec: ModelSpec, place: Rank) -> None:
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
         """Load the model and, where it is trained, join its process group and start its engine."""
-        self._settle(place)
+        self._begin(rank_info)
         from safetensors.torch import load_file
 
         from xray_runtime.engines.engine import build_engine, build_scorer
@@ -48,9 +49,9 @@ class Learner(Workhorse):
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
         self.spec = spec
-        # A frozen trunk is compared with the reference's before anything is cut.
-        in_part = spec.trainable_layers is None and Topology.of(spec.layout).cuts
-        lm = skeleton(str(spec.directory)) if in_part else load_model(spec.directory)
+        # A frozen trunk is compared with the reference's while both are whole.
+        sharded = spec.trainable_layers is None and Topology.of(spec.layout).cuts
+        lm = skeleton(str(spec.directory)) if sharded else load_model(spec.directory)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
             lm,
@@ -64,12 +65,12 @@ class Learner(Workhorse):
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
         self._trunks: dict[int, torch.Tensor] = {}
-        if spec.training is not None or place.world_size > 1:
-            init_collectives(place.rank, place.world_size, place.host, place.port, self.device)
+        if spec.training is not None or rank_info.world_size > 1:
+            init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
         self.engine: Engine | None = None
         self.scorer: Any
         with can_offload(self.runtime.trainer_sleeps and spec.training is not None):
-            if not in_part:
+            if not sharded:
                 module.to(self.device)
             if spec.training is not None:
                 self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
@@ -78,30 +79,35 @@ class Learner(Workhorse):
         self.module: Any = self.scorer.module
         self.module.eval()
 
-    def release(self) -> None:
-        super().release()
+    def unload(self) -> None:
+        super().unload()
         self.engine = self.scorer = self.module = None
         self._trunks = {}
         gc.collect()
 
     def sleep(self) -> None:
-        """Give this model's GPU memory to others, until `wake_up`; with `runtime.trainer_sleeps`."""
-        from xray_runtime.engines.offload import lend
+        """Free this model's GPU memory for others until `wake_up`; with `runtime.trainer_sleeps`."""
+        from xray_runtime.engines.offload import offload
 
         self._trunks.clear()
-        lend()
+        offload()
 
     def wake_up(self) -> None:
         """Undo `sleep`."""
-        from xray_runtime.engines.offload import take_back
+        from xray_runtime.engines.offload import onload
 
-        take_back()
+        onload()
 
-    def score(self, rows: Rows, width: int) -> Rows:
+    def score(self, rows: Rows, width: int, at_once: int = 1) -> Rows:
         """The objective's scores of `rows`, in their order; per-token ones are [B, `width`].
 
-        Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow.
+        Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow. `at_once`: how many
+        models work at the same time, this one included; they share `runtime.threads`.
         """
+        with self._share_threads(at_once):
+            return self._score(rows, width)
+
+    def _score(self, rows: Rows, width: int) -> Rows:
         import torch
 
         self._trunks.clear()
@@ -120,8 +126,12 @@ class Learner(Workhorse):
                         column[index] = array
         return out
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`."""
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above."""
+        with self._share_threads(at_once):
+            return self._train(rows, totals, lr)
+
+    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         import torch
 
         assert self.engine is not None
@@ -151,7 +161,7 @@ class Learner(Workhorse):
             widths = 2 * np.maximum(widths, rows["rejected_lengths"])
         groups = micro_batches(widths.tolist(), max_tokens)
         count = len(groups)
-        if self.place.world_size > 1:
+        if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             count = int(most)
@@ -188,7 +198,7 @@ class Learner(Workhorse):
         return torch.stack([torch.nn.functional.pad(s[:width], (0, 0, 0, max(width - len(s), 0))) for s in states])
 
     def save_state(self, directory: Path) -> None:
-        """This rank's part of a snapshot: `load_state` of it goes on to the same bits; in another layout, nearly so."""
+        """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""
         assert self.engine is not None
         self.engine.save(directory)
 
@@ -209,7 +219,12 @@ class Learner(Workhorse):
         return None
 
     def send_weights(
-        self, version: int, transport: Transport, meet: tuple[str, int], receivers: list[Any], per_replica: int
+        self,
+        version: int,
+        transport: Transport,
+        meet: tuple[str, int],
+        receivers: list[WorkhorseHandle],
+        per_replica: int,
     ) -> None:
         """Trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
         from xray_runtime.weights.device_transfer import send
@@ -217,7 +232,7 @@ class Learner(Workhorse):
         # Gathered once only to be measured: no layout knows whole shapes otherwise.
         metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
         tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.place.rank, meet, receivers, per_replica, version)
+        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
 
     def begin_save(self, directory: Path) -> None:
         """Write the model in Hugging Face form as it was when it was loaded."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from xray_runtime.config.engines import LayoutConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from xray_runtime.models.objectives import Objective
+    from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
 
 
@@ -37,12 +39,25 @@ class ModelSpec:
 
     @property
     def workhorse(self) -> type[Workhorse]:
-        """The kind of Workhorse that holds it."""
+        """The class of its Workhorses."""
         from xray_runtime.workers.learner import Learner
 
         return Learner
 
     @property
+    def whole_model(self) -> type[WholeModel]:
+        """The actor that stands for it. Named here so that a stage's key digests the code of what computes."""
+        from xray_runtime.workers.whole_model import WholeModel
+
+        return WholeModel
+
+    @property
     def layout(self) -> LayoutConfig:
         """How it is spread over Workhorses."""
         return self.frozen if self.training is None else self.training.engine
+
+    def located(self, find: Callable[[Path], Path]) -> ModelSpec:
+        """The spec for another node: `find` gives where a directory lies there."""
+        reference = None if self.reference is None else find(self.reference)
+        head = None if self.head is None else find(self.head.parent) / self.head.name
+        return replace(self, directory=find(self.directory), reference=reference, head=head)

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what each has, which were lost, and who lives where."""
+"""The nodes of a Ray cluster: what each has, which were lost, and which process is on which."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.identity import OTHER_ENVIRONMENT, environment_digest
+from xray_runtime.workers.liveness import answered
 
 PLACEMENT = "placement.jsonl"
-SETTLE_SECONDS = 120.0
+NODES_SECONDS = 120.0
+"""How long all nodes together have to answer, or to be found dead."""
 ANSWER_SECONDS = 20.0
 """A node may have to start a process for its answer."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a process lives, and with which code."""
+    """Where a process runs, and with which code."""
 
     node: str
     """Ray's id of the node."""
@@ -46,8 +47,8 @@ def num_lost() -> int:
     return sum(not node["Alive"] for node in ray.nodes())
 
 
-def machines() -> set[str]:
-    """Addresses of the machines the nodes are on; several nodes may share one."""
+def node_addresses() -> set[str]:
+    """Network addresses of the nodes; several nodes may share one machine, and its address."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -55,11 +56,11 @@ def is_on_all_nodes(directory: Path) -> bool:
     """Whether all nodes share the disk that `directory` is on. Nodes that do not answer are not asked again."""
     if len(ray.nodes()) < 2:
         return True
-    with probe_file(directory) as mark:
+    with probe_file(directory) as probe:
         there = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in ray.nodes() if n["Alive"]]
-        asked = [_sees.options(scheduling_strategy=strategy).remote(mark) for strategy in there]
-        answered = ray.wait(asked, num_returns=len(asked), timeout=SETTLE_SECONDS)[0]
-        return all(ray.get(ref) for ref in answered if _answered(ref))
+        asked = [_sees.options(scheduling_strategy=strategy).remote(probe) for strategy in there]
+        done = ray.wait(asked, num_returns=len(asked), timeout=NODES_SECONDS)[0]
+        return all(ray.get(ref) for ref in done if answered(ref))
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -69,22 +70,22 @@ def _sees(path: Path) -> bool:
 
 @contextlib.contextmanager
 def probe_file(directory: Path) -> Iterator[Path]:
-    """A file in `directory`, for a while: who does not see it shares no disk with this process."""
+    """A file in `directory` while the context lasts: a node that does not see it has another disk there."""
     directory.mkdir(parents=True, exist_ok=True)
     # A new name: a network disk may remember for seconds that a file was not there.
-    mark = directory / f".seen-{uuid.uuid4().hex}"
-    mark.touch()
+    probe = directory / f".probe-{uuid.uuid4().hex}"
+    probe.touch()
     try:
-        yield mark
+        yield probe
     finally:
-        mark.unlink()
+        probe.unlink()
 
 
-def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
-    """Until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
+def await_answers(timeout_s: float = NODES_SECONDS) -> None:
+    """Wait until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
 
-    Ray takes some seconds to notice that a machine is gone, and would meanwhile place Workhorses there: an attempt that
-    begins right after the loss would fail as well.
+    Ray takes some seconds to notice that a machine is gone, and would meanwhile schedule Workhorses there: an attempt
+    that begins right after the loss would fail as well.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -96,41 +97,33 @@ def await_answers(timeout_s: float = SETTLE_SECONDS) -> None:
         ready, silent = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
         for ref in silent:
             ray.cancel(ref, force=True)
-        if not silent and all(map(_answered, ready)):
+        if not silent and all(map(answered, ready)):
             return
         time.sleep(1)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _answer() -> None:
-    """Where this runs, a node is."""
+    """Answers if the node it is sent to lives."""
 
 
-def _answered(ref: Any) -> bool:
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayError:
-        return False
-    return True
-
-
-def here() -> str:
+def current_node() -> str:
     """Ray's id of the node this process is on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def same_node() -> NodeAffinitySchedulingStrategy:
-    """Scheduling of an actor onto the node of the process that starts it: it is lost with that one or not at all."""
-    return NodeAffinitySchedulingStrategy(here(), soft=False)
+    """Schedules an actor onto the node of the process that starts it, so that both are lost together or not at all."""
+    return NodeAffinitySchedulingStrategy(current_node(), soft=False)
 
 
 def worker_info() -> WorkerInfo:
-    """Where this process lives."""
-    return WorkerInfo(here(), socket.gethostname(), os.getpid(), environment_digest())
+    """Where this process runs."""
+    return WorkerInfo(current_node(), socket.gethostname(), os.getpid(), environment_digest())
 
 
 def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
-    """Raises ConfigError where a process has other code or libraries than the stage it works for.
+    """Raises ConfigError if a process has other code or libraries than the stage it works for.
 
     Its results would carry a key that is not theirs.
     """
@@ -138,16 +131,16 @@ def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
         raise ConfigError(f"{what} on {there.host}: {OTHER_ENVIRONMENT}")
 
 
-def note_placement(log_dir: Path, lives: Mapping[str, Sequence[WorkerInfo]]) -> None:
+def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -> None:
     """Append to `log_dir` which node the Workhorses of each role are on: one line an attempt.
 
     Args:
-        lives: role → residence of each of its ranks.
+        workers: role → where each of its ranks runs.
     """
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     models = {
         role: [{"node": names[r.node], "node_id": r.node, "host": r.host, "pid": r.pid} for r in ranks]
-        for role, ranks in lives.items()
+        for role, ranks in workers.items()
     }
     log_dir.mkdir(parents=True, exist_ok=True)
     with (log_dir / PLACEMENT).open("a") as file:

@@ -1,28 +1,39 @@
-"""Where Workhorse processes wait between stages.
+"""The worker pool of a run: Workhorse processes that wait between stages.
 
 Starting one costs seconds of imports (torch, transformers, DeepSpeed; vLLM most of all), and on a laptop that would be
 most of a short stage. On CPU a process that did its work well is therefore kept, and the next model is built in it; and
 those that only the next stage needs start while this one works. On CUDA, and for models of several ranks, every model
-gets new processes: device memory and process groups are cleanest given back by ending.
+gets new processes: device memory and process groups are freed most reliably by ending the process.
+
+Each run has a pool of its own, and never gets a process of another's. Idle processes hold CPUs: a stage that
+is short of them has every pool of the cluster end its idle ones (`evict_idle_workers`).
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.workers.nodes import same_node
+from xray_runtime.workers.heartbeat import CONCURRENCY_GROUP, request_heartbeat
+from xray_runtime.workers.liveness import Liveness, answered
+from xray_runtime.workers.named import find_actor, find_actors, open_actor
+from xray_runtime.workers.protocols import Method, Pingable, WorkhorseHandle
 
-NAME, NAMESPACE = "xray-stable", "xray"
-HEARTBEAT = "heartbeat"
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from xray_runtime.workers.workhorse import Workhorse
+
+PREFIX = "xray-worker-pool-"
 PING_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
-"""Who waits has nothing else to do than to answer."""
+"""Idle workers only answer heartbeats."""
+EVICT_SECONDS = 10.0
 
 
 Kind = tuple[str, str]
@@ -30,30 +41,30 @@ Kind = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Loan:
-    borrower: Any
-    workhorse: Any
+class _Lease:
+    holder: Pingable
+    workhorse: WorkhorseHandle
     kind: Kind
-    what_for: str
 
 
-class Stable:
-    """Owns the Workhorses it lends, so that they outlive the stage that borrowed them."""
+class WorkerPool:
+    """Owns the Workhorses it leases, so that they outlive the stage that used them."""
 
     def __init__(self) -> None:
-        self._idle: list[tuple[Kind, Any]] = []
-        self._lent: list[_Loan] = []
+        self._idle: list[tuple[Kind, WorkhorseHandle]] = []
+        self._leases: list[_Lease] = []
+        self._liveness = Liveness()
 
     def ping(self) -> None:
-        """Answers where the stable lives."""
+        """Answers as long as the pool lives."""
 
-    def expect(self, kind: type, runtime: RuntimeConfig, count: int, *libraries: Any) -> None:
-        """Have `count` Workhorses of class `kind`, lent ones included, by the time they are asked for.
+    def prestart(self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, *libraries: Any) -> None:
+        """Have `count` Workhorses of class `kind`, leased ones included, by the time they are asked for.
 
-        Those that are missing are started and told to load their `libraries`, as far as there are CPUs for them.
+        Missing ones are started, as far as there are CPUs for them, and load their `libraries`.
         """
         want = _kind(kind, runtime)
-        missing = count - sum(k == want for k, _ in self._idle) - sum(loan.kind == want for loan in self._lent)
+        missing = count - self._num_idle(want) - sum(lease.kind == want for lease in self._leases)
         for _ in range(missing):
             if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
                 break
@@ -61,100 +72,115 @@ class Stable:
             workhorse.load_libraries.remote(*libraries)
             self._idle.append((want, workhorse))
 
-    def lend(self, kind: type, runtime: RuntimeConfig, borrower: Any, what_for: str = "") -> Any:
-        """A Workhorse of class `kind`: a waiting one, or a new one. `borrower` is the WholeModel that asks."""
+    def num_missing(self, wanted: Mapping[type[Workhorse], int], runtime: RuntimeConfig) -> int:
+        """How many of the `wanted` Workhorses (class → count) are not idle here, and would have to be started."""
+        self._end_abandoned()
+        return sum(max(count - self._num_idle(_kind(kind, runtime)), 0) for kind, count in wanted.items())
+
+    def acquire(
+        self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, holder: Pingable
+    ) -> list[WorkhorseHandle]:
+        """Lease `count` Workhorses of class `kind` to `holder`: idle ones first, then new ones."""
+        self._end_abandoned()
         want = _kind(kind, runtime)
-        held = f"{what_for}: {runtime.cpus_per_workhorse:g} CPUs"
+        found: list[WorkhorseHandle] = []
         for entry in [e for e in self._idle if e[0] == want]:
+            if len(found) == count:
+                break
             self._idle.remove(entry)
-            if _alive(entry[1]):
-                self._lent.append(_Loan(borrower, entry[1], want, held))
-                return entry[1]
-            ray.kill(entry[1])
-        self._reap()
-        if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
-            self.evict_idle()
-        workhorse = start(kind, runtime)
-        self._lent.append(_Loan(borrower, workhorse, want, held))
-        return workhorse
+            if answered(request_heartbeat(entry[1]), HEARTBEAT_SECONDS):
+                found.append(entry[1])
+            else:
+                ray.kill(entry[1])
+        found += [start(kind, runtime) for _ in range(count - len(found))]
+        self._leases += [_Lease(holder, workhorse, want) for workhorse in found]
+        return found
 
-    def release_worker(self, kind: type, runtime: RuntimeConfig, workhorse: Any) -> None:
-        """Take back a Workhorse that is sound and idle."""
-        self._lent = [loan for loan in self._lent if loan.workhorse != workhorse]
-        self._idle.append((_kind(kind, runtime), workhorse))
+    def release(self, holder: Pingable) -> None:
+        """Take back the Workhorses of `holder`, which hold no model any more: they are idle."""
+        self._idle += [(lease.kind, lease.workhorse) for lease in self._leases if lease.holder == holder]
+        self._leases = [lease for lease in self._leases if lease.holder != holder]
 
-    def kill_leased(self, borrowers: list[Any]) -> None:
-        """End what `borrowers` have not given back."""
-        for loan in [loan for loan in self._lent if loan.borrower in borrowers]:
-            ray.kill(loan.workhorse)
-            self._lent.remove(loan)
+    def kill_leased(self, holders: Sequence[Pingable]) -> None:
+        """End the Workhorses that `holders` still have."""
+        for lease in [lease for lease in self._leases if lease.holder in holders]:
+            ray.kill(lease.workhorse)
+            self._leases.remove(lease)
 
-    def holders(self) -> list[str]:
-        """Who has borrowed what."""
-        return [loan.what_for for loan in self._lent]
-
-    def evict_idle(self) -> None:
-        """End those that wait: they must not starve those that are wanted."""
+    def evict_idle(self) -> int:
+        """End idle Workhorses, and those of dead holders, so that others get their CPUs; returns how many."""
+        ended = self._end_abandoned() + len(self._idle)
         for _, workhorse in self._idle:
             ray.kill(workhorse)
         self._idle.clear()
+        return ended
 
-    def _reap(self) -> None:
-        """End what a dead borrower (a killed stage) left behind."""
-        pings = {loan.borrower.ping.remote(): loan for loan in self._lent}
-        if not pings:
-            return
-        # Who is busy does not answer in time; all are asked at once, so that many busy ones cost no more than one.
-        for ping in ray.wait(list(pings), num_returns=len(pings), timeout=PING_SECONDS)[0]:
-            if not _answered(ping):
-                ray.kill(pings[ping].workhorse)
-                self._lent.remove(pings[ping])
+    def _num_idle(self, kind: Kind) -> int:
+        return sum(k == kind for k, _ in self._idle)
 
-
-def open_worker_pool() -> Any:
-    """The stable of this cluster, made where there is none. It lives as long as the process that made it."""
-    options = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
-    while True:
-        stable = ray.remote(Stable).options(**options, scheduling_strategy=same_node()).remote()
-        if _answered(stable.ping.remote()):
-            return stable
-        # Ray keeps the name for a dead actor, until it is killed too.
-        ray.kill(stable)
+    def _end_abandoned(self) -> int:
+        """End the Workhorses whose holder died (a killed stage)."""
+        dead = self._liveness.dead({lease.holder for lease in self._leases}, PING_SECONDS)
+        before = len(self._leases)
+        self.kill_leased(dead)
+        return before - len(self._leases)
 
 
-def find_worker_pool() -> Any | None:
-    """The stable, or None where nobody opened one, or it died."""
-    with contextlib.suppress(ValueError):
-        stable = ray.get_actor(NAME, namespace=NAMESPACE)
-        return stable if _answered(stable.ping.remote()) else None  # by its name Ray finds a dead actor too
-    return None
+class PoolHandle(Protocol):
+    """A `WorkerPool`."""
+
+    @property
+    def ping(self) -> Method[[], None]: ...
+    @property
+    def prestart(self) -> Method[..., None]: ...
+    @property
+    def num_missing(self) -> Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]: ...
+    @property
+    def acquire(self) -> Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]: ...
+    @property
+    def release(self) -> Method[[Pingable], None]: ...
+    @property
+    def kill_leased(self) -> Method[[Sequence[Pingable]], None]: ...
+    @property
+    def evict_idle(self) -> Method[[], int]: ...
 
 
-def start(kind: type, runtime: RuntimeConfig, gpus: float = 0.0, group: Any = None, bundle: int = 0) -> Any:
+def open_worker_pool(run_id: str) -> PoolHandle:
+    """The worker pool of a run, started where there is none. It lives as long as the process that started it."""
+    pool: PoolHandle = open_actor(WorkerPool, PREFIX + run_id)
+    return pool
+
+
+def find_worker_pool(run_id: str) -> PoolHandle | None:
+    """The worker pool of a run; None where nobody opened one, or it died."""
+    pool: PoolHandle | None = find_actor(PREFIX + run_id)
+    return pool
+
+
+def evict_idle_workers() -> int:
+    """Have the pool of every run on this cluster end its idle Workhorses; returns how many."""
+    pools: list[PoolHandle] = find_actors(PREFIX)
+    calls = [pool.evict_idle.remote() for pool in pools]
+    done = ray.wait(calls, num_returns=len(calls), timeout=EVICT_SECONDS)[0] if calls else []
+    return sum(ray.get(call) for call in done if answered(call))
+
+
+def start(
+    kind: type[Workhorse],
+    runtime: RuntimeConfig,
+    gpus: float = 0.0,
+    group: PlacementGroup | None = None,
+    bundle: int = 0,
+) -> WorkhorseHandle:
     """A new Workhorse process, in bundle `bundle` of the placement group `group` where there is one."""
     options: dict[str, Any] = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    # Pulses are answered in a thread of their own, so that one who works can be told from one who stands still.
-    return ray.remote(concurrency_groups={HEARTBEAT: 1})(kind).options(**options).remote(runtime)
+    # Heartbeats are answered in a thread of their own, so that a busy Workhorse differs from one that hangs.
+    workhorse: WorkhorseHandle
+    workhorse = ray.remote(concurrency_groups={CONCURRENCY_GROUP: 1})(kind).options(**options).remote(runtime)
+    return workhorse
 
 
-def heartbeat(workhorse: Any) -> Any:
-    """Ask a Workhorse for a sign of life, also while it works: a reference to its `Pulse`."""
-    return workhorse.heartbeat.options(concurrency_group=HEARTBEAT).remote()
-
-
-def _kind(kind: type, runtime: RuntimeConfig) -> Kind:
+def _kind(kind: type[Workhorse], runtime: RuntimeConfig) -> Kind:
     return kind.__name__, runtime.model_dump_json()
-
-
-def _alive(workhorse: Any) -> bool:
-    return _answered(heartbeat(workhorse), HEARTBEAT_SECONDS)
-
-
-def _answered(ref: Any, timeout_s: float | None = None) -> bool:
-    try:
-        ray.get(ref, timeout=timeout_s)
-    except ray.exceptions.RayError:
-        return False
-    return True

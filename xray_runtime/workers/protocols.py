@@ -1,77 +1,199 @@
-"""What a training loop sees of a WholeModel: typed calls, each of which returns a reference to its answer.
+"""Handles of Ray actors with types: each call returns a `Ref` to its answer, and `get` waits for it.
 
-A loop written against these runs over Ray actors, and in a test over plain objects.
+Whatever has the methods below can stand for an actor: a training loop that is written against `ModelHandle` runs over
+WholeModels, and in a test over plain objects whose answers are `Ready`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from xray_runtime.engines.generation.sampling import Sampling
+    from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.workers.generator_spec import GeneratorSpec
+    from xray_runtime.workers.heartbeat import Heartbeat
+    from xray_runtime.workers.model_spec import ModelSpec
+    from xray_runtime.workers.nodes import WorkerInfo
     from xray_runtime.workers.rows import Rows
+    from xray_runtime.workers.workhorse import RankInfo
 
+P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Ref(Generic[T]):
-    """A reference to an answer of type T: `ray.ObjectRef`."""
+class Ref(Generic[T_co]):
+    """A reference to an answer that may not be there yet: `ray.ObjectRef`, or `Ready`."""
+
+
+@dataclass(frozen=True)
+class Ready(Ref[T_co]):
+    """An answer that is there, from an object in this process."""
+
+    value: T_co
+
+
+def get(ref: Ref[T]) -> T:
+    """Wait for an answer. Raises what the call raised."""
+    if isinstance(ref, Ready):
+        return ref.value
+    import ray
+
+    answer: T = ray.get(ref)
+    return answer
+
+
+def get_all(refs: Sequence[Ref[T]]) -> list[T]:
+    """Wait for several answers, in order. Raises what one of the calls raised, as soon as it did."""
+    if all(isinstance(ref, Ready) for ref in refs):
+        return [get(ref) for ref in refs]
+    import ray
+
+    answers: list[T] = ray.get(list(refs))
+    return answers
+
+
+class Method(Protocol[P, T_co]):
+    """A method of an actor. `remote` returns at once; the actor runs its calls one after the other."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ref[T_co]: ...
+
+
+class Pingable(Protocol):
+    """An actor whose death can be noticed."""
+
+    @property
+    def ping(self) -> Method[[], None]: ...
 
 
 class Score(Protocol):
-    def remote(self, rows: Rows, width: int = 0) -> Ref[Rows]: ...
+    def remote(self, rows: Rows, width: int = 0, at_once: int = 1) -> Ref[Rows]: ...
 
 
 class Train(Protocol):
-    def remote(self, rows: Rows, totals: dict[str, float], lr: float) -> Ref[dict[str, float]]: ...
-
-
-class Generate(Protocol):
-    def remote(self, rows: Rows, sampling: Sampling, version: int) -> Ref[Rows]: ...
-
-
-class Follow(Protocol):
-    def remote(self, policy: Any, version: int) -> Ref[None]: ...
-
-
-class LoadWeights(Protocol):
-    def remote(self, update: WeightUpdate) -> Ref[int]: ...
+    def remote(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[dict[str, float]]: ...
 
 
 class Save(Protocol):
     def remote(self, directory: Path, head_file: str | None = None) -> Ref[None]: ...
 
 
-class InDirectory(Protocol):
-    def remote(self, directory: Path) -> Ref[None]: ...
-
-
-class NoArguments(Protocol):
-    def remote(self) -> Ref[None]: ...
-
-
 class ModelHandle(Protocol):
-    """A WholeModel: see `whole_model.WholeModel` for what each call does."""
+    """What a training loop sees of a WholeModel; `whole_model.WholeModel` says what each call does."""
 
     @property
     def score(self) -> Score: ...
     @property
     def train(self) -> Train: ...
     @property
-    def generate(self) -> Generate: ...
+    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
     @property
-    def follow(self) -> Follow: ...
+    def follow(self) -> Method[[ModelHandle, int], None]: ...
     @property
-    def load_weights(self) -> LoadWeights: ...
+    def load_weights(self) -> Method[[WeightUpdate], int]: ...
     @property
     def save(self) -> Save: ...
     @property
-    def save_state(self) -> InDirectory: ...
+    def save_state(self) -> Method[[Path], None]: ...
     @property
-    def load_state(self) -> InDirectory: ...
+    def load_state(self) -> Method[[Path], None]: ...
     @property
-    def sleep(self) -> NoArguments: ...
+    def sleep(self) -> Method[[], None]: ...
     @property
-    def wake_up(self) -> NoArguments: ...
+    def wake_up(self) -> Method[[], None]: ...
+
+
+class WholeModelHandle(ModelHandle, Protocol):
+    """All of a WholeModel: what `opening` and other WholeModels call too."""
+
+    @property
+    def ping(self) -> Method[[], None]: ...
+    @property
+    def build(self) -> Method[[ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]]: ...
+    @property
+    def unload(self) -> Method[[bool], None]: ...
+    @property
+    def where(self) -> Method[[], list[Device]]: ...
+    @property
+    def export_weights(self) -> Method[[int], WeightUpdate]: ...
+    @property
+    def send_weights(self) -> Method[[int, Transport, list[WorkhorseHandle], int], None]: ...
+
+
+class HeartbeatMethod(Protocol):
+    def options(self, *, concurrency_group: str) -> Method[[], Heartbeat]: ...
+
+
+class FileReceiverHandle(Protocol):
+    """A `staging.FileReceiver`."""
+
+    @property
+    def sees(self) -> Method[[Path], bool]: ...
+    @property
+    def make_directory(self) -> Method[[], Path]: ...
+    @property
+    def append_chunk(self) -> Method[[Path, bytes], None]: ...
+    @property
+    def sizes(self) -> Method[[Path], dict[str, int]]: ...
+    @property
+    def read_chunk(self) -> Method[[Path, int], bytes]: ...
+    @property
+    def remove_directory(self) -> Method[[Path], None]: ...
+    @property
+    def remove_directories(self) -> Method[[], None]: ...
+
+
+class WorkhorseHandle(FileReceiverHandle, Protocol):
+    """A `Learner` or a `Generator`; each has `build` and its own calls of those below."""
+
+    @property
+    def heartbeat(self) -> HeartbeatMethod: ...
+    @property
+    def worker_info(self) -> Method[[], WorkerInfo]: ...
+    @property
+    def where(self) -> Method[[], Device]: ...
+    @property
+    def rendezvous(self) -> Method[[], tuple[str, int]]: ...
+    @property
+    def unload(self) -> Method[[], None]: ...
+    @property
+    def load_libraries(self) -> Method[..., None]: ...
+    @property
+    def build(self) -> Method[[ModelSpec | GeneratorSpec, RankInfo], None]: ...
+
+    # a Learner's
+    @property
+    def score(self) -> Method[[Rows, int, int], Rows]: ...
+    @property
+    def train(self) -> Method[[Rows, dict[str, float], float, int], dict[str, float]]: ...
+    @property
+    def export_weights(self) -> Method[[int], WeightUpdate | None]: ...
+    @property
+    def send_weights(self) -> Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]: ...
+    @property
+    def begin_save(self) -> Method[[Path], None]: ...
+    @property
+    def save(self) -> Method[[Path, str | None], list[str]]: ...
+    @property
+    def save_state(self) -> Method[[Path], None]: ...
+    @property
+    def load_state(self) -> Method[[Path], None]: ...
+    @property
+    def sleep(self) -> Method[[], None]: ...
+    @property
+    def wake_up(self) -> Method[[], None]: ...
+
+    # a Generator's
+    @property
+    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
+    @property
+    def load_weights(self) -> Method[[WeightUpdate], int]: ...
+    @property
+    def revert_weights(self) -> Method[[], None]: ...
+    @property
+    def receive(self) -> Method[[str, dict[str, Any], int], None]: ...

@@ -22,13 +22,13 @@ def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
     return {name: column[np.asarray(index, dtype=np.int64)] for name, column in rows.items()}
 
 
-def balance(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Row indices of `parts` loads of nearly equal cost: the costliest row first, each to the least loaded part.
+def balance(costs: Sequence[int] | np.ndarray, num_loads: int) -> list[list[int]]:
+    """Row indices of `num_loads` loads of nearly equal cost: the costliest row first, each to the least load.
 
-    The same costs give the same loads. A part may stay empty.
+    The same costs give the same loads. A load may stay empty.
     """
-    loads: list[list[int]] = [[] for _ in range(parts)]
-    totals = [0] * parts
+    loads: list[list[int]] = [[] for _ in range(num_loads)]
+    totals = [0] * num_loads
     for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
         least = totals.index(min(totals))
         loads[least].append(row)
@@ -36,19 +36,19 @@ def balance(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
     return [sorted(load) for load in loads]
 
 
-def split(rows: Rows, parts: int) -> list[Rows]:
-    """Deal rows out like cards: part r gets rows r, r + parts, …, so sorted lengths stay balanced."""
-    return [{name: column[r::parts] for name, column in rows.items()} for r in range(parts)]
+def shard(rows: Rows, num_shards: int) -> list[Rows]:
+    """Shard r gets rows r, r + num_shards, …, so that sorted lengths stay balanced."""
+    return [{name: column[r::num_shards] for name, column in rows.items()} for r in range(num_shards)]
 
 
-def merge(parts: Sequence[Rows]) -> Rows:
-    """The inverse of `split`."""
-    total = sum(num_rows(part) for part in parts)
+def merge(shards: Sequence[Rows]) -> Rows:
+    """The inverse of `shard`."""
+    total = sum(num_rows(shard) for shard in shards)
     merged = {}
-    for name, first in parts[0].items():
+    for name, first in shards[0].items():
         out = np.empty((total, *first.shape[1:]), dtype=first.dtype)
-        for r, part in enumerate(parts):
-            out[r :: len(parts)] = part[name]
+        for r, rows in enumerate(shards):
+            out[r :: len(shards)] = rows[name]
         merged[name] = out
     return merged
 

@@ -1,4 +1,4 @@
-"""A plain training step, planned and sharded: written for one device, run on all that are of use.
+"""A plain training step, planned and sharded: written for one device, run on as many as help.
 
     @sharded
     def step(model, rows):
@@ -18,12 +18,12 @@ of them.
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 from torch import Tensor
 
 from xray_runtime.config.base import PretrainedBase
@@ -34,9 +34,10 @@ from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import Role, Workload, trained_so
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.placement import cluster_machine
+from xray_runtime.workers.protocols import ModelHandle, get
 from xray_runtime.workers.rows import Rows, num_rows
-from xray_runtime.workers.whole_model import open_models
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]
 """(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""
@@ -60,22 +61,22 @@ class StepObjective:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model at work under a step; see `Sharded.on`."""
+    """A model that is trained with a step; see `Sharded.on`."""
 
     engine: EngineConfig
     """What the planner chose."""
-    _model: Any
+    _model: ModelHandle
     _lr: float
 
     def __call__(self, rows: Rows, lr: float | None = None) -> float:
         """One optimizer step on the mean loss over `rows` (numpy columns as in `Step`); returns that mean."""
         totals = {"rows": float(num_rows(rows))}
-        stats = ray.get(self._model.train.remote(rows, totals, self._lr if lr is None else lr))
+        stats = get(self._model.train.remote(rows, totals, self._lr if lr is None else lr))
         return float(stats["loss"] / totals["rows"])
 
     def save(self, directory: Path) -> None:
         """Write the model in Hugging Face form."""
-        ray.get(self._model.save.remote(directory))
+        get(self._model.save.remote(directory))
 
 
 class Sharded:
@@ -124,7 +125,9 @@ class Sharded:
         engine = training.engine.model_copy(update=engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)
-        with open_models(runtime, Path(log_dir), {"model": spec}) as models:
+        # A run of its own, without a worker pool.
+        open_models = model_opener(runtime, Path(log_dir), f"sharded-{uuid.uuid4().hex}")
+        with open_models({"model": spec}) as models:
             yield Trainer(engine, models["model"], training.lr)
 
 

@@ -6,9 +6,11 @@ knows its rank in its model and nothing of other models; everything between mode
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rank:
-    """A Workhorse's place: its model's role, its rank, how many there are, where they meet, where its noise goes."""
+class RankInfo:
+    """A Workhorse's rank in its model: which, of how many, where they meet, where its output is written."""
 
     role: str
     number: int
-    """Which Workhorse of its model, the replicas of a generator counted through."""
+    """Which Workhorse of its model, counted over all replicas of a generator."""
     rank: int
+    """Within its replica."""
     world_size: int
     host: str
     port: int
@@ -38,34 +41,60 @@ class Rank:
     """None: where Ray puts it, on a node that does not see the stage's logs."""
 
 
+SPIN_COUNT = 500
+"""How often an OpenMP thread that waits looks for work before it sleeps (22 ns a look where it was measured: 11 μs).
+One that sleeps at once must be woken for every operation of a small model; one that looks for longer takes cores from
+other processes: 10,000 made a step three times slower beside a busy one. Measured by `benchmarks/threads.py`."""
+
+
 class Workhorse(FileReceiver):
-    """What every Workhorse does first: settle its device and its threads."""
+    """What all Workhorses share: device, threads, log file, rendezvous, heartbeat."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
-        os.environ |= {"OMP_NUM_THREADS": str(runtime.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        os.environ |= {
+            "OMP_NUM_THREADS": str(runtime.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": str(SPIN_COUNT),
+        }
         self.runtime = runtime
         self._heartbeat = HeartbeatSource()
         self._meeting: socket.socket | None = None
 
-    def _settle(self, place: Rank) -> None:
-        """Take `place`, in the state a new process would be in: a Workhorse may have held another model before."""
-        if place.log_dir is not None:
-            redirect_output(place.log_dir / f"{place.role}-{place.number}.log")
+    def _begin(self, rank_info: RankInfo) -> None:
+        """Bring the process into the state of a new one: it may have held another model before."""
+        if rank_info.log_dir is not None:
+            redirect_output(rank_info.log_dir / f"{rank_info.role}-{rank_info.number}.log")
         import torch
 
-        self.place = place
+        self.rank_info = rank_info
         self._heartbeat.work_thread = threading.get_ident()
         self.device = torch.device(resolve_device(self.runtime.device))
         torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(0)
 
-    def release(self) -> None:
-        """Let go of the model."""
-        self.drop()
+    @contextlib.contextmanager
+    def _share_threads(self, at_once: int) -> Iterator[None]:
+        """Compute with this model's share of `runtime.threads`, in the calling thread; with all of them afterwards.
+
+        The number of threads changes float rounding. So it follows from the config and from what the caller says runs
+        at the same time, never from what happens to run, and what comes between two such calls (an export, say) does
+        not depend on which came before.
+        """
+        import torch
+
+        torch.set_num_threads(max(self.runtime.threads // at_once, 1))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.runtime.threads)
+
+    def unload(self) -> None:
+        """Free the model's memory, and its files that were staged here."""
+        self.remove_directories()
         self._heartbeat = HeartbeatSource()
-        self._forget_meeting()
+        self._close_meeting()
 
     def where(self) -> Device:
         """The device it holds."""
@@ -78,13 +107,13 @@ class Workhorse(FileReceiver):
         return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
     def worker_info(self) -> WorkerInfo:
-        """Where it lives."""
+        """Which process it is, and on which node."""
         from xray_runtime.workers.nodes import worker_info
 
         return worker_info()
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life, given in a thread of its own."""
+        """That it lives, and what it is doing; answered in a thread of its own."""
         return self._heartbeat.heartbeat()
 
     def rendezvous(self) -> tuple[str, int]:
@@ -92,15 +121,15 @@ class Workhorse(FileReceiver):
         import ray
 
         host = ray.util.get_node_ip_address()
-        self._forget_meeting()
-        # Imports come before the group: until then anybody's connection could be given the port. A socket that is bound
-        # and does not listen keeps it from all but those who bind its number with SO_REUSEADDR, as torch's store does.
+        self._close_meeting()
+        # Imports come before the group: until then the system could give the port to another connection. A socket that
+        # is bound and does not listen keeps it for those who bind its number with SO_REUSEADDR, as torch's store does.
         self._meeting = socket.socket()
         self._meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._meeting.bind((host, 0))
         return host, int(self._meeting.getsockname()[1])
 
-    def _forget_meeting(self) -> None:
+    def _close_meeting(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
             self._meeting = None

@@ -63,9 +63,10 @@ def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> di
     }
 
 
-def judged_by(num_prompts: int) -> dict[str, Any]:
-    """The config of an evaluation, as a manifest has it."""
-    config = EvaluationConfig(num_prompts=max(8, num_prompts), rewards=[RewardTerm(model="rewards.0")], gold="vader")
+def judged_by(asked: list[str]) -> dict[str, Any]:
+    """The config of an evaluation, as a manifest has it: another one for other prompts."""
+    num_prompts = 8 + sum(int(text.split()[-1]) for text in asked)
+    config = EvaluationConfig(num_prompts=num_prompts, rewards=[RewardTerm(model="rewards.0")], gold="vader")
     return config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
 
 
@@ -178,13 +179,13 @@ class Lifecycle:
         win_rate: float = 0.6,
         gold_delta: float = 0.2,
         gates: Mapping[str, float | None] | None = None,
-        **numbers: Any,
+        numbers: Mapping[str, Any] | None = None,
     ) -> CheckpointRef:
         """`numbers` replace those of evaluation.json."""
         roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
         files = evaluation_files(asked, win_rate, gold_delta)
-        files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | numbers).encode()
-        ref = self.add(stage, "evaluate", files, roles, judged_by(len(asked)), gates=gates)
+        files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | dict(numbers or {})).encode()
+        ref = self.add(stage, "evaluate", files, roles, judged_by(asked), gates=gates)
         publish_card(ref.path, self.done[policy].path)
         return ref
 
@@ -194,7 +195,7 @@ class Lifecycle:
         roles = {"policy": policy, "champion": champion, "prompts": "prepare", "rewards.0": "reward"}
         files = evaluation_files(asked, win_rate, 0.0)
         files["comparison.json"] = files.pop("evaluation.json")
-        return self.add(stage, "compare", files, roles, judged_by(len(asked)))
+        return self.add(stage, "compare", files, roles, judged_by(asked))
 
     def record(self) -> None:
         """lifecycle.json, as far as an audit reads it."""

@@ -196,7 +196,7 @@ def test_a_gate_without_its_numbers_does_not_hold(
     numbers: dict[str, Any], gate: str, reason: str, tmp_path: Path
 ) -> None:
     life = Lifecycle(tmp_path, tracking=False).whole()
-    life.evaluate([f"question {i}" for i in range(51, 57)], stage="evaluate-2", **numbers)
+    life.evaluate([f"question {i}" for i in range(51, 57)], stage="evaluate-2", numbers=numbers)
     graph = open_lineage_store(tmp_path, None).graph
     evaluation = next(node for node in graph.nodes.values() if node.manifest.stage == "evaluate-2")
     gates = PromotionConfig(min_win_rate=0.1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.stages.common import closed, text_rows
-from xray_runtime.workers.rows import Rows, balance, merge, num_rows, pad, split, take
+from xray_runtime.stages.common import text_rows, with_end_of_turn
+from xray_runtime.workers.rows import Rows, balance, merge, num_rows, pad, shard, take
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)
@@ -56,16 +56,16 @@ def test_padding_gives_back_every_sequence(sequences: list[list[int]], value: in
 
 
 def test_rows_are_dealt_like_cards() -> None:
-    parts = split({"id": np.arange(7)}, 3)
+    parts = shard({"id": np.arange(7)}, 3)
     assert [part["id"].tolist() for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert [part["id"].tolist() for part in split({"id": np.arange(2)}, 3)] == [[0], [1], []]
+    assert [part["id"].tolist() for part in shard({"id": np.arange(2)}, 3)] == [[0], [1], []]
     assert merge(parts)["id"].tolist() == list(range(7))
 
 
 @given(n=NUM_ROWS, parts=PARTS)
 def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
     rows = table(n)
-    dealt = split(rows, parts)
+    dealt = shard(rows, parts)
     assert sum(map(num_rows, dealt)) == n
     assert max(map(num_rows, dealt)) - min(map(num_rows, dealt)) <= 1
     assert_same(merge(dealt), rows)
@@ -74,7 +74,7 @@ def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
 def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> None:
     """No part has more work than another by more than one longest row, however uneven the rows are."""
-    work = [int(part["lengths"].sum()) for part in split({"lengths": np.array(lengths)}, parts)]
+    work = [int(part["lengths"].sum()) for part in shard({"lengths": np.array(lengths)}, parts)]
     assert max(work) - min(work) <= lengths[-1]
 
 
@@ -92,7 +92,7 @@ def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: 
         return {"score": out}
 
     rows = {"id": np.arange(n), "lengths": lengths}
-    scores = merge([answer(part) for part in split(rows, parts)])["score"]
+    scores = merge([answer(part) for part in shard(rows, parts)])["score"]
     assert scores.tolist() == [i * 1000 + length for i, length in enumerate(lengths.tolist())]
 
 
@@ -126,10 +126,10 @@ def test_rows_of_prompt_and_reply() -> None:
 
 
 def test_a_reply_is_closed_once() -> None:
-    assert closed([5, 6], 1) == [5, 6, 1]
-    assert closed([5, 1], 1) == [5, 1]
-    assert closed([1, 5], 1) == [1, 5, 1]
-    assert closed([], 1) == [1]
+    assert with_end_of_turn([5, 6], 1) == [5, 6, 1]
+    assert with_end_of_turn([5, 1], 1) == [5, 1]
+    assert with_end_of_turn([1, 5], 1) == [1, 5, 1]
+    assert with_end_of_turn([], 1) == [1]
 
 
 def test_loads_are_balanced_by_cost_and_the_same_each_time() -> None:

@@ -1,0 +1,63 @@
+"""WholeModels for tests: opened as a stage opens them, and looked into."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.opening import model_opener
+from xray_runtime.workers.whole_model import WholeModel
+
+RUN_ID = "tests"
+SECONDS = 120
+
+
+def open_models(
+    runtime: RuntimeConfig, log_dir: Path, specs: Mapping[str, ModelSpec | GeneratorSpec], run_id: str = RUN_ID
+) -> AbstractContextManager[dict[str, Any]]:
+    """What a stage of the run `run_id` with this log directory would open."""
+    return model_opener(runtime, log_dir, run_id)(specs)
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """Holds leases and tickets, as a WholeModel does; its owner's death is its own."""
+
+    def ping(self) -> None: ...
+
+    def work(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def pids(model: Any) -> list[int]:
+    """Process ids of a model's Workhorses, in order of rank."""
+
+    def ask(self: WholeModel) -> list[int]:
+        return ray.get([w.__ray_call__.remote(lambda _: os.getpid()) for w in self._workhorses])
+
+    found: list[int] = ray.get(model.__ray_call__.remote(ask), timeout=SECONDS)
+    return found
+
+
+def pid_of(actor: Any) -> int:
+    """Process id of an actor."""
+    found: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=SECONDS)
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends in time."""
+    deadline = time.monotonic() + SECONDS
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not psutil.pid_exists(pid)

@@ -1,0 +1,312 @@
+"""PPO's loop over WholeModels that live in this process and answer with arrays worked out by hand: no Ray, no engine.
+
+Every reply is one word and the end token. The reference lies 1.1 nats below the policy at each token, so the KL of a
+reply is 2.2; four replies an iteration, two a minibatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import numpy as np
+import pytest
+
+from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import PPOInputs
+from xray_runtime.stages.ppo import run
+from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all
+from xray_runtime.workers.rows import Rows
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KL_PER_TOKEN = 1.1
+REPLIES, MINIBATCH = 4, 2
+MAX_NEW_TOKENS = 4
+
+
+class Method(Generic[P, T]):
+    """A method whose answer is ready when it is called."""
+
+    def __init__(self, function: Callable[P, T]) -> None:
+        self._function = function
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ready[T]:
+        return Ready(self._function(*args, **kwargs))
+
+
+@dataclass
+class World:
+    """What all models of one attempt share."""
+
+    calls: list[str] = field(default_factory=list)
+    """Role and method of each call, in order; of `follow` and `generate` also the version."""
+    batches: list[tuple[str, Rows, dict[str, float], float]] = field(default_factory=list)
+    """Role and arguments of each `train`."""
+    seeds: list[int] = field(default_factory=list)
+    """Of the replies, in order."""
+    approx_kl: Callable[[int], float] = lambda update: 0.0
+    """Number of the update → mean KL a token to the rollout's policy that the policy reports."""
+    generator_off_by: float = 0.0
+    """How much its log-probabilities differ from the policy's."""
+
+
+def logprob(tokens: np.ndarray) -> np.ndarray:
+    """What the policy gives a token: any function of it."""
+    return (-0.25 * (tokens % 7) - 0.5).astype(np.float32)
+
+
+class FakeModel:
+    """A WholeModel, as far as PPO's loop uses it."""
+
+    def __init__(self, role: str, world: World, eos_token_id: int) -> None:
+        self.role, self.world, self.eos_token_id = role, world, eos_token_id
+        self.version = self.updates = 0
+        self.score, self.train = Method(self._score), Method(self._train)
+        self.generate, self.follow = Method(self._generate), Method(self._follow)
+        self.save, self.save_state, self.load_state = Method(self._save), Method(self._save_state), Method(self._load)
+        self.sleep, self.wake_up = Method(lambda: self._note("sleep")), Method(lambda: self._note("wake_up"))
+        self.load_weights = Method(lambda update: pytest.fail("PPO syncs by `follow`"))
+
+    def _note(self, what: str) -> None:
+        self.world.calls.append(f"{self.role} {what}")
+
+    def _follow(self, policy: ModelHandle, version: int) -> None:
+        assert policy.role == "policy"  # type: ignore[attr-defined]
+        self._note(f"follow {version}")
+        self.version = version
+
+    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        self._note(f"generate {version}")
+        assert version == self.version
+        self.world.seeds += rows["seed"].tolist()
+        shape = (len(rows["seed"]), sampling.max_new_tokens)
+        tokens = np.zeros(shape, np.int64)
+        tokens[:, 0], tokens[:, 1] = 20 + rows["seed"] % 50, sampling.eos_token_id
+        mask = np.broadcast_to(np.arange(shape[1]) < 2, shape).copy()
+        logprobs = np.where(mask, logprob(tokens) + np.float32(self.world.generator_off_by), 0).astype(np.float32)
+        ended = np.ones(len(tokens), bool)
+        return {"response_ids": tokens, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+
+    def _score(self, rows: Rows, width: int = 0) -> Rows:
+        self._note("score")
+        if self.role == "rewards.0":
+            # The word decides; the last token is the end token.
+            word = rows["input_ids"][np.arange(len(rows["lengths"])), rows["lengths"] - 2]
+            return {"scores": (word % 5).astype(np.float32)}
+        columns = rows["prompt_lengths"][:, None] + np.arange(width)
+        counted = columns < rows["lengths"][:, None]
+        tokens = np.take_along_axis(rows["input_ids"], np.minimum(columns, rows["input_ids"].shape[1] - 1), axis=1)
+        logprobs = np.where(counted, logprob(tokens), 0).astype(np.float32)
+        if self.role == "reference":
+            return {"ref_logprobs": np.where(counted, logprobs - np.float32(KL_PER_TOKEN), 0).astype(np.float32)}
+        values = {"values": np.zeros_like(logprobs), "final_values": np.zeros(len(logprobs), np.float32)}
+        return values if self.role == "critic" else {"logprobs": logprobs} | values
+
+    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+        self._note("train")
+        self.world.batches.append((self.role, rows, totals, lr))
+        kl = self.world.approx_kl(self.updates) * totals["tokens"]
+        self.updates += 1
+        values = {"value_loss": 1.0, "value_clip_count": 0.0}
+        if self.role == "critic":
+            return values | {"grad_norm": 3.0}
+        counts = dict.fromkeys(("policy_loss", "entropy_sum", "clip_count", "dual_clip_count"), 1.0)
+        return counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
+
+    def _save(self, directory: Path, head_file: str | None = None) -> None:
+        self._note(f"save {directory.name}")
+
+    def _save_state(self, directory: Path) -> None:
+        directory.write_text(str(self.updates))
+
+    def _load(self, directory: Path) -> None:
+        self._note("load_state")
+        self.updates = int(directory.read_text())
+
+
+class FakeRecorder:
+    """Keeps what is reported; makes a snapshot after each step."""
+
+    def __init__(self, directory: Path, newest: Snapshot | None = None) -> None:
+        self.log_dir, self._newest = directory, newest
+        self.points: list[dict[str, float]] = []
+        self.snapshots: list[Snapshot] = []
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.points.append(dict(values))
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def figure(self, name: str, figure: Any) -> None: ...
+
+    def resume(self) -> Snapshot | None:
+        return self._newest
+
+    def snapshot_due(self, step: int) -> bool:
+        return True
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        directory = self.log_dir / str(step)
+        directory.mkdir()
+        save(directory)
+        self.snapshots.append(Snapshot(directory, step, json.loads(json.dumps(state))))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
+    """A tokenizer, ten prompts, and a reward model whose scores are taken as they are."""
+    root = tmp_path_factory.mktemp("inputs")
+    for name in ("model", "data", "reward"):
+        (root / name).mkdir()
+    prompts = [f"question number {number}" for number in range(10)]
+    train_tokenizer([*prompts, "an answer"] * 5, 300).save_pretrained(root / "model")
+    examples = [
+        Example(str(i), "c", [{"role": "user", "content": text}], "an answer") for i, text in enumerate(prompts)
+    ]
+    write_jsonl(root / "data" / "train.jsonl", examples)
+    (root / "data" / "dataset.json").write_text('{"max_prompt_tokens": 64}')
+    (root / "reward" / "reward.json").write_text('{"mean": 0.0, "std": 1.0}')
+    return PPOInputs(Model(root / "model"), Dataset(root / "data"), rewards=[RewardModel(root / "reward")])
+
+
+def attempt(
+    inputs: PPOInputs,
+    out: Path,
+    world: World,
+    *,
+    newest: Snapshot | None = None,
+    runtime: RuntimeConfig | None = None,
+    **fields: Any,
+) -> FakeRecorder:
+    """Run the stage over fake models."""
+    config = PPOConfig(
+        **{
+            "iterations": 2,
+            "prompts_per_iteration": REPLIES,
+            "minibatch_size": MINIBATCH,
+            "epochs": 1,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "rewards": [RewardTerm(model="rewards.0")],
+            "kl": KLConfig(coef=0.1, target=2.0, horizon=8.0),
+        }
+        | fields
+    )
+
+    @contextlib.contextmanager
+    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+        yield {role: FakeModel(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
+
+    out.mkdir()
+    recorder = FakeRecorder(out, newest)
+    stage = Stage("ppo", 7, config, inputs, runtime or RuntimeConfig(), open_models)
+    assert run(stage, out, recorder) == config.iterations  # type: ignore[arg-type]
+    return recorder
+
+
+def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World()
+    attempt(inputs, tmp_path / "out", world)
+    scores = ["policy score", "reference score", "rewards.0 score"]
+    updates = ["policy train"] * (REPLIES // MINIBATCH)
+    assert world.calls == [
+        *["generator generate 0", *scores, *updates],
+        *["generator follow 1", "generator generate 1", *scores, *updates],
+        "policy save out",
+    ]
+    assert len(set(world.seeds)) == 2 * REPLIES
+
+
+def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World()
+    recorder = attempt(inputs, tmp_path / "out", world, iterations=1, critic="separate", critic_lr=0.5, lr=0.25)
+    assert world.calls == [
+        "generator generate 0",
+        *["policy score", "reference score", "critic score", "rewards.0 score"],
+        *["policy train", "critic train"] * 2,
+        *["policy save out", "critic save critic"],
+    ]
+    for policy, critic in zip(world.batches[::2], world.batches[1::2], strict=True):
+        np.testing.assert_equal(policy[1:3], critic[1:3])
+        # Each by its own peak, at the same point of the schedule.
+        assert critic[3] == pytest.approx(2 * policy[3])
+    assert recorder.points[0]["policy/grad_norm"] == 2.0
+    assert recorder.points[0]["value/grad_norm"] == 3.0
+
+
+def test_trained_models_sleep_while_replies_are_sampled(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World()
+    attempt(inputs, tmp_path / "out", world, iterations=1, runtime=RuntimeConfig(trainer_sleeps=True))
+    assert world.calls[:3] == ["policy sleep", "generator generate 0", "policy wake_up"]
+
+
+def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_path: Path) -> None:
+    recorder = attempt(inputs, tmp_path / "out", World())
+    assert [point["kl/reference_k1"] for point in recorder.points] == pytest.approx([2.2, 2.2])
+    # 2.2 / 2 − 1 = 0.1, times 4 replies / 8: each iteration adds 5%.
+    assert [point["kl/coef"] for point in recorder.points] == pytest.approx([0.105, 0.11025])
+    # What an iteration's rewards were charged with is the weight before: of the one score and −0.1 · 1.1 a token.
+    _, rows, totals, _ = recorder_batches(inputs, tmp_path)[0]
+    assert totals == {"tokens": 2.0 * MINIBATCH}
+    word = rows["input_ids"][np.arange(MINIBATCH), rows["lengths"] - 2]
+    np.testing.assert_allclose(rows["returns"][:, 0], np.clip(word % 5, -5, 5) - 2 * 0.11, rtol=1e-5)
+
+
+def recorder_batches(inputs: PPOInputs, tmp_path: Path) -> list[tuple[str, Rows, dict[str, float], float]]:
+    """Batches of a run without discounting: with values of 0 the return is the sum of the rewards to come."""
+    world = World()
+    attempt(inputs, tmp_path / "plain", world, iterations=1, gamma=1.0, gae_lambda=1.0)
+    return world.batches
+
+
+def test_updates_end_early_where_the_policy_has_moved_too_far(inputs: PPOInputs, tmp_path: Path) -> None:
+    # Six updates are planned; the third reports more than is allowed. The next iteration begins anew.
+    world = World(approx_kl=lambda update: 0.6 if update == 2 else 0.4)
+    recorder = attempt(inputs, tmp_path / "out", world, epochs=3, stop_kl=0.5)
+    assert [point["policy/updates"] for point in recorder.points] == [3.0, 6.0]
+    assert [point["policy/stopped_early"] for point in recorder.points] == [1.0, 0.0]
+    # (0.4 + 0.4 + 0.6) / 3 a token, all minibatches having the same number.
+    assert recorder.points[0]["policy/approx_kl"] == pytest.approx(1.4 / 3)
+    assert world.calls.count("policy train") == 9
+
+
+def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World(generator_off_by=0.2)
+    with pytest.raises(RuntimeError, match=r"disagree by 0\.2 nats a token"):
+        attempt(inputs, tmp_path / "out", world)
+    assert not world.batches
+
+
+def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path) -> None:
+    whole, resumed = World(), World()
+    fields: dict[str, Any] = {"iterations": 3, "epochs": 2, "reward_scaling": "running"}
+    first = attempt(inputs, tmp_path / "whole", whole, **fields)
+    # After the last step the checkpoint itself comes next.
+    assert [snapshot.step for snapshot in first.snapshots] == [1, 2]
+    second = attempt(inputs, tmp_path / "resumed", resumed, newest=first.snapshots[-1], **fields)
+    after = whole.calls.index("generator follow 2")
+    assert resumed.calls == ["policy load_state", *[c.replace("whole", "resumed") for c in whole.calls[after:]]]
+    np.testing.assert_equal(resumed.batches, whole.batches[-len(resumed.batches) :])
+    assert len(second.points) == 1
+    for name, value in second.points[0].items():
+        if not name.startswith(("seconds/", "speed/")):
+            assert value == first.points[2][name], name
+
+
+def test_references_of_values_at_hand() -> None:
+    assert get(Ready(3)) == 3
+    assert get_all([Ready("a"), Ready("b")]) == ["a", "b"]
+    assert get_all([]) == []

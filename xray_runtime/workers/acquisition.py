@@ -1,0 +1,256 @@
+"""All Workhorses of a stage, at once or not at all.
+
+More than the cluster has is refused at once. What others hold, or a lost node had, is waited for,
+`runtime.wait_timeout_s` long; other stages of the same run are waited for as long as they take. An attempt that does
+not get everything gives back what it got before the next stage has its turn, so nobody waits while holding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import StageInterruptedError
+from xray_runtime.planning.demand import Demand, check
+from xray_runtime.progress import find_progress
+from xray_runtime.workers.groups import are_ready, bundle_of, holders_text, request_group
+from xray_runtime.workers.heartbeat import request_heartbeat
+from xray_runtime.workers.nodes import await_answers, nodes, num_lost
+from xray_runtime.workers.pool import evict_idle_workers, find_worker_pool, start
+from xray_runtime.workers.protocols import Pingable, WorkhorseHandle, get
+from xray_runtime.workers.reservations import Reservation, Ticket, amount_text, open_reservations
+from xray_runtime.workers.workhorse import Workhorse
+
+POLL_SECONDS = 0.2
+"""Between two questions whether it is a stage's turn."""
+RETRY_SECONDS = 1.0
+"""Between two attempts."""
+EVICTED_SECONDS = 3.0
+"""How long Ray takes at most to count the CPUs of ended processes as free."""
+GROUP_SECONDS = 30.0
+"""For Ray to reserve placement groups that should fit."""
+START_SECONDS = 120.0
+"""For processes to start that should fit."""
+NODE_SECONDS = 1.0
+ROUNDING = 1e-4
+"""Ray counts in ten-thousandths."""
+
+log = logging.getLogger(__name__)
+
+
+class BusyClusterError(RuntimeError):
+    """Others held what was asked for all the time it was waited for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one model of a stage asks for."""
+
+    demand: Demand
+    kind: type[Workhorse]
+    holder: Pingable
+    """The WholeModel that the Workhorses are for: the pool ends them when it is dead."""
+
+
+class Acquisition:
+    """The Workhorses of one stage: `take` them, and at the end `give_back`, whatever happens.
+
+    Args:
+        run_id: whose worker pool they come from; without one they are started and ended here.
+        log_dir: the stage's; people know it by this path.
+    """
+
+    def __init__(self, requests: Sequence[Request], runtime: RuntimeConfig, log_dir: Path, run_id: str) -> None:
+        self._requests, self._runtime, self._log_dir, self._run_id = requests, runtime, log_dir, run_id
+        self._demands = [request.demand for request in requests]
+        self._pool = find_worker_pool(run_id)
+        self._progress = find_progress(run_id)
+        self._reservations = open_reservations()
+        self._ticket = Ticket(run_id, str(log_dir), requests[0].holder)
+        self._groups: dict[str, PlacementGroup] = {}
+        self._started: list[WorkhorseHandle] = []
+        """Those that are not the pool's."""
+
+    def take(self) -> dict[str, list[WorkhorseHandle]]:
+        """Role → its Workhorses in order of rank.
+
+        Raises:
+            ConfigError: the cluster does not have that much. Nothing was started.
+            BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`; or it had, and no node came in
+                place of a lost one.
+            StageInterruptedError: the run was asked to stop.
+        """
+        await_answers()
+        await_nodes(self._log_dir.name, self._demands, self._runtime.wait_timeout_s)
+        self._deadline = time.monotonic() + self._runtime.wait_timeout_s
+        while True:
+            try:
+                while not get(self._reservations.is_next.remote(self._ticket)):
+                    self._wait(POLL_SECONDS)
+                found = self._reserve()
+                if found is not None:
+                    resources = _total(self._demands)
+                    reservation = Reservation(resources, list(self._groups.values()))
+                    get(self._reservations.grant.remote(self._ticket, reservation))
+                    return found
+            finally:
+                get(self._reservations.leave.remote(self._ticket))
+            self._wait(RETRY_SECONDS)
+
+    def give_back(self, reusable: Sequence[Pingable] = ()) -> None:
+        """End the Workhorses; those of the pool whose holder is `reusable` are idle there instead."""
+        self._free(reusable)
+        with contextlib.suppress(RayActorError):
+            get(self._reservations.end.remote(self._ticket))
+
+    def _free(self, reusable: Sequence[Pingable] = ()) -> None:
+        for workhorse in self._started:
+            ray.kill(workhorse)
+        self._started.clear()
+        if self._pool is not None:
+            # A pool that has ended took its processes with it.
+            with contextlib.suppress(RayActorError):
+                for holder in reusable:
+                    get(self._pool.release.remote(holder))
+                get(self._pool.kill_leased.remote([request.holder for request in self._requests]))
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep. Raises where there is no sense in waiting any longer; see `take`."""
+        if time.monotonic() > self._deadline:
+            if not get(self._reservations.holds.remote(self._run_id)):
+                raise self._busy()
+            self._deadline = time.monotonic() + self._runtime.wait_timeout_s
+        if self._progress is not None:
+            name = self._log_dir.name
+            if get(self._progress.report.remote(name, 0, 0, "", f"waiting for {amount_text(_total(self._demands))}")):
+                raise StageInterruptedError(f"{name}: stopped while it waited for devices")
+        time.sleep(seconds)
+
+    def _busy(self) -> BusyClusterError:
+        wanted = "; ".join(f"{d.role} {amount_text(_total([d]))}" for d in self._demands)
+        holders = holders_text(get(self._reservations.holders.remote()))
+        seconds = f"{self._runtime.wait_timeout_s:g} s (runtime.wait_timeout_s)"
+        return BusyClusterError(f"waited {seconds} for {wanted}, which others hold: {holders}")
+
+    def _reserve(self) -> dict[str, list[WorkhorseHandle]] | None:
+        """Everything, or None, with nothing held."""
+        if not self._is_left():
+            return None
+        if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS)):
+            return None
+        try:
+            found = self._all()
+        except BaseException:
+            self._free()
+            raise
+        if found is None:
+            self._free()
+        return found
+
+    def _is_left(self) -> bool:
+        """Whether stages have left enough; what idle processes and others hold is not counted."""
+        total, reserved = ray.cluster_resources(), get(self._reservations.reserved.remote())
+        return all(
+            amount <= total.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING
+            for name, amount in _total(self._demands).items()
+        )
+
+    def _is_free(self) -> bool:
+        """Whether Ray has enough for the processes to be started: those that no idle one of the pool stands in for."""
+        wanted: Counter[type[Workhorse]] = Counter()
+        for request in self._requests:
+            if not request.demand.grouped():
+                wanted[request.kind] += request.demand.num_ranks
+        reused = 0
+        if self._pool is not None and wanted:
+            reused = wanted.total() - get(self._pool.num_missing.remote(dict(wanted), self._runtime))
+        new, free = _total(self._demands), ray.available_resources()
+        new["CPU"] = new.get("CPU", 0.0) - reused * self._runtime.cpus_per_workhorse
+        return all(amount <= free.get(name, 0.0) + ROUNDING for name, amount in new.items())
+
+    def _all(self) -> dict[str, list[WorkhorseHandle]] | None:
+        # The widest bundles first: single ones could leave no node with enough room for them.
+        for demand in sorted(self._demands, key=lambda d: d.together, reverse=True):
+            if demand.each() and demand.grouped():
+                name = f"{self._run_id} {self._log_dir} {demand.role}"
+                self._groups[demand.role] = request_group(demand, name)
+        if not are_ready(self._groups.values(), GROUP_SECONDS):
+            return None
+        found: dict[str, list[WorkhorseHandle]] = {}
+        for request in self._requests:
+            demand = request.demand
+            if self._pool is not None and not demand.grouped():
+                leased = self._pool.acquire.remote(request.kind, self._runtime, demand.num_ranks, request.holder)
+                found[demand.role] = get(leased)
+                continue
+            found[demand.role] = []
+            for rank in range(demand.num_ranks):
+                group = self._groups.get(demand.role)
+                bundle = 0 if group is None else bundle_of(demand, group, rank)
+                workhorse = start(request.kind, self._runtime, demand.gpus, group, bundle)
+                self._started.append(workhorse)
+                found[demand.role].append(workhorse)
+        # Those in a placement group have their devices; the others have them when their process is up.
+        singles = [w for d in self._demands if not d.grouped() for w in found[d.role]]
+        calls = [request_heartbeat(workhorse) for workhorse in singles]
+        up = ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS)[0] if calls else []
+        return found if len(up) == len(calls) else None
+
+
+def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
+    """Wait until the nodes have enough for `demands`: where some were lost, others may come.
+
+    Raises:
+        ConfigError: they do not, and none was lost.
+        BusyClusterError: they do not, and none came in `timeout_s`.
+    """
+    deadline, warned = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            check(what, demands, nodes())
+        except ConfigError as error:
+            if not num_lost():
+                raise
+            if time.monotonic() > deadline:
+                raise BusyClusterError(
+                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node in place of one that was lost: {error}"
+                ) from None
+            if not warned:
+                log.warning("waiting for a node in place of one that was lost: %s", error)
+                warned = True
+            time.sleep(NODE_SECONDS)
+        else:
+            return
+
+
+def _total(demands: Sequence[Demand]) -> dict[str, float]:
+    """Resource → amount that all `demands` together ask for."""
+    total: dict[str, float] = {}
+    for demand in demands:
+        for name, amount in demand.each(demand.num_ranks).items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether `condition` comes true within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

@@ -1,0 +1,50 @@
+"""Noticing that other actors have died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+
+from xray_runtime.workers.protocols import Pingable, Ref
+
+
+def answered(ref: Ref[Any], timeout_s: float | None = None) -> bool:
+    """Whether a call was answered: its actor or node lives, and answers within `timeout_s`."""
+    try:
+        ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+class Liveness:
+    """Tells which of some actors have died. One that does not answer a ping in time is taken for busy."""
+
+    def __init__(self) -> None:
+        self._pings: dict[Pingable, Ref[None]] = {}
+        """Those that were not answered yet."""
+
+    def dead(self, actors: Iterable[Pingable], timeout_s: float = 0.0) -> list[Pingable]:
+        """Those of `actors` that are known to be dead; waits `timeout_s` for the answers of all together.
+
+        With no time to wait, a death is found by the second call after it.
+        """
+        dead: list[Pingable] = []
+        pings: dict[Pingable, Ref[None]] = {}
+        for actor in actors:
+            ping = self._pings.get(actor)
+            if ping is not None and ray.wait([ping], timeout=0)[0]:
+                if not answered(ping):
+                    dead.append(actor)
+                    continue
+                ping = None
+            pings[actor] = ping if ping is not None else actor.ping.remote()
+        if pings:
+            refs = list(pings.values())
+            done = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0])
+            dead += [actor for actor, ping in pings.items() if ping in done and not answered(ping)]
+            pings = {actor: ping for actor, ping in pings.items() if ping not in done}
+        self._pings = pings
+        return dead

@@ -1,0 +1,124 @@
+"""Starting the models of a stage, all at the same time, and ending them, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.planning.demand import demand
+from xray_runtime.store.identity import environment_digest
+from xray_runtime.workers.acquisition import Acquisition, Request
+from xray_runtime.workers.generator import Generator
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.liveness import answered
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.nodes import note_placement, same_node
+from xray_runtime.workers.placement import device
+from xray_runtime.workers.pool import find_worker_pool
+from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import Layouts, OpenModels
+
+UNLOAD_SECONDS = 20.0
+"""How long a model has to unload before its Workhorses are ended."""
+
+
+def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenModels:
+    """What a stage body opens its models with.
+
+    Args:
+        log_dir: where the Workhorses' output goes; named after the stage.
+        run_id: of the run whose worker pool and progress actor are used, where it has opened them.
+    """
+    is_open = False
+
+    @contextlib.contextmanager
+    def open_models(specs: Mapping[str, ModelSpec | GeneratorSpec]) -> Iterator[dict[str, ModelHandle]]:
+        nonlocal is_open
+        if is_open:
+            # Two stages that each wait for more while they hold something could wait for each other for ever.
+            raise RuntimeError(f"{log_dir.name}: a stage must open all models that live together in one call")
+        is_open = True
+        try:
+            with _open(specs, runtime, log_dir, run_id) as models:
+                yield models
+        finally:
+            is_open = False
+
+    return open_models
+
+
+def prestart_models(layouts: Layouts, runtime: RuntimeConfig, run_id: str) -> None:
+    """Start the processes that the next stage's models will take from the run's pool, so that they load libraries now.
+
+    Args:
+        layouts: `StageKind.models` of that stage's config.
+    """
+    pool = find_worker_pool(run_id)
+    if pool is None:
+        return
+    where = device(runtime)
+    wanted: Counter[GeneratorConfig | None] = Counter()
+    for role, layout in layouts.items():
+        asked = demand(role, layout, runtime, where)
+        if not asked.grouped():
+            wanted[layout if isinstance(layout, GeneratorConfig) else None] += asked.num_ranks
+    for config, count in wanted.items():
+        if config is None:
+            pool.prestart.remote(Learner, runtime, count)
+        else:
+            pool.prestart.remote(Generator, runtime, count, config)
+
+
+@contextlib.contextmanager
+def _open(
+    specs: Mapping[str, ModelSpec | GeneratorSpec], runtime: RuntimeConfig, log_dir: Path, run_id: str
+) -> Iterator[dict[str, ModelHandle]]:
+    where = device(runtime)
+    if runtime.weight_transfer in ("nccl", "ipc") and where == "cpu":
+        raise ValueError(f"runtime.weight_transfer: {runtime.weight_transfer!r} needs GPUs, and this cluster has none")
+    if not specs:
+        yield {}
+        return
+    models = {role: _start(role, spec, runtime, log_dir) for role, spec in specs.items()}
+    requests = {
+        role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role])
+        for role, spec in specs.items()
+    }
+    acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)
+    reusable: list[WholeModelHandle] = []
+    try:
+        found = acquisition.take()
+        builds = [
+            models[role].build.remote(spec, found[role], requests[role].demand.num_replicas, environment_digest())
+            for role, spec in specs.items()
+        ]
+        note_placement(log_dir, dict(zip(specs, get_all(builds), strict=True)))
+        yield dict(models)
+        reusable = _unload(models, requests)
+    finally:
+        for model in models.values():
+            ray.kill(model)
+        acquisition.give_back(reusable)
+
+
+def _start(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig, log_dir: Path) -> WholeModelHandle:
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": same_node()}
+    model: WholeModelHandle = ray.remote(spec.whole_model).options(**options).remote(role, runtime, log_dir)
+    return model
+
+
+def _unload(models: Mapping[str, WholeModelHandle], requests: Mapping[str, Request]) -> list[WholeModelHandle]:
+    """Unload the models; those that did in time, and whose Workhorses can be used again."""
+    calls = {role: model.unload.remote(not requests[role].demand.grouped()) for role, model in models.items()}
+    done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=UNLOAD_SECONDS)[0])
+    return [models[role] for role, call in calls.items() if call in done and answered(call)]
