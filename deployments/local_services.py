@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import secrets
@@ -18,8 +19,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -144,7 +146,7 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
         server = stack.enter_context(_prefect(output)) if prefect else None
         threads = stack.enter_context(ThreadPoolExecutor())
         # What the flow will import takes seconds; it loads while the servers start.
-        starting = [threads.submit(_import_ahead)]
+        starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]
         if server is not None:
             starting.append(threads.submit(server.start))
         if ray:
@@ -154,10 +156,6 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
         if server is not None:
             server.wait_healthy()
         yield server
-
-
-def _import_ahead() -> None:
-    import mlflow  # noqa: F401
 
 
 @contextlib.contextmanager

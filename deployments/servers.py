@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
     """Prefect, MLflow and Ray; none needs another to start."""
     local = {name: f"http://{LOOPBACK}:{port}" for name, port in state.ports.items()}
     prefect = f"http://{clients_address(state.host)}:{state.ports['prefect']}"
-    sessions = home.ray_sessions(state)
+    mlflow, sessions = home.path / "mlflow", home.ray_sessions(state)
     service = functools.partial(_service, home, state)
     return [
         service(
@@ -62,12 +62,9 @@ def servers(home: ServerHome, state: State) -> list[Service]:
             "MLflow",
             _python("mlflow", "server")
             + _options(
-                host=LOOPBACK,
-                port=state.ports["mlflow"],
-                workers=1,
-                artifacts_destination=home.path / "mlflow" / "artifacts",
+                host=LOOPBACK, port=state.ports["mlflow"], workers=1, artifacts_destination=mlflow / "artifacts"
             ),
-            variables=address("mlflow", f"sqlite:///{home.path / 'mlflow' / 'mlflow.db'}"),
+            variables=address("mlflow", f"sqlite:///{mlflow / 'mlflow.db'}"),
             address=local["mlflow"],
             health=f"{local['mlflow']}/health",
             ports=("mlflow",),
@@ -145,17 +142,6 @@ def start_missing(home: ServerHome, state: State, services: Iterable[Service]) -
         state.started[service.name] = service.record
         home.save(state)
     return [service.name for service in missing]
-
-
-def wait_healthy(services: Iterable[Service], say: Callable[[str], None]) -> None:
-    """Until each of `services` works; `say` is told of each.
-
-    Raises:
-        NotUpError: one ended, or takes too long.
-    """
-    for service in services:
-        service.wait_healthy(say)
-        say(f"{service.title:8} {service.address}")
 
 
 def stop(home: ServerHome, state: State, services: Iterable[Service]) -> list[str]:

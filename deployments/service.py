@@ -132,9 +132,9 @@ class Service:
         while not self.is_healthy():
             now = time.monotonic()
             if self.find() is None:
-                raise NotUpError(f"{self.title} ended as soon as it was started. {self.end_of_log()}")
+                raise NotUpError(f"{self.title} ended as soon as it was started. {end_of(self.log)}")
             if now - begin > START_SECONDS:
-                raise NotUpError(f"{self.title}: no answer after {START_SECONDS:.0f} s. {self.end_of_log()}")
+                raise NotUpError(f"{self.title}: no answer after {START_SECONDS:.0f} s. {end_of(self.log)}")
             if now - spoken > SAY_SECONDS:
                 spoken = now
                 say(f"still waiting for {self.title} ({now - begin:.0f} s)")
@@ -154,10 +154,6 @@ class Service:
             return tagged(self.tag)
         process = self.find()
         return [process] if process is not None else []
-
-    def end_of_log(self) -> str:
-        """The last lines of its log, and where it is."""
-        return end_of(self.log)
 
 
 def end_of(log: Path) -> str:

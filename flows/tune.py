@@ -205,6 +205,9 @@ class _Keeper(ray_tune.Callback):
         return _keeper_at_hand, ()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._began(trial)
+
+    def _began(self, trial: Any) -> None:
         self._points[trial.trial_id] = []
         lifecycle = self.at_work[trial.trial_id] = self.search.trial(trial.config)
         before = lifecycle.record()
@@ -225,7 +228,9 @@ class _Keeper(ray_tune.Callback):
         self._ended(trial, state="finished" if value is not None else "pruned", value=value)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error() or trial.get_error()
+        # Where Ray Tune looks itself, the file is later.
+        file = trial.pickled_error_file
+        error = ray.cloudpickle.loads(Path(file).read_bytes()) if file else RuntimeError("it could not be started")
         cause = root_cause(error)
         self._ended(trial, state="failed", error=f"{type(cause).__name__}: {error_summary(error)}")
         if isinstance(cause, UnknownMetricError):
@@ -233,6 +238,8 @@ class _Keeper(ray_tune.Callback):
             raise cause
 
     def _ended(self, trial: Any, **outcome: Any) -> None:
+        if trial.trial_id not in self.at_work:
+            self._began(trial)
         lifecycle = self.at_work.pop(trial.trial_id)
         before = lifecycle.record()
         assert before is not None

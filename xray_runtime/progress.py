@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from xray_runtime.workers.named import find_actor, open_actor
+from xray_runtime.workers.named import NamedActor
 from xray_runtime.workers.protocols import Method
 
 PREFIX = "xray-progress-"
@@ -53,13 +53,14 @@ class ProgressHandle(Protocol):
     def stop(self) -> Method[[], None]: ...
 
 
+_ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, PREFIX)
+
+
 def open_progress(run_id: str) -> ProgressHandle:
     """The progress actor of a run, started where there is none. It lives as long as the process that started it."""
-    actor: ProgressHandle = open_actor(ProgressActor, PREFIX + run_id)
-    return actor
+    return _ACTORS.open(run_id)
 
 
 def find_progress(run_id: str) -> ProgressHandle | None:
     """The progress actor of a run; None where nobody opened one."""
-    actor: ProgressHandle | None = find_actor(PREFIX + run_id)
-    return actor
+    return _ACTORS.find(run_id)

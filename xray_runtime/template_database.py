@@ -45,7 +45,7 @@ def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> Non
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     except Exception as error:
-        log.warning("%s is made without a template (%s: %s)", path, type(error).__name__, error)
+        log.info("%s is made without a template (%s: %s)", path, type(error).__name__, error)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
-from xray_runtime.workers.pool import PING_SECONDS, find_worker_pool, open_worker_pool
+from xray_runtime.workers.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
 from xray_runtime.workers.rows import Rows, pad
 
 numbers = itertools.count(2)
@@ -197,6 +197,7 @@ def test_idle_processes_do_not_starve_a_stage(
     cluster: None, holders: Any, tiny_model: Path, tmp_path: Path, run_id: str
 ) -> None:
     """Of two CPUs one is held by an idle process; two models want one each, at the same time."""
+    evict_idle_workers()
     pool, holder = open_worker_pool(run_id), holders()
     idle = lease(pool, holder, a_runtime(cpus_per_workhorse=1.0))
     ray.get(pool.release.remote(holder))
@@ -209,6 +210,7 @@ def test_idle_processes_do_not_starve_a_stage(
 def test_several_ranks_get_their_devices_and_are_never_kept(
     pool: Any, holders: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
+    evict_idle_workers()
     holder = holders()
     idle = lease(pool, holder, a_runtime(cpus_per_workhorse=1.0))
     ray.get(pool.release.remote(holder))

@@ -18,7 +18,7 @@ import pytest
 
 from xray.deployments.databases import VARIABLES
 from xray.deployments.server_home import PORTS, ServerHome, new_state
-from xray.deployments.servers import ask, servers, start_missing, stop, wait_healthy
+from xray.deployments.servers import ask, servers, start_missing, stop
 from xray_runtime.config.validation import ConfigError
 
 pytestmark = pytest.mark.long
@@ -93,7 +93,8 @@ def started(home: ServerHome, ports: dict[str, int | None]) -> None:
     both = servers(home, state)[:2]
     try:
         start_missing(home, state, both)
-        wait_healthy(both, lambda _: None)
+        for service in both:
+            service.wait_healthy()
         ask(f"http://127.0.0.1:{ports['prefect']}/api/flows/", {"name": "noted"})
         mlflow.MlflowClient(f"http://127.0.0.1:{ports['mlflow']}").create_experiment("noted")
         for service in both:

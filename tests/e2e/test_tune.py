@@ -6,15 +6,15 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from xray_runtime.stages.spec import plan_stages
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
-from xray_runtime.store.identity import stage_key
+from xray_runtime.stages.identify import identify
+from xray_runtime.store.digest_memory import DigestMemory
 
 pytestmark = pytest.mark.long
 
@@ -30,8 +30,18 @@ SEARCH = {
 }
 
 
-def records(output: Path) -> dict[str, dict[str, Any]]:
-    return {path.parent.name: json.loads(path.read_text()) for path in output.glob("searches/*/trials/*/trial.json")}
+def finished(output: Path) -> list[str]:
+    paths = output.glob("searches/*/trials/*/trial.json")
+    return [path.parent.name for path in paths if json.loads(path.read_text())["state"] == "finished"]
+
+
+def key_of(best: Path, stage: str, checkpoints: dict[str, str]) -> str:
+    graph = recorded_graph(load_config(best))
+    call = graph.calls[stage]
+    parents = {role: checkpoints[handle.name] for role, handle in call.parents.items()}
+    runtime = graph.runtime.model_copy(update={"device": "cpu"})
+    memory = DigestMemory(best.with_name("digests.sqlite"))
+    return identify(call.kind, stage, call.config, call.seed, runtime, parents, {}, memory)[0].key
 
 
 def test_a_killed_search_goes_on(tmp_path: Path) -> None:
@@ -46,14 +56,14 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
     )
     deadline = time.monotonic() + 500
     try:
-        while not (records(output) and list(output.glob("snapshots/sft-*/step-*/files.json"))):
+        while not (finished(output) and list(output.glob("snapshots/sft-*/step-*/files.json"))):
             assert process.poll() is None, "the search ended early"
             assert time.monotonic() < deadline, "no second trial came as far as a snapshot"
             time.sleep(0.02)
     finally:
         process.kill()
         process.wait()
-    (first,) = records(output)
+    (first,) = finished(output)
     summary = output / "searches" / "rates" / "trials" / first / "lifecycle.json"
     written = summary.stat().st_mtime_ns
 
@@ -87,11 +97,9 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
 
     best = trials[results["best"]["number"]]
     assert best["value"] == min(trial["value"] for trial in trials[:2])
-    plan = plan_stages(load_config(output / "searches" / "rates" / "best.yaml"))[2]
     found = stages[best["number"]]
-    parents = {role: found[name]["checkpoint"]["sha256"] for role, name in plan.parents.items()}
-    key = stage_key(stage="sft", kind="sft", sections=plan.sections, parents=parents)
-    assert found["sft"]["key"] == key
+    checkpoints = {name: stage["checkpoint"]["sha256"] for name, stage in found.items()}
+    assert found["sft"]["key"] == key_of(output / "searches" / "rates" / "best.yaml", "sft", checkpoints)
     assert (output / "searches" / "rates" / "search.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -48,7 +48,7 @@ FORBIDDEN = {
 }
 
 OWNERS = {
-    "mlflow": {"xray_runtime/lineage", "xray_runtime/tracking", "deployments/local_services.py"},
+    "mlflow": {"xray_runtime/lineage", "xray_runtime/tracking"},
     "vllm": {
         "xray_runtime/engines/generation/vllm.py",
         "xray_runtime/engines/offload.py",

@@ -24,7 +24,7 @@ from xray.deployments.server_home import (
     find_server_home,
     new_state,
 )
-from xray.deployments.servers import servers, start_missing, stop, wait_healthy, worker
+from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import NotUpError, ProcessRecord, Service
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import TAG
@@ -206,7 +206,7 @@ def test_a_service_that_ends_says_why(home: ServerHome) -> None:
     with pytest.raises(
         NotUpError, match=r"Thing ended as soon as it was started. The end of .*ray.log:\n  hello: no such"
     ):
-        wait_healthy([thing], print)
+        thing.wait_healthy()
     stop(home, state, [thing])
 
 
@@ -227,8 +227,8 @@ def test_what_is_up_is_left_alone(home: ServerHome) -> None:
     state, said = State(tag="ef"), list[str]()
     thing = service(home, "import time; time.sleep(60)", healthy=True)
     assert start_missing(home, state, [thing]) == ["ray"]
-    wait_healthy([thing], said.append)
-    assert said == ["Thing    http://here"]
+    thing.wait_healthy(said.append)
+    assert said == []
     before = state.started["ray"]
     assert start_missing(home, state, [thing]) == []
     os.kill(before.pid, signal.SIGKILL)

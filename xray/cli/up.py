@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from xray.cli.lineage import AsJson, checked
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
-from xray.deployments.servers import servers, start_missing, stop, wait_healthy, worker
+from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import NotUpError, Service, end_of
 from xray.deployments.status import service_status, show
 
@@ -96,7 +96,9 @@ def _start(home: ServerHome, state: State, services: list[Service]) -> None:
         _say(f"there already: {', '.join(running)}")
     if started:
         _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
-    wait_healthy(services, _say)
+    for service in services:
+        service.wait_healthy(_say)
+        _say(f"{service.title:8} {service.address}")
 
 
 def _install(home: ServerHome, state: State) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.config.engines import GeneratorConfig
+    from xray_runtime.workers.protocols import WorkhorseHandle
 
 Transport = Literal["plasma", "nccl", "ipc"]
 
@@ -62,7 +63,7 @@ def choose(
 class _Receivers:
     """All generator ranks as the one client that vLLM's trainer engines speak to."""
 
-    def __init__(self, transport: Transport, ranks: Sequence[Any], per_replica: int, version: int) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[WorkhorseHandle], per_replica: int, version: int) -> None:
         self._transport, self._ranks, self._per_replica, self._version = transport, ranks, per_replica, version
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -94,7 +95,7 @@ def send(
     metadata: list[tuple[str, torch.dtype, tuple[int, ...]]],
     rank: int,
     meet: tuple[str, int],
-    ranks: Sequence[Any],
+    ranks: Sequence[WorkhorseHandle],
     per_replica: int,
     version: int,
 ) -> None:

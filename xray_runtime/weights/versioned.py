@@ -1,7 +1,7 @@
 """Which weights a generator holds, and the way back to them: a transfer is taken over whole, or not at all.
 
-A `HeldWeights` knows, for every tensor, where its last good bytes are: in the checkpoint the engine started from, or in
-the object store, where the last update that carried it is kept alive by reference. Order of a load:
+`VersionedWeights` knows, for every tensor, where its last good bytes are: in the checkpoint the engine started from, or
+in the object store, where the last update that has it is kept alive by reference. Order of a load:
 
 1. verify every checksum of the update, before anything is touched;
 2. write it into the engine;

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.workers.heartbeat import CONCURRENCY_GROUP, request_heartbeat
 from xray_runtime.workers.liveness import Liveness, answered
-from xray_runtime.workers.named import find_actor, find_actors, open_actor
+from xray_runtime.workers.named import NamedActor
 from xray_runtime.workers.protocols import Method, Pingable, WorkhorseHandle
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ PING_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
 """Idle workers only answer heartbeats."""
 EVICT_SECONDS = 10.0
-
 
 Kind = tuple[str, str]
 """What makes two Workhorses interchangeable: their class, and the runtime settings they were started with."""
@@ -145,22 +144,22 @@ class PoolHandle(Protocol):
     def evict_idle(self) -> Method[[], int]: ...
 
 
+_POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, PREFIX)
+
+
 def open_worker_pool(run_id: str) -> PoolHandle:
     """The worker pool of a run, started where there is none. It lives as long as the process that started it."""
-    pool: PoolHandle = open_actor(WorkerPool, PREFIX + run_id)
-    return pool
+    return _POOLS.open(run_id)
 
 
 def find_worker_pool(run_id: str) -> PoolHandle | None:
     """The worker pool of a run; None where nobody opened one, or it died."""
-    pool: PoolHandle | None = find_actor(PREFIX + run_id)
-    return pool
+    return _POOLS.find(run_id)
 
 
 def evict_idle_workers() -> int:
     """Have the pool of every run on this cluster end its idle Workhorses; returns how many."""
-    pools: list[PoolHandle] = find_actors(PREFIX)
-    calls = [pool.evict_idle.remote() for pool in pools]
+    calls = [pool.evict_idle.remote() for pool in _POOLS.find_all()]
     done = ray.wait(calls, num_returns=len(calls), timeout=EVICT_SECONDS)[0] if calls else []
     return sum(ray.get(call) for call in done if answered(call))
 

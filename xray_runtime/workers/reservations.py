@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ray.util.placement_group import remove_placement_group
 
 from xray_runtime.workers.liveness import Liveness
-from xray_runtime.workers.named import open_actor
+from xray_runtime.workers.named import NamedActor
 from xray_runtime.workers.protocols import Method, Pingable
 
 if TYPE_CHECKING:
@@ -127,10 +127,12 @@ class ReservationsHandle(Protocol):
     def holders(self) -> Method[[], list[str]]: ...
 
 
+_ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, NAME, detached=True)
+
+
 def open_reservations() -> ReservationsHandle:
     """The cluster's reservations, started where there are none. They live as long as the cluster."""
-    actor: ReservationsHandle = open_actor(Reservations, NAME, detached=True)
-    return actor
+    return _ACTOR.open()
 
 
 def amount_text(resources: Mapping[str, float]) -> str:

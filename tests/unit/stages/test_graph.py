@@ -359,6 +359,7 @@ def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch
         (3, "3"),
         (functools.partial(brevity), f"{functools.partial(brevity)!r}"),
     ],
+    ids=["no colon", "a dotted name", "a number", "a partial"],  # an address would differ from worker to worker
 )
 def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (

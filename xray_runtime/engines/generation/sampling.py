@@ -64,7 +64,7 @@ class Sampler(Protocol):
         """One reply a prompt, in order."""
 
     def write(self, tensors: Tensors, version: int) -> None:
-        """Put whole tensors into the model, by their Hugging Face names; see `weights.held.Write`."""
+        """Put whole tensors into the model, by their Hugging Face names; see `weights.versioned.Write`."""
 
 
 class Generation:
@@ -96,7 +96,7 @@ class Generation:
         self._held.restart(directory)
 
     def load(self, update: WeightUpdate) -> None:
-        """Take over `update`'s weights, whole or not at all; see `HeldWeights.load`."""
+        """Take over `update`'s weights, whole or not at all; see `VersionedWeights.load`."""
         self._held.load(update)
 
     def revert(self) -> None:
