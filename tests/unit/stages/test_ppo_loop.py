@@ -56,6 +56,8 @@ class World:
     """Role and arguments of each `train`."""
     seeds: list[int] = field(default_factory=list)
     """Of the replies, in order."""
+    shares: list[int] = field(default_factory=list)
+    """Of each `score` and `train`: among how many models the threads are shared."""
     approx_kl: Callable[[int], float] = lambda update: 0.0
     """Number of the update → mean KL a token to the rollout's policy that the policy reports."""
     generator_off_by: float = 0.0
@@ -99,8 +101,9 @@ class FakeModel:
         ended = np.ones(len(tokens), bool)
         return {"response_ids": tokens, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
 
-    def _score(self, rows: Rows, width: int = 0) -> Rows:
+    def _score(self, rows: Rows, width: int = 0, at_once: int = 1) -> Rows:
         self._note("score")
+        self.world.shares.append(at_once)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
             word = rows["input_ids"][np.arange(len(rows["lengths"])), rows["lengths"] - 2]
@@ -114,8 +117,9 @@ class FakeModel:
         values = {"values": np.zeros_like(logprobs), "final_values": np.zeros(len(logprobs), np.float32)}
         return values if self.role == "critic" else {"logprobs": logprobs} | values
 
-    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+    def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         self._note("train")
+        self.world.shares.append(at_once)
         self.world.batches.append((self.role, rows, totals, lr))
         kl = self.world.approx_kl(self.updates) * totals["tokens"]
         self.updates += 1
@@ -228,6 +232,8 @@ def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
         "policy save out",
     ]
     assert len(set(world.seeds)) == 2 * REPLIES
+    # Three models score at the same time; one learns alone.
+    assert world.shares == [3, 3, 3, 1, 1] * 2
 
 
 def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_path: Path) -> None:
@@ -239,6 +245,7 @@ def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_pat
         *["policy train", "critic train"] * 2,
         *["policy save out", "critic save critic"],
     ]
+    assert world.shares == [4, 4, 4, 4] + [2, 2] * 2
     for policy, critic in zip(world.batches[::2], world.batches[1::2], strict=True):
         np.testing.assert_equal(policy[1:3], critic[1:3])
         # Each by its own peak, at the same point of the schedule.
