@@ -111,7 +111,7 @@ def _fit(search: Search, keeper: _Keeper, trainable: type[LifecycleTrial]) -> No
     resources = ray_tune.PlacementGroupFactory([{"CPU": 0, here: int(10_000 / wanted.concurrent) / 10_000}])
     made = ray_tune.with_resources(ray_tune.with_parameters(trainable, search=search, here=surroundings()), resources)
     experiments, same = search.directory / "ray", digest([search.digest, wanted.trials, wanted.concurrent, here])[:12]
-    for place in experiments.glob(f"{same}-*"):
+    for place in list(experiments.glob(f"{same}-*")):
         if any(place.glob("experiment_state-*.json")):
             tuner = ray_tune.Tuner.restore(str(place), made, resume_unfinished=True, restart_errored=True)
             if len(tuner.fit()) == int(place.name.rsplit("-", 1)[1]):

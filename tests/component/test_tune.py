@@ -54,6 +54,16 @@ class Meeting(Pretended):
         return value
 
 
+class Stumbling(Pretended):
+    """Fails the first time, in each directory."""
+
+    def measure(self) -> float:
+        value = super().measure()
+        if len((self.trial.root / "ran").read_text().split()) == 1:
+            raise ValueError("the loss is nan")
+        return value
+
+
 class Failing(Pretended):
     """Has no such metric."""
 
@@ -129,6 +139,19 @@ def test_a_trial_worse_than_the_median_of_those_before_it_is_pruned(tmp_path: Pa
 def test_trials_side_by_side(tmp_path: Path) -> None:
     found = run_search(search(tmp_path, trials=2, concurrent=2), Meeting)
     assert [record.state for record in records(found)] == ["finished"] * 2
+
+
+def test_a_trial_that_failed_is_tried_again(tmp_path: Path) -> None:
+    failed, other = records(run_search(search(tmp_path, trials=2), Stumbling))
+    assert (failed.state, failed.error) == ("failed", "ValueError: the loss is nan")
+    again = run_search(search(tmp_path, trials=2), Stumbling)
+    assert records(again) == [failed.model_copy(update=expected(again[0][0])), other]
+    assert len(ran(tmp_path)) == 3
+
+
+def expected(trial: Trial) -> dict[str, Any]:
+    value = loss(trial.values)
+    return {"state": "finished", "value": value, "points": [(1, value + 1), (2, value)], "error": None}
 
 
 def test_a_metric_that_is_not_logged_ends_the_search(tmp_path: Path) -> None:
