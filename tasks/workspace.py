@@ -6,15 +6,12 @@ Leaving the `with` block waits for all of them. One thread follows the tasks and
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import contextvars
 import functools
 import logging
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +21,6 @@ import ray
 import yaml
 from filelock import FileLock
 from prefect.artifacts import create_link_artifact
-from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
@@ -32,12 +28,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
 from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
-from xray.tasks.prefect_state import crash_lost_flow_run, crash_lost_task_run
+from xray.tasks.prefect_state import crash_lost_flow_run
 from xray.tasks.preflight import check_servers
 from xray.tasks.register import register as register_task
 from xray.tasks.run_summary import RunSummary
 from xray.tasks.spec import RunContext, StageResult, StageSpec, forwarded_variables
 from xray.tasks.stage import stage
+from xray.tasks.submitted import SubmittedTask, SubmittedTasks
 from xray.tasks.task_runner import task_runner
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
@@ -63,7 +60,6 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 60
 """How long stages have for their last snapshots when the run is interrupted."""
-POLL_SECONDS = 0.2
 
 on_open: contextvars.ContextVar[Callable[[Workspace], None] | None] = contextvars.ContextVar("on_open", default=None)
 """Called with every workspace that opens: whoever shows progress."""
@@ -83,10 +79,6 @@ overrides: contextvars.ContextVar[Overrides | None] = contextvars.ContextVar("ov
 
 class StoppedEarly(Exception):
     """The run was asked to end before this stage (`until`)."""
-
-
-class ParentFailedError(RuntimeError):
-    """A stage did not run since one it takes from failed."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +114,6 @@ class Result:
 
         store = open_lineage_store(self.workspace.output, self.workspace.tracking_uri)
         return "\n".join(lineage_text(store.graph, store.graph.nodes[self.sha256], False))
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A submitted task."""
-
-    number: int
-    future: Any
-    """Prefect's; its `wrapped_future` is Ray's reference."""
-    started: float
-    is_stage: bool = True
 
 
 class Workspace(Graph):
@@ -177,12 +158,7 @@ class Workspace(Graph):
         self._place, self._address = place or self.output, tracking_uri
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
-        self._tasks: dict[str, _Task] = {}
-        self._results: dict[str, Any] = {}
-        self._ends: dict[str, float] = {}
-        self._failures: dict[str, BaseException] = {}
-        self._changed = threading.Condition()
-        """Notified when a task was submitted or ended."""
+        self._tasks = SubmittedTasks(self._take)
         self._stack = contextlib.ExitStack()
 
     # Opening and closing
@@ -241,7 +217,7 @@ class Workspace(Graph):
         self.progress = open_progress(self.context.run_id)
         pool = open_worker_pool(self.context.run_id)
         stack.callback(ray.kill, pool)
-        stack.enter_context(self._following())
+        stack.enter_context(self._tasks.following())
         watch = on_open.get()
         if watch is not None:
             watch(self)
@@ -321,7 +297,7 @@ class Workspace(Graph):
         )
         parents = {role: self._parent(handle) for role, handle in call.parents.items()}
         parameters = {"spec": spec, "context": self.context, "parents": parents, "functions": call.functions}
-        self._run_task(call.name, task, parameters)
+        self._run_task(call.name, task, parameters, [handle.name for handle in call.parents.values()])
 
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
         """Make a policy the newest version of a registered model, as `candidate`.
@@ -339,7 +315,9 @@ class Workspace(Graph):
             "policy": self._parent(policy),
             "evaluation": self._parent(evaluation) if evaluation is not None else None,
         }
-        self._run_task(f"register {parameters['name']}", register_task, parameters, is_stage=False)
+        self._run_task(
+            f"register {parameters['name']}", register_task, parameters, [handle.name for handle in parents.values()]
+        )
 
     def _is_left_out(self, call: StageCall) -> bool:
         """Whether `until` was reached already, or a parent of the call was left out for that reason."""
@@ -349,17 +327,15 @@ class Workspace(Graph):
     def _parent(self, handle: Handle) -> Any:
         if handle.call is None:
             return self._references[handle.name].model_dump(mode="json")
-        return self._tasks[handle.name].future
+        return self._tasks.future(handle.name)
 
-    def _run_task(self, name: str, task: Any, parameters: dict[str, Any], *, is_stage: bool = True) -> None:
+    def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Sequence[str]) -> None:
         # Spread: a controller has no device, and would else always be beside the driver.
         where = NodeAffinitySchedulingStrategy(self._node, soft=False) if self._node else "SPREAD"
         # A task whose worker or node died is run again by Ray, under the same id: what waits for it stays bound to it.
         with remote_options(num_cpus=0, max_retries=self.runtime.retries, scheduling_strategy=where):
             future = self._runner.submit(task, parameters)
-        with self._changed:
-            self._tasks[name] = _Task(len(self._tasks), future, time.perf_counter(), is_stage)
-            self._changed.notify_all()
+        self._tasks.add(name, future, parents)
 
     def checkpoint(self, ref: str) -> Handle:
         """A checkpoint that exists already, here, in another output directory or in a bundle, with all it came from.
@@ -389,17 +365,11 @@ class Workspace(Graph):
             return Result(known, self)
         if handle.name not in self._tasks:
             raise StoppedEarly(f"{handle.name} is not computed: the run ends with {self.until}")
-        with self._changed:
-            while handle.name not in self._results:
-                if handle.name in self._failures:
-                    raise self._first_failure()
-                # With a limit: a wait without one cannot be interrupted.
-                self._changed.wait(POLL_SECONDS)
-        return Result(self._results[handle.name], self)
+        return Result(self._tasks.result(handle.name), self)
 
     def has_ended(self, stage: str) -> bool:
         """Whether a submitted stage is done, or has failed."""
-        return stage in self._results or stage in self._failures
+        return self._tasks.has_ended(stage)
 
     def final_results(self) -> list[Result]:
         """Of the stages that no other stage took, evaluations apart: what the run was for."""
@@ -410,107 +380,37 @@ class Workspace(Graph):
             for handle in call.parents.values()
         }
         names = [n for n, c in self.calls.items() if n not in taken and c.kind.output is not Evaluation]
-        return [Result(self._results[name], self) for name in names if name in self._results]
+        finished = [self._tasks.finished(name) for name in names]
+        return [Result(stage, self) for stage in finished if stage is not None]
 
-    # Following the tasks
+    # Ends of tasks
 
-    @contextlib.contextmanager
-    def _following(self) -> Any:
-        ended = threading.Event()
-        # With this thread's context: Prefect's settings are in it.
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(self._follow, ended), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _follow(self, ended: threading.Event) -> None:
-        """Keep the records of tasks as they end."""
-        waiting: dict[Any, str] = {}
-        known = 0
-        while True:
-            last = ended.is_set()
-            with self._changed:
-                names = list(self._tasks)[known:]
-            for name in names:
-                # Ray's own waiting turns a signal that interrupts it into a SystemError.
-                waiting[self._tasks[name].future.wrapped_future.future()] = name
-            known += len(names)
-            for done in concurrent.futures.wait(waiting, timeout=0).done:
-                self._take(waiting.pop(done))
-            if last:
-                return
-            ended.wait(POLL_SECONDS)
-
-    def _take(self, name: str) -> None:
-        """Take the end of a task."""
-        task = self._tasks[name]
-        try:
-            task.future.wait()
-            state: State[Any] = task.future.state
-            if state.is_crashed():
-                crash_lost_task_run(task.future.task_run_id)
-            if not state.is_completed():
-                raise _error_of(state)
-            result: Any = state.result()
-            if task.is_stage:
-                result = StageResult.model_validate(result)
-                self.summary.stage_done(task.number, result, time.perf_counter() - self._began(name))
-                if self.calls[name].kind.output is Evaluation:
-                    self.summary.evaluated(result.checkpoint.path)
-            else:
-                self.summary.registered(result)
-            with self._changed:
-                self._results[name], self._ends[name] = result, time.perf_counter()
-                self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._failures[name] = error
-                self._changed.notify_all()
-
-    def _began(self, name: str) -> float:
-        """When a stage could begin: it was submitted, and its parents were done."""
-        parents = [handle.name for handle in self.calls[name].parents.values()]
-        return max([self._tasks[name].started, *(self._ends[parent] for parent in parents if parent in self._ends)])
+    def _take(self, task: SubmittedTask, value: Any, seconds: float) -> Any:
+        """Note what a task made; in the thread that follows them."""
+        call = self.calls.get(task.name)
+        if call is None:
+            self.summary.registered(value)
+            return value
+        result = StageResult.model_validate(value)
+        self.summary.stage_done(task.number, result, seconds)
+        if call.kind.output is Evaluation:
+            self.summary.evaluated(result.checkpoint.path)
+        return result
 
     def _wait_for_all(self) -> None:
         """Raises the first failure."""
         try:
-            self._wait(None)
+            self._tasks.wait()
         except BaseException:
             self._stop_stages()
             raise
-        if self._failures:
-            raise self._first_failure()
+        self._tasks.raise_failure()
 
     def _stop_stages(self) -> None:
         """Have stages at work make a last snapshot, and wait for it."""
-        if len(self._results) + len(self._failures) < len(self._tasks):
+        if not self._tasks.all_ended():
             ray.get(self.progress.stop.remote())
-            self._wait(STOP_SECONDS)
-
-    def _wait(self, seconds: float | None) -> None:
-        deadline = time.monotonic() + seconds if seconds is not None else None
-        with self._changed:
-            while len(self._results) + len(self._failures) < len(self._tasks):
-                if deadline is not None and time.monotonic() > deadline:
-                    return
-                self._changed.wait(POLL_SECONDS)
-
-    def _first_failure(self) -> BaseException:
-        """What failed by itself, not for want of a parent."""
-        own = [error for error in self._failures.values() if not isinstance(error, ParentFailedError)]
-        return (own or list(self._failures.values()))[0]
-
-
-def _error_of(state: State[Any]) -> BaseException:
-    if state.is_pending():
-        return ParentFailedError(state.message)
-    error = state.result(raise_on_failure=False)
-    return error if isinstance(error, BaseException) else RuntimeError(state.message)
+            self._tasks.wait(STOP_SECONDS)
 
 
 @functools.cache
