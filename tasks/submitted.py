@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from prefect.client.schemas.objects import State
 
 from xray.tasks.prefect_state import crash_lost_task_run
@@ -103,6 +104,18 @@ class SubmittedTasks:
         own = [error for error in self._failures.values() if not isinstance(error, ParentFailedError)]
         return (own or list(self._failures.values()))[0]
 
+    def cancel_waiting(self) -> None:
+        """Give up tasks that wait for others: what has not begun does not begin."""
+        with self._changed:
+            waiting = [t for t in self._tasks.values() if any(parent not in self._results for parent in t.parents)]
+            self._give_up([task for task in waiting if not self.has_ended(task.name) and task.parents])
+
+    def _give_up(self, tasks: Sequence[SubmittedTask]) -> None:
+        for task in tasks:
+            self._failures[task.name] = ParentFailedError(f"{task.name}: what it takes from was not made")
+            ray.cancel(task.future.wrapped_future)
+        self._changed.notify_all()
+
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Follow the tasks while the context lasts."""
@@ -129,7 +142,9 @@ class SubmittedTasks:
                 waiting[self._tasks[name].future.wrapped_future.future()] = name
             known += len(names)
             for done in concurrent.futures.wait(waiting, timeout=0).done:
-                self._take(self._tasks[waiting.pop(done)])
+                name = waiting.pop(done)
+                if not self.has_ended(name):
+                    self._take(self._tasks[name])
             if last:
                 return
             ended.wait(POLL_SECONDS)
@@ -155,7 +170,18 @@ class SubmittedTasks:
                 self._results[task.name] = result
             else:
                 self._failures[task.name] = failure
+                # Each would start a process, to find that it has nothing to take from.
+                self._give_up(self._descendants(task.name))
             self._changed.notify_all()
+
+    def _descendants(self, name: str) -> list[SubmittedTask]:
+        """The tasks that take from `name`, or from one that does, in order."""
+        names, found = {name}, []
+        for task in self._tasks.values():
+            if names & set(task.parents) and not self.has_ended(task.name):
+                names.add(task.name)
+                found.append(task)
+        return found
 
 
 def _error_of(state: State[Any]) -> BaseException:

@@ -409,6 +409,7 @@ class Workspace(Graph):
     def _stop_stages(self) -> None:
         """Have stages at work make a last snapshot, and wait for it."""
         if not self._tasks.all_ended():
+            self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())
             self._tasks.wait(STOP_SECONDS)
 
