@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 MADE = {"kinds.md", "config.md", "cli.md"}
 """Pages that `docs/hooks.py` makes from the code."""
-MEASURED = {"layouts.md"}
+MEASURED = {"identity-table.md", "layouts.md"}
 """Pages that a benchmark writes."""
 WRITTEN = ("first", "first_rewards", "judges", "shortest", "graph")
 """Modules that the tutorial has its reader write."""
