@@ -170,7 +170,7 @@ def test_an_audit_that_finds_something_says_so_everywhere(server: str, tmp_path:
     assert ended(drawn).name == "Completed"
     (text,) = artifacts(server, drawn)
     assert "```mermaid" in text
-    assert "reward: reward" in text
+    assert "rewards.0: reward" in text
     assert len(list(whole.glob("lineage/ppo-2-*.html"))) == 1
 
 
