@@ -64,7 +64,9 @@ def version_of(name: str) -> str | None:
 
 def is_unpackaged(name: str) -> bool:
     """Whether top-level name `name` is Python that no distribution holds: a file or directory beside the program."""
-    return name not in sys.stdlib_module_names and _source(name) is not None and not _distributions(name)
+    if name in sys.stdlib_module_names or name in IGNORED:
+        return False
+    return _source(name) is not None and not _distributions(name)
 
 
 def source_digest(name: str) -> str | None:
@@ -100,12 +102,10 @@ def _distributions(name: str) -> tuple[Installed, ...]:
 def _holding(name: str, source: Path) -> tuple[Installed, ...]:
     # By its own name first: reading what every distribution holds takes seconds.
     for candidate in dict.fromkeys((name, OTHER_NAMES.get(name, name))):
-        try:
-            distribution = importlib.metadata.distribution(candidate)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if held := _held(distribution, source):
-            return (held,)
+        # Several may have the name: Ray carries a psutil of its own, and puts it before the installed one.
+        for distribution in importlib.metadata.distributions(name=candidate):
+            if held := _held(distribution, source):
+                return (held,)
     names = sorted(set(importlib.metadata.packages_distributions().get(name, ())))
     all_held = [_held(importlib.metadata.distribution(holder), source) for holder in names]
     return tuple(held for held in all_held if held)

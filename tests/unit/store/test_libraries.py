@@ -64,3 +64,17 @@ def test_an_editable_install_is_its_version_and_its_source(folder: Path) -> None
     assert before["editable-one"].startswith("1.2 ")
     (folder / "editable_one.py").write_text("X = 20\n")
     assert library_versions_of(["user_of"], ["user_of"])["editable-one"] != before["editable-one"]
+
+
+def test_a_library_that_ray_carries_too_is_the_installed_one() -> None:
+    """Importing Ray puts a psutil of its own first on the path: the key must not depend on who imported what."""
+    code = (
+        "import psutil\n{}from xray_runtime.store.code_digest import library_versions_of, module_digests\n"
+        "roots = ['xray_runtime.workers.whole_model']\n"
+        "print(module_digests(roots, {{'xray_runtime'}}), library_versions_of(roots, {{'xray_runtime'}}))\n"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True).stdout
+        for first in ("", "import ray\n")
+    ]
+    assert runs[0] == runs[1]
