@@ -56,6 +56,10 @@ class Job(BaseModel):
 def main(job: Job) -> int:
     """Run `job`; returns the exit code."""
     console, errors = Console(stderr=job.as_json), Console(stderr=True)
+    stdout = os.dup(1)
+    if job.as_json:
+        # Whatever a flow or a library prints is not the JSON that is asked for.
+        os.dup2(2, 1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     quiet_environment()
@@ -80,7 +84,8 @@ def main(job: Job) -> int:
         errors.print(f"logs: {job.output / 'logs'}", soft_wrap=True, highlight=False)
         return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
     if job.as_json:
-        print(json.dumps(content, indent=2))
+        with os.fdopen(stdout, "w") as out:
+            out.write(json.dumps(content, indent=2) + "\n")
     return 0
 
 
