@@ -60,15 +60,20 @@ def start_reaper() -> str:
     reader, writer = os.pipe()
     # The writing end closes exactly when this process ends, however it ends: programs do not inherit Python's pipes,
     # and forks close theirs.
-    subprocess.Popen(
-        [sys.executable, "-m", "xray_runtime.processes", tag, str(reader)],
-        pass_fds=[reader],
-        env={k: v for k, v in os.environ.items() if k != TAG},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    # A program inherits its signal mask: the reaper is never without it, and what arrives here meanwhile waits.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        subprocess.Popen(
+            [sys.executable, "-m", "xray_runtime.processes", tag, str(reader)],
+            pass_fds=[reader],
+            env={k: v for k, v in os.environ.items() if k != TAG},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(reader)
     os.register_at_fork(after_in_child=lambda: os.close(writer))
     return tag
@@ -109,8 +114,6 @@ def kill(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
 
 
 def _reap(tag: str, reader: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     os.read(reader, 1)
     kill_tagged(tag)
 
