@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray.tasks.preflight import check_servers
 from xray.tasks.register import register as register_task
+from xray.tasks.result import Result
 from xray.tasks.run_summary import RunSummary
 from xray.tasks.spec import RunContext, StageResult, StageSpec, forwarded_variables
 from xray.tasks.stage import stage
@@ -52,7 +52,8 @@ from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
 from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.workers.nodes import current_node, is_on_all_nodes, node_addresses, nodes
+from xray_runtime.workers.nodes import node_addresses, nodes, only_node
+from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.placement import with_device
 from xray_runtime.workers.pool import open_worker_pool
 
@@ -79,41 +80,6 @@ overrides: contextvars.ContextVar[Overrides | None] = contextvars.ContextVar("ov
 
 class StoppedEarly(Exception):
     """The run was asked to end before this stage (`until`)."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished stage."""
-
-    stage: StageResult
-    workspace: Workspace
-
-    @property
-    def path(self) -> Path:
-        """Directory of its checkpoint."""
-        return self.stage.checkpoint.path
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the checkpoint's manifest, which lists every file with its own."""
-        return self.stage.checkpoint.sha256
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The last value of each metric it recorded."""
-        from xray_runtime.report.figures import read_metrics
-        from xray_runtime.tracking.recorder import METRICS, records_directory
-
-        records = records_directory(self.workspace.output, self.stage.name, self.stage.key)
-        return {name: points[-1][1] for name, points in read_metrics(records / METRICS).items()}
-
-    def lineage(self) -> str:
-        """Where it came from, as a tree."""
-        from xray_runtime.lineage.reference import open_lineage_store
-        from xray_runtime.lineage.render import lineage_text
-
-        store = open_lineage_store(self.workspace.output, self.workspace.tracking_uri)
-        return "\n".join(lineage_text(store.graph, store.graph.nodes[self.sha256], False))
 
 
 class Workspace(Graph):
@@ -362,10 +328,13 @@ class Workspace(Graph):
                 seconds=0.0,
                 attempts=0,
             )
-            return Result(known, self)
+            return self._result(known)
         if handle.name not in self._tasks:
             raise StoppedEarly(f"{handle.name} is not computed: the run ends with {self.until}")
-        return Result(self._tasks.result(handle.name), self)
+        return self._result(self._tasks.result(handle.name))
+
+    def _result(self, stage: StageResult) -> Result:
+        return Result(stage, self.output, self.tracking_uri)
 
     def has_ended(self, stage: str) -> bool:
         """Whether a submitted stage is done, or has failed."""
@@ -381,7 +350,7 @@ class Workspace(Graph):
         }
         names = [n for n, c in self.calls.items() if n not in taken and c.kind.output is not Evaluation]
         finished = [self._tasks.finished(name) for name in names]
-        return [Result(stage, self) for stage in finished if stage is not None]
+        return [self._result(stage) for stage in finished if stage is not None]
 
     # Ends of tasks
 
@@ -393,9 +362,22 @@ class Workspace(Graph):
             return value
         result = StageResult.model_validate(value)
         self.summary.stage_done(task.number, result, seconds)
+        if not result.cached:
+            self._start_ahead(task.name)
         if call.kind.output is Evaluation:
             self.summary.evaluated(result.checkpoint.path)
         return result
+
+    def _start_ahead(self, stage: str) -> None:
+        """Start the processes that the next two stages after a computed one will need: importing takes seconds."""
+        after = self._taking([stage])
+        for call in [*after, *self._taking([call.name for call in after])]:
+            prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
+
+    def _taking(self, stages: Sequence[str]) -> list[StageCall]:
+        """The stages on their way that take from one of `stages`."""
+        calls = [call for name, call in list(self.calls.items()) if name in self._tasks]
+        return [call for call in calls if any(handle.name in stages for handle in call.parents.values())]
 
     def _wait_for_all(self) -> None:
         """Raises the first failure."""
@@ -412,15 +394,3 @@ class Workspace(Graph):
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())
             self._tasks.wait(STOP_SECONDS)
-
-
-@functools.cache
-def only_node(root: Path) -> str | None:
-    """The node that stages must run on, this one, where another does not see the output directory; else None.
-
-    Asked once: what joins later is expected to be like the others.
-    """
-    if is_on_all_nodes(root):
-        return None
-    log.warning("%s is not on a disk that all nodes share: stages run on this node, which sends the others files", root)
-    return current_node()

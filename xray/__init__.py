@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xray.session import checkpoint, register, workspace
+    from xray.tasks.result import Result
     from xray.tasks.task_runner import task_runner
-    from xray.tasks.workspace import Result, Workspace
+    from xray.tasks.workspace import Workspace
     from xray_runtime.config.engines import Section
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.stages.artifacts import (
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
     "xray.tasks.task_runner": ("task_runner",),
-    "xray.tasks.workspace": ("Result", "Workspace"),
+    "xray.tasks.result": ("Result",),
+    "xray.tasks.workspace": ("Workspace",),
     "xray_runtime.config.engines": ("Section",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.stages.artifacts": (

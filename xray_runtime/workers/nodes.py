@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import socket
 import time
@@ -18,6 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.identity import OTHER_ENVIRONMENT, environment_digest
 from xray_runtime.workers.liveness import answered
+
+log = logging.getLogger(__name__)
 
 PLACEMENT = "placement.jsonl"
 NODES_SECONDS = 120.0
@@ -145,3 +149,15 @@ def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -
     log_dir.mkdir(parents=True, exist_ok=True)
     with (log_dir / PLACEMENT).open("a") as file:
         file.write(json.dumps({"time": time.time(), "models": models}) + "\n")
+
+
+@functools.cache
+def only_node(root: Path) -> str | None:
+    """The node that stages must run on, this one, where another does not see the output directory; else None.
+
+    Asked once: what joins later is expected to be like the others.
+    """
+    if is_on_all_nodes(root):
+        return None
+    log.warning("%s is not on a disk that all nodes share: stages run on this node, which sends the others files", root)
+    return current_node()

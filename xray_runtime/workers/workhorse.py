@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ One that sleeps at once must be woken for every operation of a small model; one 
 other processes: 10,000 made a step three times slower beside a busy one. Measured by `benchmarks/threads.py`."""
 
 
+UNUSED = ("mlflow", "sklearn")
+"""Imported by DeepSpeed and transformers where they are installed, and used by no Workhorse: 3 CPU seconds a start."""
+
+
 class Workhorse(FileReceiver):
     """What all Workhorses share: device, threads, log file, rendezvous, heartbeat."""
 
@@ -57,6 +62,9 @@ class Workhorse(FileReceiver):
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": str(SPIN_COUNT),
         }
+        for library in UNUSED:
+            # As Python documents it: an import of what is None here fails as if it was not installed.
+            sys.modules.setdefault(library, None)  # type: ignore[arg-type]
         self.runtime = runtime
         self._heartbeat = HeartbeatSource()
         self._meeting: socket.socket | None = None
