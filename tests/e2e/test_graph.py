@@ -131,19 +131,17 @@ def test_a_project_of_ones_own_runs_is_cached_and_audited(tmp_path: Path) -> Non
 @pytest.fixture
 def shared_ray(tmp_path: Path) -> Iterator[str]:
     """A Ray that both lifecycles use."""
-    from ray.scripts.scripts import main  # noqa: F401 - that it can be started is what is asked
-
-    ray = XRAY.with_name("ray")
     port = 26379
-    variables = environment() | {"RAY_TMPDIR": str(tmp_path)}
-    subprocess.run(
-        [ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"],
-        env=variables,
-        check=True,
-        capture_output=True,
-    )
+    command = [XRAY.with_name("ray"), "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]
+    # It blocks, and ends what it started: `ray stop` would end every Ray of this machine.
+    ray = subprocess.Popen([*command, "--block"], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert ray.stdout is not None
+    for line in ray.stdout:
+        if "Ray runtime started" in line:
+            break
     yield f"127.0.0.1:{port}"
-    subprocess.run([ray, "stop", "--force"], env=variables, check=True, capture_output=True)
+    ray.terminate()
+    ray.wait(60)
 
 
 @pytest.mark.long
@@ -153,16 +151,8 @@ def test_of_two_lifecycles_on_one_ray_one_is_interrupted_and_the_other_ends_as_a
     variables = environment() | {"RAY_ADDRESS": shared_ray}
 
     def start(name: str, seed: int) -> subprocess.Popen[str]:
-        command = [
-            XRAY,
-            "run",
-            "configs/tiny.yaml",
-            "--output",
-            str(tmp_path / name),
-            "--json",
-            "--set",
-            f"seed={seed}",
-        ]
+        output = ["--output", str(tmp_path / name), "--json"]
+        command = [XRAY, "run", "configs/tiny.yaml", *output, "--set", f"seed={seed}"]
         return subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
