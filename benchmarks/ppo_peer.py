@@ -1,0 +1,211 @@
+"""PPO beside TRL's: the same model, critic, reward model, prompts and amounts of work, in turns.
+
+    python -m benchmarks.ppo_peer [--updates 12] [--repeats 3] [--config configs/quickstart.yaml]
+
+TRL 1.11.0 is the last with PPO. It gets a virtual environment (`runs/ppo-peer/trl`) with the torch and transformers of
+this one. X-ray runs its real stage: a lifecycle makes the SFT and reward models once, and `xray.ppo` goes on from them.
+TRL always has a critic of its own. The first update of each run does not count: caches are cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import xray
+from benchmarks.machine import line, machine, ratio, spread, table
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import load_config
+from xray_runtime.data.pairs import read_examples
+from xray_runtime.report.figures import read_metrics
+from xray_runtime.stages.artifacts import REWARD_HEAD
+from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.tracking.recorder import METRICS, records_directory
+
+TRL = "trl==1.11.0"
+WORK = {
+    "prompts_per_iteration": 32,
+    "minibatch_size": 16,
+    "epochs": 4,
+    "max_new_tokens": 16,
+    "lr": 3e-4,
+    "truncation_penalty": 1.0,
+}
+KL = 0.05
+THREADS = 2
+
+
+def environment(root: Path) -> Path:
+    """The Python of TRL's environment, made where there is none."""
+    python = root / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", root], check=True)
+        # The same torch and transformers on both sides: a difference is then TRL's and X-ray's.
+        shared = root / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages" / "shared.pth"
+        shared.write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", TRL], check=True)
+    return python
+
+
+def as_classifier(trunk: Path, head: Path | None, into: Path) -> Path:
+    """A model with a head to one number, as transformers has them: X-ray's reward model, or a new critic."""
+    if not into.exists():
+        model = AutoModelForSequenceClassification.from_pretrained(trunk, num_labels=1, dtype=torch.float32)
+        weights = load_file(head) if head is not None else {}
+        with torch.no_grad():
+            # Its bias is the same for every reply; transformers' head has none.
+            model.score.weight.copy_(weights.get("scalar.weight", torch.zeros_like(model.score.weight)))
+        lm = AutoModelForCausalLM.from_pretrained(trunk, dtype=torch.float32)
+        model.model.load_state_dict(lm.model.state_dict())
+        tokenizer = AutoTokenizer.from_pretrained(trunk)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.save_pretrained(into)
+        tokenizer.save_pretrained(into)
+    return into
+
+
+def start(config: LifecycleConfig) -> tuple[xray.Handle, xray.Handle, xray.Handle]:
+    """(prompts, SFT model, reward model) of a config, as its lifecycle makes them."""
+    assert config.sft is not None
+    assert config.reward is not None
+    assert config.preferences is not None
+    chats = xray.prepare(**fields(config.data))
+    if isinstance(config.base, FreshBase):
+        base, trained = xray.fresh_base(chats, **fields(config.base)), {}
+    else:
+        assert isinstance(config.base, PretrainedBase)
+        base, trained = xray.base(model=config.base.model), {"trainable_layers": config.base.trainable_layers}
+    sft = xray.sft(base, data=chats, **fields(config.sft) | trained)
+    pairs = xray.preferences(policy=sft, data=chats, gold=config.gold, **fields(config.preferences))
+    return chats, sft, xray.reward_model(sft, pairs, **fields(config.reward) | trained)
+
+
+def fields(section: BaseModel) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+
+
+def xray_updates(result: Any, output: Path) -> list[dict[str, float]]:
+    """Seconds (in all and by phase), mean score and KL of each update."""
+    series = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
+    phases = [name for name in series if name.startswith("seconds/")]
+    updates = []
+    for number, (_, seconds) in enumerate(series["seconds/total"]):
+        update = {name.removeprefix("seconds/"): series[name][number][1] for name in phases}
+        score, kl = series["reward/mean"][number][1], series["kl/reference_k1"][number][1]
+        updates.append(update | {"seconds": seconds, "score": score, "kl": kl})
+    return updates
+
+
+def trl_updates(python: Path, task: Path) -> list[dict[str, float]]:
+    done = subprocess.run([python, Path(__file__).with_name("trl_ppo.py"), task], capture_output=True, text=True)
+    found = [json.loads(text.removeprefix("UPDATE ")) for text in done.stdout.splitlines() if "UPDATE " in text]
+    if done.returncode or not found:
+        raise RuntimeError(done.stderr[-2000:])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("runs/ppo-peer"))
+    options = parser.parse_args()
+    config = load_config(options.config)
+    output = (options.output / options.config.stem).absolute()
+    layers = getattr(config.base, "trainable_layers", None)
+    python = environment(options.output.absolute() / "trl")
+    about = machine()
+    runs: dict[str, list[list[dict[str, float]]]] = {
+        "TRL": [],
+        "X-ray, separate critic": [],
+        "X-ray, shared critic": [],
+    }
+    with xray.workspace(output, project="ppo-peer", seed=config.seed, runtime=config.runtime):
+        chats, sft_model, judge_model = start(config)
+        sft, judge, dataset = sft_model.result().path, judge_model.result().path, chats.result().path
+        tokenizer = AutoTokenizer.from_pretrained(sft)
+        prompts = unique_prompts(tokenizer, read_examples(dataset / "train.jsonl"), max_prompt_tokens(dataset))
+        for repeat in range(options.repeats):
+            for critic in ("separate", "shared"):
+                policy = xray.ppo(
+                    sft_model,
+                    prompts=chats,
+                    rewards=[judge_model],
+                    name=f"ppo-{critic}-{repeat}",
+                    critic=critic,
+                    critic_lr=WORK["lr"],
+                    iterations=options.updates,
+                    kl={"controller": "fixed", "coef": KL},
+                    reward_scaling="none",
+                    reward_clip=None,
+                    truncated="penalize",
+                    schedule="constant",
+                    stop_kl=None,
+                    trainable_layers=layers,
+                    **WORK,
+                )
+                runs[f"X-ray, {critic} critic"].append(xray_updates(policy.result(), output))
+            task = output / "trl.json"
+            task.write_text(
+                json.dumps(
+                    WORK
+                    | {
+                        "policy": str(sft),
+                        "reward": str(as_classifier(judge, judge / REWARD_HEAD, output / "trl-reward")),
+                        "critic": str(as_classifier(sft, None, output / "trl-critic")),
+                        "prompts": [ids for _, ids in prompts],
+                        "iterations": options.updates,
+                        "kl_coef": KL,
+                        "threads": THREADS,
+                        "seed": repeat,
+                        "trainable_layers": layers,
+                        "output": str(output / "trl-output"),
+                    }
+                )
+            )
+            runs["TRL"].append(trl_updates(python, task))
+    report(about, options, runs)
+
+
+def report(about: str, options: argparse.Namespace, runs: dict[str, list[list[dict[str, float]]]]) -> None:
+    work = f"{WORK['prompts_per_iteration']} prompts, {WORK['max_new_tokens']} new tokens, {WORK['epochs']} epochs"
+    print(f"{about}; {options.config}; {work}, minibatches of {WORK['minibatch_size']}\n")
+    seconds = {name: [u["seconds"] for run in found for u in run[1:]] for name, found in runs.items()}
+    table(
+        ("", "seconds an update", "TRL ÷ it", "sync, generate, score, update", "first reward", "last reward", "KL"), []
+    )
+    for name, found in runs.items():
+        phases = [
+            f"{statistics.median(u[phase] for run in found for u in run[1:]):.2f}"
+            for phase in ("sync", "generate", "score", "update")
+            if phase in found[0][0]
+        ]
+        last = max(len(found[0]) // 4, 1)
+        line(
+            (
+                name,
+                spread(seconds[name], " s"),
+                ratio(seconds["TRL"], seconds[name]),
+                ", ".join(phases),
+                spread([run[0]["score"] for run in found]),
+                spread([statistics.mean(u["score"] for u in run[-last:]) for run in found]),
+                spread([statistics.mean(u["kl"] for u in run[-last:]) for run in found]),
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
