@@ -15,8 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from playwright.sync_api import sync_playwright
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
+from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
+from xray.deployments.local_services import PREFECT_SERVER
+from xray.deployments.service import answers, free_port
 
 JUDGES = ("upbeat-judge", "interesting-judge")
 SMALL = ["--set", "steps=10", "--set", "iterations=2"]
@@ -76,6 +80,41 @@ def test_independent_branches_run_at_the_same_time_and_show_their_edges(judged: 
         assert {parent for parent, child in edges(output) if child == stage} == parents
     assert xray("audit", "--all", "--output", str(output)).code == 0
     assert outcome.lifecycle["registered"]["name"] == "two-judges-policy"
+
+
+@pytest.mark.long
+def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """In a browser, on Prefect's own page over the database of a finished run."""
+    if find_chromium() is None:
+        pytest.skip(f"no browser: none of {', '.join(CHROMIUM)}")
+    output, outcome = judged
+    home, port = tmp_path / "prefect", free_port()
+    shutil.copytree(output / "prefect", home)
+    variables = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_UI_STATIC_DIRECTORY": str(home / "ui"),
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    }
+    address = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([*PREFECT_SERVER, f"--port={port}"], env=environment() | variables)
+    run = outcome.lifecycle["flow_run_id"]
+    try:
+        _wait_for(lambda: answers(f"{address}/api/health"), server)
+        with sync_playwright() as playwright, open_browser(playwright) as browser:
+            pages = Pages(browser, address)
+            with pages.window.expect_response(lambda answer: f"{run}/graph-v2" in answer.url) as answer:
+                pages.run(run)
+            nodes = dict(answer.value.json()["nodes"])
+            drawn = {(nodes[p["id"]]["label"], n["label"]) for n in nodes.values() for p in n["parents"]}
+            assert {(judge, "ppo") for judge in JUDGES} | {("sft", judge) for judge in JUDGES} <= drawn
+            pages.shows("Completed")
+            # The graph is laid out and zoomed while one looks.
+            pages.window.wait_for_timeout(3000)
+            pages.picture("two-judges")
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.long
