@@ -14,10 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from xray.tasks.spec import StageResult
+from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.store.checkpoints import Store
+from xray_runtime.store.checkpoints import Store, load_manifest
+from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore
+from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.tracking.recorder import RECORDS, records_directory
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,24 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
     if checkpoint.sha256 == result.checkpoint.sha256:
         checkpoint = checkpoint.model_copy(update={"mlflow_model_id": result.checkpoint.mlflow_model_id})
     return result.model_copy(update={"checkpoint": checkpoint, "attempts": 0})
+
+
+def show_cached(
+    result: StageResult, parents: list[CheckpointRef], context: RunContext, tracker: Tracker, store: Store
+) -> StageResult:
+    """Show a result that was there already in a run's lineage; returns it as this run has it."""
+    checkpoint = result.checkpoint
+    manifest = load_manifest(checkpoint.path)
+    run = tracker.stage_run(context.run_id, result.name, result.key, manifest.identity.config, context.tags)
+    if checkpoint.mlflow_model_id and tracker.has_model(checkpoint.mlflow_model_id):
+        run.link_cached(checkpoint, manifest, parents)
+    else:
+        # The model is logged anew where this tracking store does not know it.
+        checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
+    run.finish("FINISHED")
+    result = result.model_copy(update={"checkpoint": checkpoint, "mlflow_run_id": run.run_id})
+    keep_result(result, Path(context.output), store)
+    return result
 
 
 def keep_result(result: StageResult, output: Path, store: Store) -> None:

@@ -117,24 +117,12 @@ class _Job:
 
     def find(self) -> StageResult | None:
         """The result that is there already, shown in this run's lineage."""
-        from xray.tasks.results import find_result, keep_result
-        from xray_runtime.store.checkpoints import load_manifest
+        from xray.tasks.results import find_result, show_cached
 
         result = find_result(self.spec.name, self.key, self._output, self._store)
         if result is None:
             return None
-        checkpoint, parents = result.checkpoint, list(self._parents.values())
-        manifest = load_manifest(checkpoint.path)
-        run = self._stage_run()
-        if checkpoint.mlflow_model_id and self._tracker.has_model(checkpoint.mlflow_model_id):
-            run.link_cached(checkpoint, manifest, parents)
-        else:
-            # The model is logged anew where this tracking store does not know it.
-            checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
-        run.finish("FINISHED")
-        result = result.model_copy(update={"checkpoint": checkpoint, "mlflow_run_id": run.run_id})
-        keep_result(result, self._output, self._store)
-        return result
+        return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
 
     def compute(self, memory: Any) -> StageResult:
         """Run the body and publish what it made."""

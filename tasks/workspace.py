@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,41 +16,28 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-import yaml
-from filelock import FileLock
-from prefect.artifacts import create_link_artifact
 from prefect.context import FlowRunContext
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
-from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
-from xray.tasks.prefect_state import crash_lost_flow_run
 from xray.tasks.preflight import check_servers
 from xray.tasks.register import register as register_task
 from xray.tasks.result import Result
-from xray.tasks.run_summary import RunSummary
-from xray.tasks.spec import RunContext, StageResult, StageSpec, forwarded_variables
+from xray.tasks.run_record import RunRecord
+from xray.tasks.spec import StageResult, StageSpec
 from xray.tasks.stage import stage
 from xray.tasks.submitted import SubmittedTask, SubmittedTasks
 from xray.tasks.task_runner import task_runner
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.credentials import tracking_address
-from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_call
 from xray_runtime.progress import open_progress
 from xray_runtime.stages.artifacts import TYPES, Artifact, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.database import prepare_mlflow_database
-from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.nodes import node_addresses, nodes, only_node
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.placement import with_device
@@ -120,8 +106,17 @@ class Workspace(Graph):
         super().__init__(seed, runtime, defaults, shorten=said.shorten)
         self.output = Path(said.output or output).absolute()
         self.project, self.until = project, said.until or until
-        self._gates, self._record, self._tags = gates, record, dict(tags or {})
-        self._place, self._address = place or self.output, tracking_uri
+        self.record = RunRecord(
+            self.output,
+            project=project,
+            seed=seed,
+            storage=runtime.storage,
+            record=record,
+            gates=gates,
+            place=place,
+            tags=tags,
+            tracking_uri=tracking_uri,
+        )
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
         self._tasks = SubmittedTasks(self._take)
@@ -157,28 +152,13 @@ class Workspace(Graph):
         return early
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        (self.output / LOCKS).mkdir(parents=True, exist_ok=True)
         self._runner = self._task_runner(stack)
         self.runtime = with_device(self.runtime)
-        self._node = only_node(self.output)
-        if self._node is None:
+        node = only_node(self.output)
+        if node is None:
             check_servers(node_addresses())
-        record = dict(self._record) if self._record is not None else flow_parameters()
-        record = {"project": self.project, "seed": self.seed} | record
-        signing_key(self.output)
-        exchange_keys(self.output, open_shared(self.runtime.storage))
-        self._open_tracker()
-        before = unfinished_run(self._place, self.output, record)
-        flow_run_id, _ = trigger_of_run()
-        if before is not None:
-            crash_lost_flow_run(before["flow_run_id"], flow_run_id)
-        self.context = self._start_run(record, before)
-        stack.enter_context(run_lock(self.output, self.context.run_id))
-        stack.push(self._end_run)
-        self.summary = RunSummary(self.output, self._place, record, self.context.run_id, flow_run_id)
-        page = self.tracker.page(self.context.run_id)
-        if page is not None and flow_run_id is not None:
-            create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=str(self.output))
+        stack.enter_context(self.record)
+        self.context = self.record.context(node)
         # Stages hear of an interruption through its answers; it lasts as long as somebody holds it.
         self.progress = open_progress(self.context.run_id)
         pool = open_worker_pool(self.context.run_id)
@@ -194,52 +174,6 @@ class Workspace(Graph):
             return context.task_runner
         # Outside of a flow, or in one with another task runner.
         return stack.enter_context(task_runner())
-
-    def _open_tracker(self) -> None:
-        own = f"sqlite:///{self.output / 'mlflow.db'}"
-        uri = self._address or tracking_address() or own
-        artifacts = None if uri != own else self.output / "mlartifacts"
-        self.tracking_uri = uri
-        # Of several processes that make the same new database, all but one fail.
-        with FileLock(self.output / LOCKS / "mlflow.lock"):
-            if uri == own:
-                prepare_mlflow_database(self.output / "mlflow.db")
-            self.tracker = Tracker(self.tracking_uri, self.project, artifacts)
-
-    def _start_run(self, record: dict[str, Any], before: dict[str, Any] | None) -> RunContext:
-        flow_run_id, trigger = trigger_of_run()
-        tags = prefect_tags()
-        page = tags.get("prefect.flow_run")
-        run_id = self.tracker.start_lifecycle(
-            before["run_id"] if before is not None else None,
-            f"{self.project} seed {self.seed}",
-            record,
-            yaml.safe_dump(record, sort_keys=False, allow_unicode=True),
-            {"xray.output": str(self.output)}
-            | self._tags
-            | tags
-            | ({"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}),
-        )
-        return RunContext(
-            output=str(self.output),
-            tracking_uri=self.tracking_uri,
-            experiment=self.project,
-            run_id=run_id,
-            flow_run_id=flow_run_id,
-            trigger=trigger,
-            gates=dict(self._gates) if self._gates is not None else None,
-            node=self._node,
-            tags=tags,
-            variables=forwarded_variables(),
-            path=tuple(p for p in sys.path if p and "site-packages" not in p and Path(p).is_dir()),
-        )
-
-    def _end_run(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        self.summary.ended("completed" if error is None else "failed")
-        if error is None:
-            self.tracker.log_files(self.context.run_id, self.summary.path, self.summary.report)
-        status = "FINISHED" if error is None else "KILLED" if is_cancelled(error) else "FAILED"
-        self.tracker.finish(self.context.run_id, status)
 
     # Stages
 
@@ -297,7 +231,7 @@ class Workspace(Graph):
 
     def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Sequence[str]) -> None:
         # Spread: a controller has no device, and would else always be beside the driver.
-        where = NodeAffinitySchedulingStrategy(self._node, soft=False) if self._node else "SPREAD"
+        where = NodeAffinitySchedulingStrategy(self.context.node, soft=False) if self.context.node else "SPREAD"
         # A task whose worker or node died is run again by Ray, under the same id: what waits for it stays bound to it.
         with remote_options(num_cpus=0, max_retries=self.runtime.retries, scheduling_strategy=where):
             future = self._runner.submit(task, parameters)
@@ -309,7 +243,7 @@ class Workspace(Graph):
         Raises:
             ConfigError: `ref` names none, or one whose audit is not sound.
         """
-        found = checkpoint_from(ref, self.output, self.tracking_uri)
+        found = checkpoint_from(ref, self.output, self.record.tracking_uri)
         name = f"{found.stage}@{found.sha256[:12]}"
         self._references[name] = found
         return Handle(self, name, TYPES.get(found.type, Artifact), None)
@@ -334,7 +268,7 @@ class Workspace(Graph):
         return self._result(self._tasks.result(handle.name))
 
     def _result(self, stage: StageResult) -> Result:
-        return Result(stage, self.output, self.tracking_uri)
+        return Result(stage, self.output, self.record.tracking_uri)
 
     def has_ended(self, stage: str) -> bool:
         """Whether a submitted stage is done, or has failed."""
@@ -358,14 +292,14 @@ class Workspace(Graph):
         """Note what a task made; in the thread that follows them."""
         call = self.calls.get(task.name)
         if call is None:
-            self.summary.registered(value)
+            self.record.summary.registered(value)
             return value
         result = StageResult.model_validate(value)
-        self.summary.stage_done(task.number, result, seconds)
+        self.record.summary.stage_done(task.number, result, seconds)
         if not result.cached:
             self._start_ahead(task.name)
         if call.kind.output is Evaluation:
-            self.summary.evaluated(result.checkpoint.path)
+            self.record.summary.evaluated(result.checkpoint.path)
         return result
 
     def _start_ahead(self, stage: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -139,6 +140,21 @@ def test_a_curve_has_the_points_that_were_recorded() -> None:
     assert axes.lines[1].get_marker() == "o"
 
 
+def test_curves_are_kept_until_the_metrics_change(tmp_path: Path) -> None:
+    [first] = [record for record in records(tmp_path) if record.kind == "sft"]
+    path = tmp_path / "report.html"
+    write_report(path, lifecycle(), [first], [sample()], "")
+    kept = first.metrics_path.with_suffix(".svg")
+    before = kept.stat().st_mtime_ns
+    write_report(path, lifecycle(), [first], [sample()], "")
+    assert kept.stat().st_mtime_ns == before
+    with first.metrics_path.open("a") as file:
+        file.write('{"step": 900, "metrics": {"sft/loss": 0.5}}\n')
+    os.utime(first.metrics_path, ns=(before + 10**9, before + 10**9))
+    write_report(path, lifecycle(), [first], [sample()], "")
+    assert kept.stat().st_mtime_ns != before
+
+
 def test_phases_are_stacked() -> None:
     # Step 1 has no sync: what comes above it starts at the bottom there.
     series = {"seconds/sync": [(0, 2.0)], "seconds/generate": [(0, 3.0), (1, 4.0)], "seconds/update": [(1, 0.5)]}
@@ -197,8 +213,8 @@ def test_the_report_is_one_file_that_fetches_nothing(tmp_path: Path) -> None:
     assert "<?xml" not in html
     assert html.lower().count("<!doctype") == 1
     assert not re.search(r"url\((?!#)", html)
-    # Written beside its place and moved there whole.
-    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".jsonl")] == ["report.html"]
+    # Written beside its place and moved there whole; curves are kept beside the metrics.
+    assert {p.suffix for p in tmp_path.iterdir()} == {".html", ".jsonl", ".svg"}
 
 
 def test_the_report_says_what_happened(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     from xray.cli.display import LiveStages, print_summary
 
     display = LiveStages(console, job.heartbeat)
+    if job.config is not None and not job.shorten:
+        from xray.flows.cached import take_cached
+
+        content = take_cached(validate(job.config), job.output, job.until, lambda _: job.heartbeat.touch())
+        if content is not None:
+            print_summary(console, content, job.output)
+            return content
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
     with services(job.output, health), contextlib.ExitStack() as stack:
@@ -116,8 +123,8 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     if not opened:
         raise ConfigError(f"{job.flow}: the flow opened no workspace")
     for workspace in opened:
-        print_summary(console, workspace.summary.content, workspace.output)
-    return opened[-1].summary.content
+        print_summary(console, workspace.record.summary.content, workspace.output)
+    return opened[-1].record.summary.content
 
 
 def _run_lifecycle(job: Job, display: Any) -> None:

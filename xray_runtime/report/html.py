@@ -35,21 +35,30 @@ def write_report(
         samples: prompt, before, after, and their scores.
         config_yaml: the resolved config.
     """
-    figures = []
-    for record in records:
-        figure = training_figure(record.panels, read_metrics(record.metrics_path))
-        if figure is not None:
-            figures.append((record.name, _svg(figure)))
+    drawn = [(record.name, _drawn(record)) for record in records]
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
     html = environment.get_template("report.html").render(
         run=lifecycle,
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
-        figures=figures,
+        figures=[(name, figure) for name, figure in drawn if figure],
         samples=samples,
         config=config_yaml,
     )
     write_atomic(path, html)
+
+
+def _drawn(record: StageRecord) -> Markup:
+    """The curves of a stage, empty where it has none. Drawing them takes most of a second: they are kept beside it."""
+    kept = record.metrics_path.with_suffix(".svg")
+    if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
+        return Markup(kept.read_text(encoding="utf-8"))
+    figure = training_figure(record.panels, read_metrics(record.metrics_path))
+    if figure is None:
+        return Markup("")
+    svg = _svg(figure)
+    write_atomic(kept, svg)
+    return svg
 
 
 def _svg(figure: Figure) -> Markup:

@@ -1,0 +1,108 @@
+"""A lifecycle of which every stage is there already: it is recorded without starting Prefect or Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph
+from xray.tasks.output_directory import DIGESTS, LIFECYCLE
+from xray.tasks.results import find_result, show_cached
+from xray.tasks.spec import StageResult
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.stages.artifacts import Evaluation
+from xray_runtime.stages.graph import Graph, StageCall, recording
+from xray_runtime.stages.identify import identify
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import open_shared
+from xray_runtime.workers.device import local_device
+
+if TYPE_CHECKING:
+    from xray.tasks.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class _Found:
+    call: StageCall
+    result: StageResult
+    parents: dict[str, CheckpointRef]
+
+
+def take_cached(
+    config: LifecycleConfig, output: Path, until: str | None, done: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """What lifecycle.json says of a run that computes nothing; None where one of its stages has to be computed.
+
+    Where the environment names a Prefect server or a Ray, None too: there the run shows on a page, and devices are the
+    cluster's.
+
+    Args:
+        done: called with the name of each stage.
+    """
+    elsewhere = os.environ.get("PREFECT_API_URL") or os.environ.get("RAY_ADDRESS")
+    if elsewhere or config.runtime.parallel == "auto" or not (output / LIFECYCLE).is_file():
+        return None
+    with recording(config.seed, config.runtime) as graph:
+        ends = lifecycle_graph(config)
+    store = Store(output / CHECKPOINTS, open_shared(config.runtime.storage))
+    found = _find(graph, output, store, until)
+    if found is None:
+        return None
+    # Imported now: Prefect reads its settings once, and a run that computes names a server of its own before that.
+    from xray.tasks.run_record import RunRecord
+
+    record = RunRecord(
+        output,
+        project=config.project,
+        seed=config.seed,
+        storage=config.runtime.storage,
+        record=config.model_dump(mode="json"),
+        gates=config.promotion.model_dump(mode="json"),
+    )
+    with record:
+        _record(record, found, store, ends, done)
+    return record.summary.content
+
+
+def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[str, _Found] | None:
+    """Stage → its result, every byte of which is verified; None where one is missing."""
+    runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
+    memory, found = DigestMemory(output / DIGESTS), dict[str, _Found]()
+    for name, call in graph.calls.items():
+        if until in found:
+            break
+        if any(handle.call is None for handle in call.parents.values()):
+            return None
+        parents = {role: found[handle.name].result.checkpoint for role, handle in call.parents.items()}
+        sha256s = {role: ref.sha256 for role, ref in parents.items()}
+        identity, _ = identify(call.kind, name, call.config, call.seed, runtime, sha256s, call.functions, memory)
+        result = find_result(name, identity.key, output, store)
+        if result is None:
+            return None
+        found[name] = _Found(call, result, parents)
+    return found
+
+
+def _record(
+    record: RunRecord, found: dict[str, _Found], store: Store, ends: Lifecycle, done: Callable[[str], None]
+) -> None:
+    from xray.tasks.register import register
+
+    context, shown = record.context(None), dict[str, StageResult]()
+    for number, (name, stage) in enumerate(found.items()):
+        begin = time.perf_counter()
+        result = show_cached(stage.result, list(stage.parents.values()), context, record.tracker, store)
+        record.summary.stage_done(number, result, time.perf_counter() - begin)
+        if stage.call.kind.output is Evaluation:
+            record.summary.evaluated(result.checkpoint.path)
+        shown[name] = result
+        done(name)
+    if ends.policy.name in shown and ends.evaluation.name in shown:
+        policy, evaluation = (shown[end.name].model_dump(mode="json") for end in (ends.policy, ends.evaluation))
+        record.summary.registered(register.fn(context, f"{record.project}-policy", policy, evaluation))

@@ -1,0 +1,128 @@
+"""The records of one run: its run in MLflow, lifecycle.json and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from filelock import FileLock
+from prefect.artifacts import create_link_artifact
+
+from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
+from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
+from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.run_summary import RunSummary
+from xray.tasks.spec import RunContext, forwarded_variables
+from xray_runtime.credentials import tracking_address
+from xray_runtime.errors import is_cancelled
+from xray_runtime.lineage.keys import exchange_keys
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.database import prepare_mlflow_database
+from xray_runtime.tracking.mlflow_tracker import Tracker
+
+
+class RunRecord:
+    """Opened where a run begins; left where it ends, well or not.
+
+    Args:
+        output: directory of everything the run makes.
+        project: MLflow's experiment.
+        seed: of the run.
+        storage: address of the shared store, where there is one.
+        record: the config of the whole run; by default the flow's parameters.
+        gates: what a candidate must pass to be promoted.
+        place: directory of lifecycle.json and the report; by default `output`.
+        tags: of the MLflow run.
+        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        *,
+        project: str,
+        seed: int,
+        storage: Any = None,
+        record: Mapping[str, Any] | None = None,
+        gates: Mapping[str, Any] | None = None,
+        place: Path | None = None,
+        tags: Mapping[str, str] | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        self.output, self.project = output, project
+        own = f"sqlite:///{output / 'mlflow.db'}"
+        self.tracking_uri = tracking_uri or tracking_address() or own
+        self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
+        self._record, self._gates, self._tags = record, gates, dict(tags or {})
+        self._place = place or output
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        (self.output / LOCKS).mkdir(parents=True, exist_ok=True)
+        record = dict(self._record) if self._record is not None else flow_parameters()
+        record = {"project": self.project, "seed": self._seed} | record
+        signing_key(self.output)
+        exchange_keys(self.output, open_shared(self._storage))
+        self.tracker = self._open_tracker()
+        before = unfinished_run(self._place, self.output, record)
+        self.flow_run_id, self._trigger = trigger_of_run()
+        if before is not None:
+            crash_lost_flow_run(before["flow_run_id"], self.flow_run_id)
+        self.run_id = self._start(record, before)
+        self._stack.enter_context(run_lock(self.output, self.run_id))
+        self.summary = RunSummary(self.output, self._place, record, self.run_id, self.flow_run_id)
+        page = self.tracker.page(self.run_id)
+        if page is not None and self.flow_run_id is not None:
+            create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=str(self.output))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            self.summary.ended("completed" if error is None else "failed")
+            if error is None:
+                self.tracker.log_files(self.run_id, self.summary.path, self.summary.report)
+            status = "FINISHED" if error is None else "KILLED" if is_cancelled(error) else "FAILED"
+            self.tracker.finish(self.run_id, status)
+
+    def context(self, node: str | None) -> RunContext:
+        """What the run's tasks are told; `node`: the only one they may run on, where there is one."""
+        return RunContext(
+            output=str(self.output),
+            tracking_uri=self.tracking_uri,
+            experiment=self.project,
+            run_id=self.run_id,
+            flow_run_id=self.flow_run_id,
+            trigger=self._trigger,
+            gates=dict(self._gates) if self._gates is not None else None,
+            node=node,
+            tags=prefect_tags(),
+            variables=forwarded_variables(),
+            path=tuple(p for p in sys.path if p and "site-packages" not in p and Path(p).is_dir()),
+        )
+
+    def _open_tracker(self) -> Tracker:
+        # Of several processes that make the same new database, all but one fail.
+        with FileLock(self.output / LOCKS / "mlflow.lock"):
+            if self._is_own:
+                prepare_mlflow_database(self.output / "mlflow.db")
+            return Tracker(self.tracking_uri, self.project, self.output / "mlartifacts" if self._is_own else None)
+
+    def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
+        tags = prefect_tags()
+        page = tags.get("prefect.flow_run")
+        note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
+        return self.tracker.start_lifecycle(
+            before["run_id"] if before is not None else None,
+            f"{self.project} seed {self._seed}",
+            record,
+            yaml.safe_dump(record, sort_keys=False, allow_unicode=True),
+            {"xray.output": str(self.output)} | self._tags | tags | note,
+        )
