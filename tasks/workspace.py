@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 import yaml
@@ -48,13 +48,18 @@ from xray_runtime.progress import open_progress
 from xray_runtime.stages.artifacts import TYPES, Artifact, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
+from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
+from xray_runtime.store.syntax import CodeDigestError
 from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.workers.nodes import current_node, is_on_all_nodes, node_addresses, nodes
 from xray_runtime.workers.placement import with_device
 from xray_runtime.workers.pool import open_worker_pool
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +106,21 @@ class Result:
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric it recorded."""
+        return {name: points[-1][1] for name, points in self._series().items()}
+
+    def figure(self) -> Figure | None:
+        """Its training curves, as the report shows them; None of a stage that has none."""
+        from xray_runtime.report.figures import training_figure
+        from xray_runtime.stages.kind import find_kind
+
+        kind = find_kind(self.stage.kind)
+        return training_figure(kind.panels, self._series()) if kind is not None else None
+
+    def _series(self) -> dict[str, list[tuple[int, float]]]:
         from xray_runtime.report.figures import read_metrics
         from xray_runtime.tracking.recorder import METRICS, records_directory
 
-        records = records_directory(self.workspace.output, self.stage.name, self.stage.key)
-        return {name: points[-1][1] for name, points in read_metrics(records / METRICS).items()}
+        return read_metrics(records_directory(self.workspace.output, self.stage.name, self.stage.key) / METRICS)
 
     def lineage(self) -> str:
         """Where it came from, as a tree."""
@@ -291,6 +306,7 @@ class Workspace(Graph):
             seed=call.seed,
             runtime=self.runtime,
             code=code_of(call.kind),
+            sources=_sources(call),
         )
         task = stage.with_options(
             name=call.name, retries=self.runtime.retries, retry_delay_seconds=self.runtime.retry_delay_s
@@ -412,6 +428,16 @@ class Workspace(Graph):
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())
             self._tasks.wait(STOP_SECONDS)
+
+
+def _sources(call: StageCall) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for function in call.functions.values():
+        try:
+            found |= function_sources(function)
+        except CodeDigestError as error:
+            raise ConfigError(f"{call.name}: {error}") from error
+    return found
 
 
 @functools.cache

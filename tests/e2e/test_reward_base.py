@@ -39,10 +39,10 @@ def test_a_lifecycle_is_judged_by_a_classifier(classifier: Path, tmp_path: Path)
     assert outcome.code == 0, outcome.err
     stages = {stage["name"]: stage for stage in outcome.lifecycle["stages"]}
     assert list(stages) == ["prepare", "base", "sft", "reward_base", "ppo-1", "evaluate"]
-    judge = Path(stages["reward_base"]["checkpoint"]["path"])
+    judge = Path(stages["reward_base"]["checkpoint"]["uri"])
     summary = json.loads((judge / "reward.json").read_text())
     assert summary["std"] != 1.0
-    evaluation = Path(stages["evaluate"]["checkpoint"]["path"])
+    evaluation = Path(stages["evaluate"]["checkpoint"]["uri"])
     assert json.loads((evaluation / "evaluation.json").read_text())["reward_after"] is not None
     assert xray("audit", "--all", "--output", str(output)).code == 0
     # Weights that change are other rewards; the path they lie at is none of them.
