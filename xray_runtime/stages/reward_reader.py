@@ -59,7 +59,7 @@ class RewardReader:
             # A template refuses in its own words, and with errors of the template engine.
             raise ValueError(f"{self._where}: its chat template refuses a conversation ({error})") from error
         ids = [self._read(row) for row in ids]
-        longest = max(map(len, ids))
+        longest = max(map(len, ids), default=0)
         if self._limit is not None and longest > self._limit:
             raise ValueError(
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
