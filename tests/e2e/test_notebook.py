@@ -32,6 +32,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_the_readmes_ten_lines_run_as_they_are(tmp_path: Path) -> None:
     [code] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "first.py").write_text(code)
