@@ -239,8 +239,10 @@ def _flush_to_server() -> None:
         from prefect.events.worker import EventsWorker
         from prefect.logging.handlers import APILogWorker
 
-        for worker in (APILogWorker, EventsWorker):
-            worker.drain_all(timeout=FLUSH_SECONDS)
+        # In a thread of its own: beside a running event loop, as a notebook has one, Prefect would not wait.
+        with ThreadPoolExecutor(1) as thread:
+            for worker in (APILogWorker, EventsWorker):
+                thread.submit(worker.drain_all, timeout=FLUSH_SECONDS).result()
 
 
 @contextlib.contextmanager

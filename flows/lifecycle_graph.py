@@ -10,7 +10,17 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
-from xray_runtime.stages.kinds import BASE, EVALUATE, FRESH_BASE, PPO, PREFERENCES, PREPARE, REWARD_MODEL, SFT
+from xray_runtime.stages.kinds import (
+    BASE,
+    EVALUATE,
+    FRESH_BASE,
+    PPO,
+    PREFERENCES,
+    PREPARE,
+    REWARD_BASE,
+    REWARD_MODEL,
+    SFT,
+)
 from xray_runtime.store.manifest import MANIFEST
 
 
@@ -43,6 +53,9 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
     elif config.reward_ref is not None:
         rewards.insert(0, graph.checkpoint(config.reward_ref))
+    elif config.reward_base is not None:
+        fields = _fields(config.reward_base) | {"frozen": config.frozen}
+        rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
     judges = {"gold": config.gold, "generator": config.generator, "frozen": config.frozen}
     policy = start

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xray.tasks.spec import StageResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,21 @@ class Result:
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric it recorded."""
+        return {name: points[-1][1] for name, points in self._series().items()}
+
+    def figure(self) -> Figure | None:
+        """Its training curves, as the report shows them; None of a stage that has none."""
+        from xray_runtime.report.figures import training_figure
+        from xray_runtime.stages.kind import find_kind
+
+        kind = find_kind(self.stage.kind)
+        return training_figure(kind.panels, self._series()) if kind is not None else None
+
+    def _series(self) -> dict[str, list[tuple[int, float]]]:
         from xray_runtime.report.figures import read_metrics
         from xray_runtime.tracking.recorder import METRICS, records_directory
 
-        records = records_directory(self.output, self.stage.name, self.stage.key)
-        return {name: points[-1][1] for name, points in read_metrics(records / METRICS).items()}
+        return read_metrics(records_directory(self.output, self.stage.name, self.stage.key) / METRICS)
 
     def lineage(self) -> str:
         """Where it came from, as a tree."""

@@ -26,6 +26,8 @@ class StageSpec(BaseModel):
     runtime: RuntimeConfig
     code: dict[str, str]
     """Module → digest of the code that the graph was written with: a worker must have the same."""
+    sources: dict[str, str] = {}
+    """File → text of functions that were handed over as objects: a notebook's cells are files of no other process."""
 
 
 class RunContext(BaseModel):

@@ -66,6 +66,7 @@ def stage(
     from xray_runtime.stages.kind import config_of, import_kind
     from xray_runtime.store.checkpoints import CHECKPOINTS, Store
     from xray_runtime.store.digest_memory import DigestMemory
+    from xray_runtime.store.function_digest import remember_sources
     from xray_runtime.store.shared import open_shared
 
     os.environ |= {name: value.get_secret_value() for name, value in context.variables.items()}
@@ -77,6 +78,7 @@ def stage(
     if kind is None:
         raise ConfigError(f"{spec.name}: stage kind {spec.kind!r} is unknown on {socket.gethostname()}")
     _check_code(spec, kind)
+    remember_sources(spec.sources)
     refs = {role: _reference(parent) for role, parent in parents.items()}
     config = config_of(kind, spec.config)
     sha256s = {role: ref.sha256 for role, ref in refs.items()}

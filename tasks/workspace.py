@@ -37,7 +37,9 @@ from xray_runtime.progress import open_progress
 from xray_runtime.stages.artifacts import TYPES, Artifact, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
+from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.syntax import CodeDigestError
 from xray_runtime.workers.nodes import node_addresses, nodes, only_node
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.placement import with_device
@@ -191,6 +193,7 @@ class Workspace(Graph):
             seed=call.seed,
             runtime=self.runtime,
             code=code_of(call.kind),
+            sources=_sources(call),
         )
         task = stage.with_options(
             name=call.name, retries=self.runtime.retries, retry_delay_seconds=self.runtime.retry_delay_s
@@ -328,3 +331,13 @@ class Workspace(Graph):
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())
             self._tasks.wait(STOP_SECONDS)
+
+
+def _sources(call: StageCall) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for function in call.functions.values():
+        try:
+            found |= function_sources(function)
+        except CodeDigestError as error:
+            raise ConfigError(f"{call.name}: {error}") from error
+    return found

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         PPO as ppo,
         PREFERENCES as preferences,
         PREPARE as prepare,
+        REWARD_BASE as reward_base,
         REWARD_MODEL as reward_model,
         SFT as sft,
     )

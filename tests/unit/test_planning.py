@@ -373,6 +373,17 @@ def test_what_is_left_out_has_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.name for r in configured(**none, reward_ref="other#reward").roles][2] == "reward"
 
 
+def test_a_reward_model_of_the_hub_is_planned_by_its_own_shape(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))
+    none = {"reward": None, "preferences": None}
+    roles = {r.name: r for r in configured(**none, reward_base={"model": str(tmp_path)}).roles}
+    assert (roles["reward"].shape.num_layers, roles["reward"].shape.vocab_size) == (3, 320)
+    assert roles["policy"].shape.num_layers != 3
+    with pytest.raises(ValueError, match=r"^reward_base\.model: '\./nowhere' is not a directory$"):
+        configured(**none, reward_base={"model": "./nowhere"})
+
+
 def test_a_checkpoint_is_planned_by_what_lies_beside_its_weights(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))

@@ -25,7 +25,7 @@ from xray_runtime.config.evaluate import EvaluateConfig, PromotionConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, RatingPreferences
 from xray_runtime.config.prepare import DataConfig
-from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.reward_model import RewardBase, RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import Function, Gold
@@ -124,6 +124,8 @@ class LifecycleConfig(Section):
     """The reward model to train; None: none is."""
     reward_ref: Annotated[str, Field(min_length=1)] | None = None
     """A reward model that exists already: a REF as `base.ref` takes it."""
+    reward_base: RewardBase | None = None
+    """A reward model of the hub, or in a directory."""
     rewards: list[FunctionReward] = Field(default_factory=list)
     """Functions whose weighted scores are added to the reward model's."""
     ppo: PPOSection = PPOSection()
@@ -202,8 +204,12 @@ class LifecycleConfig(Section):
             )
         if trained and self.reward_ref is not None:
             raise ValueError("reward must be null where reward_ref names a reward model")
-        if not trained and self.reward_ref is None and not self.rewards:
-            raise ValueError("rewards must name a function where reward and reward_ref are null")
+        if trained and self.reward_base is not None:
+            raise ValueError("reward must be null where reward_base names a reward model")
+        if self.reward_ref is not None and self.reward_base is not None:
+            raise ValueError("reward_ref must be null where reward_base names a reward model")
+        if not (trained or self.reward_ref or self.reward_base or self.rewards):
+            raise ValueError("rewards must name a function where reward, reward_ref and reward_base are null")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if isinstance(self.preferences, RatingPreferences) and self.data.source != "chitchat":

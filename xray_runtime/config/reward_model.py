@@ -1,18 +1,21 @@
-"""The reward model."""
+"""The reward model: trained here, or one that exists already."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
+    LayoutConfig,
     NonNegative,
     Positive,
+    Section,
     TrainingConfig,
     check_one_row_each,
 )
+from xray_runtime.config.sources import Source
 
 
 class RewardConfig(TrainingConfig):
@@ -28,3 +31,19 @@ class RewardConfig(TrainingConfig):
     def _combinations(self) -> Self:
         check_one_row_each(self.engine, "batch_size", self.batch_size)
         return self
+
+
+class RewardBase(Section):
+    """A Hugging Face sequence-classification model with one label, as a reward model."""
+
+    model: Source
+    """A hub name or a directory, `Skywork/Skywork-Reward-V2-Qwen3-0.6B` for example."""
+    num_replies: Annotated[int, Field(ge=8)] = 256
+    """Held-out replies of people whose scores give the mean and deviation that its rewards are scaled by."""
+
+
+class RewardBaseConfig(RewardBase):
+    """All that the stage kind `reward_base` reads."""
+
+    frozen: LayoutConfig = LayoutConfig()
+    """How it is spread while it scores those replies."""

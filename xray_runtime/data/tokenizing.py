@@ -60,6 +60,30 @@ def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
     return [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]
 
 
+def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
+    """Token ids of each prompt with its reply as the assistant's last turn, under the chat template.
+
+    A special token spelled out in a reply is left out: in the template's text it would end the turn.
+    """
+    if not prompts:
+        return []
+    conversations = [
+        [*prompt, {"role": "assistant", "content": _without_special_tokens(tokenizer, reply)}]
+        for prompt, reply in zip(prompts, replies, strict=True)
+    ]
+    texts = tokenizer.apply_chat_template(conversations, tokenize=False)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
+
+
+def _without_special_tokens(tokenizer: Any, text: str) -> str:
+    while any(token in text for token in tokenizer.all_special_tokens):
+        # Again, since what is left may spell another.
+        for token in tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+    return text
+
+
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each reply, without special tokens or outer whitespace."""
     if not ids:

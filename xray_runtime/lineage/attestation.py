@@ -172,7 +172,8 @@ def _origins(
             origins = read_statement(parent.path).predicate.build.internal.origins
         except (OSError, ValueError):
             continue
-        models |= set(origins.get("base_models", []))
+        # A policy is judged by a reward model, and has no weight of it.
+        models |= set() if is_a(parent.type, RewardModel) else set(origins.get("base_models", []))
         datasets |= set(origins.get("datasets", []))
     return {"base_models": sorted(models), "datasets": sorted(datasets)}
 

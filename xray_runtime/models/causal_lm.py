@@ -142,14 +142,19 @@ def skeleton(model: str) -> nn.Module:
     """
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
-    with accelerate.init_empty_weights(include_buffers=False), _untouched():
-        lm: Any = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION, **NO_CODE
-        )
-    # Under that context a tied weight becomes two.
+    lm = without_weights(config)
+    # Without weights a tied weight becomes two.
     lm.tie_weights()
     whole: nn.Module = lm.eval()
     return whole
+
+
+def without_weights(config: Any) -> Any:
+    """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
+    with accelerate.init_empty_weights(include_buffers=False), _untouched():
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION, **NO_CODE
+        )
 
 
 @contextlib.contextmanager

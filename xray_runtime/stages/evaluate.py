@@ -44,7 +44,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(prompts))
     prompts = [prompts[i] for i in order[: config.num_prompts]]
     asked = [prompt_text(messages) for messages, _ in prompts]
-    rewards = RewardSources(stage)
+    rewards = RewardSources(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **rewards.specs(),
         "generator": GeneratorSpec(before, limit + config.max_new_tokens, config.generator),
@@ -65,7 +65,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             ended = [with_end_of_turn(reply, tokenizer.eos_token_id) for reply in replies[side]]
             whole = list(zip([ids for _, ids in prompts], ended, strict=True))
-            answers = get_all(rewards.requests(models, text_rows(whole, tokenizer.pad_token_id)))
+            tokens = text_rows(whole, tokenizer.pad_token_id)
+            answers = get_all(rewards.requests(models, [m for m, _ in prompts], texts[side], tokens))
             if rewards.weights:
                 scored[side] = rewards.scaled(rewards.scores(answers, asked, texts[side])).double()
     golds = gold_scores(config, asked, texts)

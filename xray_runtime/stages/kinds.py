@@ -22,7 +22,7 @@ from xray_runtime.config.preferences import (
     SampledPreferences,
 )
 from xray_runtime.config.prepare import DataConfig
-from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.stages.artifacts import (
@@ -69,6 +69,13 @@ class RewardModelInputs:
     policy: Model
     """What it starts from."""
     data: Preferences
+
+
+@dataclass(frozen=True)
+class RewardBaseInputs:
+    data: Dataset | None = None
+    """Whose held-out replies it scores once, for the mean and deviation that its rewards are scaled by; where absent, 0
+    and 1: its rewards count as they are."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,20 @@ REWARD_MODEL = register(
         ],
         results="reward.json",
         title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
+    )
+)
+REWARD_BASE = register(
+    StageKind(
+        "reward_base",
+        RewardBaseConfig,
+        RewardBaseInputs,
+        RewardModel,
+        "xray_runtime.stages.reward_base:run",
+        models=lambda config: {"reward": config.frozen},
+        outside=lambda config: {"model": config.model},
+        shorten=lambda config: config.model_copy(update={"num_replies": min(config.num_replies, FEW_PROMPTS)}),
+        results="reward.json",
+        title=f"a reward model that existed already (its head lies in `{REWARD_HEAD}`)",
     )
 )
 PPO = register(

@@ -53,7 +53,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold) if config.gold else None
     kl = make_kl_controller(config.kl)
-    rewards = RewardSources(stage)
+    rewards = RewardSources(stage, tokenizer)
     moments = RunningMoments()
 
     with stage.open_models(_models(stage, rewards)) as models:
@@ -180,7 +180,7 @@ def _score(
     roles = [role for role in ("policy", "reference", "critic") if role in models]
     at_once = len(roles) + len(rewards.roles)
     calls = [models[role].score.remote(rows, config.max_new_tokens, at_once) for role in roles]
-    answers = get_all([*calls, *rewards.requests(models, whole, at_once)])
+    answers = get_all([*calls, *rewards.requests(models, [m for m, _ in asked], replies, whole, at_once)])
     scores: Rows = {}
     for answer in answers[: len(roles)]:
         scores |= answer

@@ -12,19 +12,25 @@ from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.data.gold import load_function
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.artifacts import REWARD_HEAD
+from xray_runtime.stages.reward_reader import RewardReader
 from xray_runtime.workers.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
+    from xray_runtime.data.pairs import Messages
     from xray_runtime.stages.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
     from xray_runtime.workers.rows import Rows
 
 
 class RewardSources:
-    """The `rewards` of a stage's config, with the reward models among its inputs."""
+    """The `rewards` of a stage's config, with the reward models among its inputs.
 
-    def __init__(self, stage: Stage[Any, Any]) -> None:
+    Args:
+        tokenizer: the policy's; None where only texts are judged.
+    """
+
+    def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None) -> None:
         config: JudgingConfig = stage.config
         self._frozen = config.frozen
         self._models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
@@ -39,6 +45,9 @@ class RewardSources:
         summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
         self.moments = {role: (s["mean"], s["std"]) for role, s in summaries.items() if role in self.weights}
         """Reward model → mean and deviation of its scores of held-out replies."""
+        self._readers = {
+            role: RewardReader(self._models[role], f"{stage.name}.{role}", tokenizer) for role in self.moments
+        }
 
     @property
     def roles(self) -> list[str]:
@@ -53,14 +62,24 @@ class RewardSources:
             for role, path in paths.items()
         }
 
-    def requests(self, models: Mapping[str, ModelHandle], rows: Rows, at_once: int | None = None) -> list[Ref[Rows]]:
-        """Ask every reward model to score whole `rows`; pass the answers to `scores`.
+    def requests(
+        self,
+        models: Mapping[str, ModelHandle],
+        prompts: Sequence[Messages],
+        replies: Sequence[str],
+        tokens: Rows | None = None,
+        at_once: int | None = None,
+    ) -> list[Ref[Rows]]:
+        """Ask every reward model to score the replies; pass the answers to `scores`.
 
         Args:
+            replies: texts.
+            tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
             at_once: how many models work at the same time; by default these alone.
         """
         share = at_once or len(self.roles)
-        return [models[role].score.remote(rows, at_once=share) for role in self.roles]
+        rows = {role: reader.rows(prompts, replies, tokens) for role, reader in self._readers.items()}
+        return [models[role].score.remote(rows[role], at_once=share) for role in self.roles]
 
     def scores(
         self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str]

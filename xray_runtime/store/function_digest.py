@@ -13,8 +13,9 @@ import functools
 import hashlib
 import inspect
 import json
+import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -52,12 +53,33 @@ def digest_function(function: Any) -> FunctionCode:
     return FunctionCode(digests, walk.modules)
 
 
+def function_sources(function: Any) -> dict[str, str]:
+    """File name → text that `digest_function` reads of it, for `remember_sources` in a process that lacks the file.
+
+    Of a notebook's cell there is no file but in the process that ran it; a script may lie on one node alone.
+
+    Raises:
+        CodeDigestError: as `digest_function`.
+    """
+    walk = _Walk()
+    walk.value(function, "the function", getattr(function, "__qualname__", repr(function)))
+    return {file: "".join(linecache.getlines(file)) for file in sorted(walk.files)}
+
+
+def remember_sources(sources: Mapping[str, str]) -> None:
+    """Have the files of `function_sources` read as they were there."""
+    for file, text in sources.items():
+        # Without a time of change it is never looked for on disk.
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
 class _Walk:
     """One pass over a function and the functions it uses, each described once."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.modules: set[str] = set()
+        self.files: set[str] = set()
         self._numbers: dict[int, int] = {}
         self._finder = Finder()
 
@@ -105,6 +127,7 @@ class _Walk:
         self.parts.append(None)  # its place, should it call itself
         where, code = function.__qualname__, function.__code__
         node = _source(function)
+        self.files.add(code.co_filename)
         module = ast.Module([node if isinstance(node, ast.stmt) else ast.Expr(node)], [])
         syntax = syntax_of(module, where)
         if syntax.unreadable_line is not None:

@@ -198,7 +198,18 @@ REFUSED = [
     ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
     ("reward: null", "preferences must be null where no reward model is trained"),
     ("preferences: null", "preferences must be set where a reward model is trained"),
-    ("{reward: null, preferences: null}", "rewards must name a function where reward and reward_ref are null"),
+    (
+        "{reward: null, preferences: null}",
+        "rewards must name a function where reward, reward_ref and reward_base are null",
+    ),
+    ("reward_base: {model: x}", "reward must be null where reward_base names a reward model"),
+    (
+        "{reward: null, preferences: null, reward_ref: DIR#reward, reward_base: {model: x}}",
+        "reward_ref must be null where reward_base names a reward model",
+    ),
+    ("reward_base: {}", "reward_base.model: is required"),
+    ("reward_base: x", "reward_base: "),
+    ("reward_base: {model: x, num_replies: 1}", "reward_base.num_replies: 1 is not allowed: must be greater than or"),
     ("reward_ref: DIR#reward", "reward must be null where reward_ref names a reward model"),
     ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, and"),
     ("rewards: [{weight: 2}]", "rewards.0.function: is required"),
@@ -327,6 +338,8 @@ def test_stages_may_be_absent() -> None:
     assert "sft" not in names(sft=None, base=pretrained)
     no_model = {"preferences": None, "reward": None}
     assert names(**no_model, reward_ref="DIR#reward") == ["prepare", "base", "sft", "ppo-1", "evaluate"]
+    with_base = ["prepare", "base", "sft", "reward_base", "ppo-1", "evaluate"]
+    assert names(**no_model, reward_base={"model": "x"}) == with_base
     two = names(ppo={"stages": [{}, {"iterations": 2}]})
     assert two[-3:] == ["ppo-1", "ppo-2", "evaluate"]
     assert names(base={"kind": "checkpoint", "ref": "DIR#sft"}, sft=None)[:2] == ["prepare", "preferences"]

@@ -344,14 +344,17 @@ def test_vllm_is_in_the_keys_of_what_samples() -> None:
         ("stages.ppo", {"ppo"}),
         ("algorithms.losses", {"ppo"}),
         ("models.ppo_objectives", {"ppo"}),
-        ("algorithms.pairwise", {"reward_model", "ppo", "evaluate", "compare"}),
+        ("algorithms.pairwise", {"reward_model", "reward_base", "ppo", "evaluate", "compare"}),
         ("stages.sft", {"sft"}),
         # A reader of data is in those of what reads it.
         ("data.sources", {"prepare", "preferences"}),
         ("data.preferences", {"preferences"}),
         ("stages.judging", {"evaluate", "compare"}),
         # So are engines, in those of what trains or scores.
-        ("engines.training.zero", {"sft", "reward_model", "ppo", "evaluate", "compare", "preferences"}),
+        (
+            "engines.training.zero",
+            {"sft", "reward_model", "reward_base", "ppo", "evaluate", "compare", "preferences"},
+        ),
     ],
 )
 def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:

@@ -84,7 +84,8 @@ def test_a_body_may_be_named() -> None:
 
 
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
-    expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "reward_model", "sft"}
+    expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
+    expected |= {"reward_base", "reward_model"}
     assert {name for name, kind in KINDS.items() if kind.registered_in == "xray_runtime.stages.kinds"} == expected
     for name in expected:
         kind = KINDS[name]
@@ -227,6 +228,7 @@ def test_shortened_configs_are_still_allowed() -> None:
         "base": {"model": "x"},
         "preferences": {"gold": "vader"},
         "ppo": {"rewards": [{"function": "x:y"}]},
+        "reward_base": {"model": "x"},
     }
     for name, kind in KINDS.items():
         config = kind.validated(values.get(name, {}))

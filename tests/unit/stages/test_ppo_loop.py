@@ -177,7 +177,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
     for name in ("model", "data", "reward"):
         (root / name).mkdir()
     prompts = [f"question number {number}" for number in range(10)]
-    train_tokenizer([*prompts, "an answer"] * 5, 300).save_pretrained(root / "model")
+    for name in ("model", "reward"):
+        train_tokenizer([*prompts, "an answer"] * 5, 300).save_pretrained(root / name)
     examples = [
         Example(str(i), "c", [{"role": "user", "content": text}], "an answer") for i, text in enumerate(prompts)
     ]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from xray_runtime.store.code_digest import CodeDigestError, callable_digests, callable_libraries
+from xray_runtime.store.function_digest import function_sources, remember_sources
 
 ROOT = Path(__file__).parents[3]
 CELLS = itertools.count()
@@ -210,3 +211,21 @@ def test_a_function_of_a_script(tmp_path: Path) -> None:
 def test_a_function_of_the_interpreter() -> None:
     functions: list[Callable[..., Any]] = [math.tanh, max]
     assert [callable_digests(function, []) for function in functions] == [{}, {}]
+
+
+def test_a_cells_source_goes_with_it_to_a_process_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a notebook's worker reads it: the functions arrive as objects, and there is no file."""
+    helper = cell("def helper(x):\n    return x + 1\n")["helper"]
+    source = "def reward(prompts, replies):\n    return [helper(len(r)) for r in replies]\n"
+    reward = cell(source, helper=helper)["reward"]
+    before = callable_digests(reward, ["xray_runtime"])
+    sources = function_sources(reward)
+    assert sorted(sources.values()) == [
+        "def helper(x):\n    return x + 1\n",
+        source,
+    ]
+    monkeypatch.setattr(linecache, "cache", {})
+    with pytest.raises(CodeDigestError, match="its source cannot be had"):
+        callable_digests(reward, ["xray_runtime"])
+    remember_sources(sources)
+    assert callable_digests(reward, ["xray_runtime"]) == before
