@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import validate_as
 from xray_runtime.stages.artifacts import Evaluation, Model
 from xray_runtime.stages.graph import Graph, Handle, current_graph, is_planning
+
+if TYPE_CHECKING:
+    from xray.tasks.workspace import Workspace
 
 
 @contextlib.contextmanager
@@ -43,10 +46,31 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
     quiet_environment()
     with local_services(Path(output).absolute()):
         # Imported now: Prefect reads its settings from the environment once.
-        from xray.tasks.workspace import Workspace
+        from xray.tasks.workspace import Workspace, on_open
 
-        with Workspace(output, **options) as opened:
+        opened = Workspace(output, **options)
+        shown = contextlib.nullcontext() if on_open.get() is not None else _shown(opened)
+        with shown, opened:
             yield opened
+
+
+@contextlib.contextmanager
+def _shown(workspace: Workspace) -> Iterator[None]:
+    """Live progress and, where it ends well, a summary of a workspace that nobody else shows."""
+    from rich.console import Console
+
+    from xray.cli.display import LiveStages, print_summary
+    from xray.tasks.workspace import on_open
+
+    console = Console(stderr=True)
+    display = LiveStages(console)
+    with contextlib.ExitStack() as stack:
+        token = on_open.set(lambda opened: stack.enter_context(display.watching(opened.progress)))
+        try:
+            yield
+        finally:
+            on_open.reset(token)
+    print_summary(console, workspace.record.summary.content, workspace.output)
 
 
 def checkpoint(ref: str) -> Handle:

@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
+from tests.e2e.ray_nodes import Cluster
 from xray.deployments.local_services import PREFECT_SERVER
 from xray.deployments.service import answers, free_port
 
@@ -83,6 +84,7 @@ def test_independent_branches_run_at_the_same_time_and_show_their_edges(judged: 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_path: Path) -> None:
     """In a browser, on Prefect's own page over the database of a finished run."""
     if find_chromium() is None:
@@ -118,6 +120,7 @@ def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
     judged: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -168,26 +171,23 @@ def test_a_project_of_ones_own_runs_is_cached_and_audited(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def shared_ray(tmp_path: Path) -> Iterator[str]:
-    """A Ray that both lifecycles use."""
-    port = 26379
-    command = [XRAY.with_name("ray"), "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]
-    # It blocks, and ends what it started: `ray stop` would end every Ray of this machine.
-    ray = subprocess.Popen([*command, "--block"], env=environment(), stdout=subprocess.PIPE, text=True)
-    assert ray.stdout is not None
-    for line in ray.stdout:
-        if "Ray runtime started" in line:
-            break
-    yield f"127.0.0.1:{port}"
-    ray.terminate()
-    ray.wait(60)
+def shared_ray(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Environment variables that name a Ray of two nodes."""
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.begin()
+        cluster.join("a")
+        yield cluster.variables
+    finally:
+        cluster.end()
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_of_two_lifecycles_on_one_ray_one_is_interrupted_and_the_other_ends_as_alone(
-    first: Outcome, shared_ray: str, tmp_path: Path
+    first: Outcome, shared_ray: dict[str, str], tmp_path: Path
 ) -> None:
-    variables = environment() | {"RAY_ADDRESS": shared_ray}
+    variables = environment() | shared_ray
 
     def start(name: str, seed: int) -> subprocess.Popen[str]:
         output = ["--output", str(tmp_path / name), "--json"]

@@ -34,9 +34,13 @@ PLAIN_SECONDS = 15.0
 
 
 class LiveStages:
-    """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal."""
+    """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal.
 
-    def __init__(self, console: Console, heartbeat: Path) -> None:
+    Args:
+        heartbeat: touched at every sign of progress.
+    """
+
+    def __init__(self, console: Console, heartbeat: Path | None = None) -> None:
         self._console = console
         self._progress = Progress(
             SpinnerColumn(),
@@ -60,7 +64,8 @@ class LiveStages:
     def _beat(self, latest: dict[str, Any]) -> None:
         if latest != self._latest:
             self._latest = latest
-            self._heartbeat.touch()
+            if self._heartbeat is not None:
+                self._heartbeat.touch()
 
     def watching(self, progress: Any) -> contextlib.AbstractContextManager[None]:
         """Follow the stages that report to a run's progress actor while the context lasts."""
@@ -133,7 +138,8 @@ class LiveTrials(LiveStages):
     def told(self, event: Event) -> None:
         """A trial began or ended."""
         trial, record = event
-        self._heartbeat.touch()
+        if self._heartbeat is not None:
+            self._heartbeat.touch()
         if record.state == "running":
             self._at_work[record.number] = trial
             text = ", ".join(f"{path} = {json.dumps(value)}" for path, value in record.values.items())
