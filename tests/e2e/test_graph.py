@@ -99,6 +99,7 @@ def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_p
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     }
     address = f"http://127.0.0.1:{port}"
+    variables["PREFECT_API_URL"] = f"{address}/api"  # where the page asks
     server = subprocess.Popen([*PREFECT_SERVER, f"--port={port}"], env=environment() | variables)
     run = outcome.lifecycle["flow_run_id"]
     try:
