@@ -1,7 +1,8 @@
 """The store: immutable checkpoint directories, published whole or not at all.
 
-A checkpoint is built in a temporary directory beside its place, its manifest is written last, everything is fsynced,
-and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next build sweeps.
+A checkpoint is built in a temporary directory in `NAME.building-/` beside its place, its manifest is written last,
+everything is fsynced, and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next
+build sweeps.
 
 With a shared store, what is published is brought there too, and what is not here, or not sound, is fetched from there.
 """
@@ -13,6 +14,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,14 +117,19 @@ class Store:
 
     @contextlib.contextmanager
     def _building(self, place: Path) -> Iterator[Path]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        _sweep(place)
-        temporary = place.with_name(f"{place.name}.building-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        temporary.mkdir()
+        # What builds of this key left is found without a look at all checkpoints that lie beside.
+        folder = place.with_name(f"{place.name}.building-")
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        temporary.mkdir(parents=True)
         try:
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            # Another build of this key may be at work.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def publish(
         self,
@@ -209,9 +216,12 @@ def read_bounded(path: Path) -> bytes:
         ValueError: it is a link, no ordinary file, or larger than MAX_RECORD_BYTES.
         OSError: it cannot be read.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()) or path.stat().st_size > MAX_RECORD_BYTES:
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_RECORD_BYTES:
         raise ValueError(f"{path}: a link, not a file, or larger than {MAX_RECORD_BYTES} bytes")
-    with path.open("rb") as file:
+    # What has become a link or a pipe meanwhile is not followed, and not waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
         return file.read(MAX_RECORD_BYTES + 1)
 
 
@@ -310,10 +320,10 @@ def _entries(directory: Path) -> list[FileEntry]:
     ]
 
 
-def _sweep(place: Path) -> None:
-    """Remove what builds of the same key left whose process is gone."""
-    for left in place.parent.glob(f"{place.name}.building-*"):
-        pid = left.name.rsplit("-", 2)[1]
+def _sweep(folder: Path) -> None:
+    """Remove what builds left whose process is gone."""
+    for left in folder.iterdir():
+        pid = left.name.partition("-")[0]
         if not (pid.isdigit() and psutil.pid_exists(int(pid))):
             shutil.rmtree(left, ignore_errors=True)
 
