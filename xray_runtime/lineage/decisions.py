@@ -240,10 +240,28 @@ def pruned(output: Path) -> set[str]:
     return found
 
 
-def check_chain(output: Path, verifier: Verifier | None) -> Iterator[Finding]:
-    """Whether every decision is signed, none is missing, and none was changed."""
-    previous, signer, retired = START, "", set[str]()
-    for number, path in enumerate(_files(output), start=1):
+class ChainEnd(BaseModel):
+    """How far a chain was checked, and what the next decision is checked against."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    count: int = 0
+    last: Sha256 = START
+    """Digest of the last decision."""
+    signer: str = ""
+    """Digest of the key that signed it."""
+    retired: set[str] = Field(default_factory=set)
+    """Keys that another took over from."""
+
+
+def check_chain(output: Path, verifier: Verifier | None, end: ChainEnd | None = None) -> Iterator[Finding]:
+    """Whether every decision is signed, none is missing, and none was changed.
+
+    Args:
+        end: those up to here are taken as checked; it is moved on.
+    """
+    end = end or ChainEnd()
+    for number, path in enumerate(_files(output)[end.count :], start=end.count + 1):
         subject = f"{FOLDER}/{path.name}"
         if path.name != _file(number):
             yield Finding(subject, "decision-broken", f"decision {number:06} is missing")
@@ -260,13 +278,18 @@ def check_chain(output: Path, verifier: Verifier | None) -> Iterator[Finding]:
                 yield Finding(subject, "decision-broken", str(problem))
             else:
                 # Whatever time a decision claims: a key that was taken over from signs none after it.
-                if key in retired:
+                if key in end.retired:
                     yield Finding(subject, "decision-broken", "it was signed with a key that was retired before it")
-                retired |= {signer} - {key}
-                signer = key
-        if decision.previous != previous:
+                end.retired |= {end.signer} - {key}
+                end.signer = key
+        if decision.previous != end.last:
             yield Finding(subject, "decision-broken", "it does not follow the one before")
-        previous = file_sha256(path)
+        end.count, end.last = number, file_sha256(path)
+
+
+def count_decisions(output: Path) -> int:
+    """How many there are."""
+    return len(_files(output))
 
 
 def _files(output: Path) -> list[Path]:

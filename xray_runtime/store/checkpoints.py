@@ -209,20 +209,20 @@ class Damage:
     text: str
 
 
-def read_bounded(path: Path) -> bytes:
+def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
     """The bytes of a small file of ours.
 
     Raises:
-        ValueError: it is a link, no ordinary file, or larger than MAX_RECORD_BYTES.
+        ValueError: it is a link, no ordinary file, or larger than `limit`.
         OSError: it cannot be read.
     """
     found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_RECORD_BYTES:
-        raise ValueError(f"{path}: a link, not a file, or larger than {MAX_RECORD_BYTES} bytes")
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise ValueError(f"{path}: a link, not a file, or larger than {limit} bytes")
     # What has become a link or a pipe meanwhile is not followed, and not waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        return file.read(MAX_RECORD_BYTES + 1)
+        return file.read(limit + 1)
 
 
 def load_manifest(directory: Path) -> Manifest:
