@@ -32,8 +32,9 @@ from xray.deployments.status import service_status
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.decisions import decide
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve_history
 from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune
 from xray_runtime.lineage.signing import signing_key
@@ -41,6 +42,7 @@ from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.stages.artifacts import dataset_of
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
+from xray_runtime.store.digest_memory import SETTLED_S
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker
@@ -150,6 +152,13 @@ class Directory:
         sha256 = self.policies[number].sha256
         decide(self.output, self.key, action="register", name=NAME, alias=ALIAS, version=version, checkpoint=sha256)
 
+    def remove(self, number: int) -> None:
+        """Take a lifecycle away, with a decision for each checkpoint."""
+        graph = open_lineage_store(self.output, None).graph
+        own = [node.sha256 for node in graph.nodes.values() if node.manifest.seed == number]
+        order = [graph.nodes[sha] for sha in reversed(graph.ancestors(own))]
+        prune(LineageStore(self.output, graph, None), Prune(order, []))
+
     def _copy_rows(self, numbers: range) -> None:
         """The rows of the first policy in MLflow, for others."""
         if not numbers:
@@ -243,25 +252,37 @@ def measure(made: Directory, audits: bool) -> dict[str, tuple[float, float]]:
     some = made.policies[rng.randrange(count)].sha256
 
     def lineage(reference: str) -> None:
-        place, node = resolve(reference, output, None)
+        place, node = resolve_history(reference, output, None)
         assert len(list(lineage_text(place.graph, node, False))) > 4
 
+    found["lineage, which finds the new checkpoints"] = seconds(lambda: lineage(some))
     found["lineage SHA256"] = seconds(lambda: lineage(some))
     found["lineage NAME@ALIAS"] = seconds(lambda: lineage(f"{NAME}@{ALIAS}"))
     found["status"] = seconds(lambda: service_status(ServerHome(output.parent), None))
     store = open_lineage_store(output, None)
     found["read every manifest"] = seconds(lambda: open_lineage_store(output, None))
 
-    last = [node for node in store.graph.nodes.values() if node.manifest.seed == count]
     others = [node for node in store.graph.nodes.values() if node.manifest.seed != count]
     found["plan a prune"] = seconds(lambda: plan_prune(store, others))
-    order = reversed(store.graph.ancestors([node.sha256 for node in last]))
-    found["prune 5 checkpoints"] = seconds(lambda: prune(store, Prune([store.graph.nodes[sha] for sha in order], [])))
+    found["read every manifest, prune 5 checkpoints"] = seconds(lambda: made.remove(count))
     made.policies.pop()
     if audits:
-        alone = type(store)(output, open_lineage_store(output, None).graph, None)
-        found["audit"] = seconds(lambda: _sound(audit(alone)))
+        alone = LineageStore(output, open_lineage_store(output, None).graph, None)
+        (output / RECORD).unlink(missing_ok=True)
+        found["audit, everything"] = seconds(lambda: _sound(audit(alone, since_verified=True)))
+        with made_quickly():
+            made.lifecycle(count)
+        # What was made within the last seconds is read again anyway.
+        time.sleep(SETTLED_S)
+        found["audit --since-verified, one lifecycle later"] = seconds(lambda: since(output))
+        made.remove(count)
     return found
+
+
+def since(output: Path) -> None:
+    """With the manifests, as the command does it."""
+    alone = LineageStore(output, open_lineage_store(output, None).graph, None)
+    _sound(audit(alone, since_verified=True))
 
 
 def _sound(result: Any) -> None:
