@@ -83,6 +83,15 @@ def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tu
     return store, find(reference, store)
 
 
+def resolve_in(reference: str, store: LineageStore) -> Node:
+    """As `resolve`, in the manifests of `store`, which are not read again unless `reference` is a directory."""
+    if _is_directory(reference, store.output):
+        return _by_directory(Path(reference).absolute(), store.tracking_uri)[1]
+    if _is_registered(reference):
+        return find(_registered(reference, store.output, store.tracking_uri)[0], store)
+    return find(reference, store)
+
+
 def resolve_history(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
     """As `resolve`, to show where a checkpoint came from: the graph may hold that alone, with few manifests read."""
     check_tracking_uri(tracking_uri)

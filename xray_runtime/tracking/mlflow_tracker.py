@@ -150,12 +150,14 @@ class Tracker:
         """
         from mlflow.exceptions import MlflowException
 
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         version = _version_of(self.client, name, ref.sha256)
+        # MLflow reads all versions of a name to say that it is there.
+        if version is None and not self.client.search_model_versions(f"name = '{name}'", max_results=1):
+            try:
+                self.client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
         if version is None:
             made = self.client.create_model_version(
                 name,

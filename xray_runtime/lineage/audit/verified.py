@@ -139,7 +139,7 @@ def write_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey], since
         decisions=since.chain if settled else ChainEnd(),
         decisions_state=since.decisions_state if settled else None,
     )
-    with tempfile.TemporaryDirectory(dir=output, prefix=".verified-") as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / RECORD
         path.write_text(record.model_dump_json() + "\n", encoding="utf-8")
         sign(path, path.with_name(SIGNATURE), private)
