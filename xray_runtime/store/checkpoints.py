@@ -117,8 +117,7 @@ class Store:
 
     @contextlib.contextmanager
     def _building(self, place: Path) -> Iterator[Path]:
-        # What builds of this key left is found without a look at all checkpoints that lie beside.
-        folder = place.with_name(f"{place.name}.building-")
+        folder = building_folder(place)
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -183,6 +182,11 @@ class Store:
             _move_aside(place)
         os.rename(built, place)
         sync(self.root)
+
+
+def building_folder(place: Path) -> Path:
+    """Where what will be `place` is built: one folder a key, to be swept without a look at all that lies beside."""
+    return place.with_name(f"{place.name}.building-")
 
 
 def reference_to(directory: Path, manifest: Manifest, sha256: str) -> CheckpointRef:
