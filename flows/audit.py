@@ -22,10 +22,17 @@ BROKEN_EVENT = "xray.audit.broken"
 
 
 @flow(name="audit", flow_run_name="audit {output}", persist_result=False)
-def audit(output: str, tracking_uri: str | None = None, public_key: str | None = None) -> dict[str, Any]:
-    """Audit everything in the output directory of lifecycles; the run fails when something is not as recorded."""
+def audit(
+    output: str, tracking_uri: str | None = None, public_key: str | None = None, since_verified: bool = False
+) -> dict[str, Any]:
+    """Audit everything in the output directory of lifecycles; the run fails when something is not as recorded.
+
+    Args:
+        since_verified: read only what changed since such a run found everything sound.
+    """
     root = Path(output).absolute()
-    result = run_audit(open_lineage_store(root, tracking_uri), public=Path(public_key) if public_key else None)
+    public = Path(public_key) if public_key else None
+    result = run_audit(open_lineage_store(root, tracking_uri), public=public, since_verified=since_verified)
     create_markdown_artifact(markdown(result), key="audit", description=str(root))
     content = result.to_json()
     if not result.is_sound:
@@ -44,6 +51,7 @@ def markdown(result: Audit) -> str:
     lines = [
         f"**{'sound' if result.is_sound else 'NOT SOUND'}**: {result.checkpoints} checkpoints, {result.files} files"
     ]
+    lines += [f"\n{note}" for note in result.notes]
     if result.findings:
         lines += ["", "| | what | where | detail | how to mend |", "|---|---|---|---|---|"]
     for finding in result.findings:

@@ -48,10 +48,12 @@ def lineage(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.lineage.reference import resolve, resolve_history
     from xray_runtime.lineage.render import lineage_json, lineage_text, write_html
 
-    place, node = checked(lambda: resolve(ref, output, tracking_uri))
+    # What was made from it, and the checkpoints that a page compares it with, are found in all manifests alone.
+    read = resolve if descendants or html is not None else resolve_history
+    place, node = checked(lambda: read(ref, output, tracking_uri))
     if html is not None:
         checked(lambda: write_html(html, place, node, descendants))
     if as_json:
@@ -90,6 +92,10 @@ def audit(
         Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
     ] = None,
     hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Whether to read the weights.")] = True,
+    since_verified: Annotated[
+        bool,
+        typer.Option("--since-verified", help="With --all: read only what changed since this last found all sound."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
@@ -100,6 +106,8 @@ def audit(
     from xray_runtime.lineage.bundle import audit_bundle
     from xray_runtime.lineage.reference import open_lineage_store, resolve
 
+    if since_verified and (not everything or not hashing):
+        checked(lambda: _refuse("--since-verified: needs --all, and not --no-hash"))
     if ref is not None and not everything and Path(ref).is_file():
         bundle = Path(ref)
         report(checked(lambda: audit_bundle(bundle, public_key, hashing=hashing)), hashing, as_json)
@@ -123,7 +131,12 @@ def audit(
         return place, [node]
 
     place, starts = checked(chosen)
-    report(run_audit(place, starts, public=public_key, hashing=hashing), hashing, as_json)
+    result = run_audit(place, starts, public=public_key, hashing=hashing, since_verified=since_verified)
+    report(result, hashing, as_json)
+
+
+def _refuse(reason: str) -> None:
+    raise ConfigError(reason)
 
 
 def _unreadable(directory: Path) -> Audit | None:
@@ -154,9 +167,13 @@ def report(result: Audit, hashing: bool, as_json: bool) -> None:
         print(f"{'BROKEN' if finding.is_broken else 'note  '} {finding.code}: {printable(finding.subject)}")
         print(f"       {printable(finding.detail)}")
         print(f"       {content['meaning']} {content['mend']}".rstrip())
+    for note in result.notes:
+        print(printable(note))
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
-    checked = "read" if hashing else "looked at, contents not read"
-    print(f"{'sound' if result.is_sound else 'NOT SOUND'}: {size} {checked}")
+    read = "read" if hashing else "looked at, contents not read"
+    if result.unchanged:
+        read = f"in all, {result.checkpoints - result.unchanged} checkpoints read"
+    print(f"{'sound' if result.is_sound else 'NOT SOUND'}: {size} {read}")
     raise typer.Exit(0 if result.is_sound else BROKEN)
 
 

@@ -22,7 +22,7 @@ from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files,
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.lineage.signing import public_key
-from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
@@ -144,9 +144,12 @@ def take_in(
         if not there.exists() and move:
             os.rename(directory, there)
         elif not there.exists():
-            temporary = there.with_name(f"{there.name}.building-{os.getpid()}-{sha[:8]}")
+            # Where the next build of this key sweeps, should this be cut short.
+            temporary = building_folder(there) / f"{os.getpid()}-{sha[:8]}"
             shutil.copytree(directory, temporary, symlinks=True, copy_function=_link_or_copy)
             os.rename(temporary, there)
+            with contextlib.suppress(OSError):
+                temporary.parent.rmdir()
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

@@ -172,13 +172,20 @@ class Graph:
         return order
 
 
+def checkpoint_entries(store: Path) -> list[os.DirEntry[str]]:
+    """What lies directly below `store` and should be a checkpoint, by name."""
+    if not store.is_dir():
+        return []
+    with os.scandir(store) as entries:
+        found = [e for e in entries if not any(mark in e.name for mark in IGNORED)]
+    return sorted((e for e in found if not e.is_file(follow_symlinks=False)), key=lambda entry: entry.name)
+
+
 def read_graph(store: Path) -> Graph:
     """The graph of all checkpoints directly below `store`; links are not followed."""
     graph = Graph()
-    for entry in sorted(os.scandir(store), key=lambda entry: entry.name) if store.is_dir() else []:
+    for entry in checkpoint_entries(store):
         path = store / entry.name
-        if any(mark in entry.name for mark in IGNORED) or entry.is_file(follow_symlinks=False):
-            continue
         if entry.is_symlink():
             graph.unreadable[path] = "it is a link"
             continue

@@ -48,7 +48,7 @@ def code() -> tuple[dict[str, str | None], bytes]:
     facts = {
         "git_commit": commit.decode().strip() or None,
         "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
-        "package_sha256": _package_digest(),
+        "package_sha256": package_digest(),
     }
     return facts, diff
 
@@ -88,7 +88,8 @@ def outside_source(found: OutsideSource) -> dict[str, Any]:
 
 
 @cache
-def _package_digest() -> str:
+def package_digest() -> str:
+    """One digest over X-ray's own files."""
     files = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".html"))
     return digest([[p.relative_to(ROOT).as_posix(), file_sha256(p)] for p in files])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
 from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.lineage.index import read_history, remember
 from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
@@ -45,13 +46,17 @@ def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:
     Raises:
         ConfigError: `output` holds no checkpoints, or a login stands in `tracking_uri`.
     """
+    uri = _tracking(output, tracking_uri)
+    return LineageStore(output, read_graph(output / CHECKPOINTS), uri)
+
+
+def _tracking(output: Path, tracking_uri: str | None) -> str | None:
     check_tracking_uri(tracking_uri)
-    checkpoints = output / CHECKPOINTS
-    if not checkpoints.is_dir():
+    if not (output / CHECKPOINTS).is_dir():
         raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
     database = output / "mlflow.db"
     own = f"sqlite:///{database.absolute()}" if database.is_file() else None
-    return LineageStore(output, read_graph(checkpoints), tracking_uri or own or tracking_address())
+    return tracking_uri or own or tracking_address()
 
 
 def check_tracking_uri(uri: str | None) -> None:
@@ -66,15 +71,56 @@ def check_tracking_uri(uri: str | None) -> None:
 def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
     """What `reference` names. Raises ConfigError with what is allowed when it names nothing, or several things."""
     check_tracking_uri(tracking_uri)
-    as_path = Path(reference)
-    if as_path.is_dir() and (output is None or os.sep in reference or not (output / CHECKPOINTS).is_dir()):
-        return _by_directory(as_path.absolute(), tracking_uri)
-    if "@" in reference or re.fullmatch(r"[^/]+/\d+", reference):
-        return _by_registry(reference, output, tracking_uri)
+    if _is_directory(reference, output):
+        return _by_directory(Path(reference).absolute(), tracking_uri)
+    if _is_registered(reference):
+        sha256, output, tracking_uri = _registered(reference, output, tracking_uri)
+        store = open_lineage_store(output, tracking_uri)
+        return store, find(sha256, store)
     if output is None:
         raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
     store = open_lineage_store(output, tracking_uri)
     return store, find(reference, store)
+
+
+def resolve_in(reference: str, store: LineageStore) -> Node:
+    """As `resolve`, in the manifests of `store`, which are not read again unless `reference` is a directory."""
+    if _is_directory(reference, store.output):
+        return _by_directory(Path(reference).absolute(), store.tracking_uri)[1]
+    if _is_registered(reference):
+        return find(_registered(reference, store.output, store.tracking_uri)[0], store)
+    return find(reference, store)
+
+
+def resolve_history(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
+    """As `resolve`, to show where a checkpoint came from: the graph may hold that alone, with few manifests read."""
+    check_tracking_uri(tracking_uri)
+    place, name = output, reference
+    if _is_directory(reference, output):
+        directory = Path(reference).absolute()
+        if directory.parent.name != CHECKPOINTS:
+            return resolve(reference, output, tracking_uri)
+        place, name = directory.parent.parent, directory.name
+    elif _is_registered(reference):
+        name, place, tracking_uri = _registered(reference, output, tracking_uri)
+    if place is None:
+        return resolve(reference, output, tracking_uri)
+    uri = _tracking(place, tracking_uri)
+    found = read_history(place, name)
+    if found is not None:
+        return LineageStore(place, found[0], uri), found[1]
+    store, node = resolve(reference, output, tracking_uri)
+    remember(store.output, store.graph)
+    return store, node
+
+
+def _is_directory(reference: str, output: Path | None) -> bool:
+    known = output is not None and (output / CHECKPOINTS).is_dir()
+    return Path(reference).is_dir() and (not known or os.sep in reference)
+
+
+def _is_registered(reference: str) -> bool:
+    return "@" in reference or re.fullmatch(r"[^/]+/\d+", reference) is not None
 
 
 def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageStore, Node]:
@@ -99,7 +145,8 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageSto
     return LineageStore(directory.parent, graph, tracking_uri), node
 
 
-def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
+def _registered(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[str, Path, str]:
+    """(sha256, output directory, MLflow's address) of a registered model's alias or version."""
     from xray_runtime.lineage.audit.registry import registered_checkpoint
 
     uri = tracking_uri
@@ -114,8 +161,7 @@ def _by_registry(reference: str, output: Path | None, tracking_uri: str | None) 
             f"REF: {reference!r} is not a registered model's alias or version in {strip_credentials(uri)}"
         )
     sha256, directory = found
-    store = open_lineage_store(output or directory.parent.parent, uri)
-    return store, find(sha256, store)
+    return sha256, output or directory.parent.parent, uri
 
 
 def find(reference: str, store: LineageStore) -> Node:

@@ -57,6 +57,11 @@ def signing_key(output: Path) -> Path:
     return private
 
 
+def has_signing_key(output: Path) -> bool:
+    """Whether `signing_key` would give a key that is there already."""
+    return bool(os.environ.get(KEY_VARIABLE)) or (output / "keys" / PRIVATE).exists()
+
+
 @dataclass(frozen=True)
 class TrustedKey:
     """A public key whose signatures are accepted."""

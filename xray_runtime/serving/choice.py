@@ -16,7 +16,7 @@ from xray_runtime.lineage.reference import LineageStore, open_lineage_store, req
 from xray_runtime.serving import NotServedError
 
 SETTLE_SECONDS = 20.0
-"""A promotion writes decision, signature and alias one after the other, and is no offence in between."""
+"""A promotion writes its decisions and the aliases one after the other, and is no offence in between."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
 """Between two audits of the same champion: it may be mended, and reading all its bytes has a price."""
 

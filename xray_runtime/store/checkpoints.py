@@ -1,7 +1,8 @@
 """The store: immutable checkpoint directories, published whole or not at all.
 
-A checkpoint is built in a temporary directory beside its place, its manifest is written last, everything is fsynced,
-and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next build sweeps.
+A checkpoint is built in a temporary directory in `NAME.building-/` beside its place, its manifest is written last,
+everything is fsynced, and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next
+build sweeps.
 
 With a shared store, what is published is brought there too, and what is not here, or not sound, is fetched from there.
 """
@@ -13,6 +14,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,14 +117,18 @@ class Store:
 
     @contextlib.contextmanager
     def _building(self, place: Path) -> Iterator[Path]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        _sweep(place)
-        temporary = place.with_name(f"{place.name}.building-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        temporary.mkdir()
+        folder = building_folder(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        temporary.mkdir(parents=True)
         try:
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            # Another build of this key may be at work.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def publish(
         self,
@@ -178,6 +184,11 @@ class Store:
         sync(self.root)
 
 
+def building_folder(place: Path) -> Path:
+    """Where what will be `place` is built: one folder a key, to be swept without a look at all that lies beside."""
+    return place.with_name(f"{place.name}.building-")
+
+
 def reference_to(directory: Path, manifest: Manifest, sha256: str) -> CheckpointRef:
     """The reference to a checkpoint that was read."""
     return CheckpointRef(
@@ -202,17 +213,20 @@ class Damage:
     text: str
 
 
-def read_bounded(path: Path) -> bytes:
+def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
     """The bytes of a small file of ours.
 
     Raises:
-        ValueError: it is a link, no ordinary file, or larger than MAX_RECORD_BYTES.
+        ValueError: it is a link, no ordinary file, or larger than `limit`.
         OSError: it cannot be read.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()) or path.stat().st_size > MAX_RECORD_BYTES:
-        raise ValueError(f"{path}: a link, not a file, or larger than {MAX_RECORD_BYTES} bytes")
-    with path.open("rb") as file:
-        return file.read(MAX_RECORD_BYTES + 1)
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise ValueError(f"{path}: a link, not a file, or larger than {limit} bytes")
+    # What has become a link or a pipe meanwhile is not followed, and not waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        return file.read(limit + 1)
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -310,10 +324,10 @@ def _entries(directory: Path) -> list[FileEntry]:
     ]
 
 
-def _sweep(place: Path) -> None:
-    """Remove what builds of the same key left whose process is gone."""
-    for left in place.parent.glob(f"{place.name}.building-*"):
-        pid = left.name.rsplit("-", 2)[1]
+def _sweep(folder: Path) -> None:
+    """Remove what builds left whose process is gone."""
+    for left in folder.iterdir():
+        pid = left.name.partition("-")[0]
         if not (pid.isdigit() and psutil.pid_exists(int(pid))):
             shutil.rmtree(left, ignore_errors=True)
 

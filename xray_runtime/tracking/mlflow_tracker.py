@@ -21,6 +21,7 @@ from xray_runtime.store.ref import CheckpointRef
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from mlflow import MlflowClient
 
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
@@ -28,6 +29,8 @@ MAX_BATCH = 900
 
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
+SHA256_TAG = "xray.sha256"
+"""Of a registered version: the checkpoint it is."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Which artifacts of a run MLflow's pages show as tables."""
 
@@ -147,20 +150,21 @@ class Tracker:
         """
         from mlflow.exceptions import MlflowException
 
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        versions = self.client.search_model_versions(f"name = '{name}'")
-        version = next((v.version for v in versions if v.tags.get("xray.sha256") == ref.sha256), None)
+        version = _version_of(self.client, name, ref.sha256)
+        # MLflow reads all versions of a name to say that it is there.
+        if version is None and not self.client.search_model_versions(f"name = '{name}'", max_results=1):
+            try:
+                self.client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
         if version is None:
             made = self.client.create_model_version(
                 name,
                 source=f"models:/{ref.mlflow_model_id}",
                 run_id=run_id,
                 model_id=ref.mlflow_model_id,
-                tags={"xray.sha256": ref.sha256, "xray.uri": ref.uri},
+                tags={SHA256_TAG: ref.sha256, "xray.uri": ref.uri},
             )
             version = made.version
         self.client.set_registered_model_alias(name, alias, version)
@@ -286,8 +290,13 @@ def registered_version(uri: str, name: str, sha256: str) -> str | None:
 
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     # A name with a quote in it cannot be asked for; ours have none.
-    versions = client.search_model_versions(f"name = '{name}'") if "'" not in name else []
-    return next((str(v.version) for v in versions if v.tags.get("xray.sha256") == sha256), None)
+    return _version_of(client, name, sha256) if "'" not in name else None
+
+
+def _version_of(client: MlflowClient, name: str, sha256: str) -> str | None:
+    # Asked for by its tag: all versions of a name may be thousands, of which one answer does not hold all.
+    versions = client.search_model_versions(f"name = '{name}' and tags.`{SHA256_TAG}` = '{sha256}'")
+    return next((str(v.version) for v in versions), None)
 
 
 def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray.cli.main import app
 
 
@@ -111,6 +112,11 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
 def test_prune_shows_before_it_removes(fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert "0 of 8 checkpoints" in xray("prune", "--output", output).output
+    Lifecycle(output, tracking=False).add("trial", "ppo", {"x": b"trial"}, {})
+    assert "would go  trial" in xray("prune", "--output", output).output
+    for kept in ("trial", str(next(output.glob("checkpoints/trial-*")))):
+        assert "0 of 9 checkpoints" in xray("prune", "--output", output, "--keep", kept).output
+    assert "would go  trial" in xray("prune", "--output", output, "--keep", f"{NAME}@candidate").output
 
 
 def test_export_audit_import(fresh: Callable[[], Path], tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from typing import Any
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.verified import Since, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import SignatureProblem, Verifier
+from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
@@ -46,6 +47,10 @@ class Audit:
     files: int = 0
     bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
+    unchanged: int = 0
+    """Checkpoints that were not read, since they are as they were when they were last verified."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out and why, in words; only of an audit that may leave something out."""
 
     @property
     def is_sound(self) -> bool:
@@ -62,12 +67,19 @@ class Audit:
             "checkpoints": self.checkpoints,
             "files": self.files,
             "bytes": self.bytes,
+            "unchanged": self.unchanged,
+            "notes": self.notes,
             "findings": [finding.to_json() for finding in self.findings],
         }
 
 
 def audit(
-    store: LineageStore, starts: Iterable[Node] | None = None, *, public: Path | None = None, hashing: bool = True
+    store: LineageStore,
+    starts: Iterable[Node] | None = None,
+    *,
+    public: Path | None = None,
+    hashing: bool = True,
+    since_verified: bool = False,
 ) -> Audit:
     """Audit checkpoints, their ancestors and their evaluations.
 
@@ -75,7 +87,10 @@ def audit(
         starts: None audits everything in the store, and looks for records of what is no longer there.
         public: the public key to trust; by default the one in the output directory's `keys/`.
         hashing: False judges weights by their size alone.
+        since_verified: read what changed since such an audit found everything sound, and record that this one did; see
+            `verified`. Of everything, with hashing.
     """
+    assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
     everything = starts is None
     chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
@@ -84,17 +99,22 @@ def audit(
     order = graph.ancestors(chosen)
     found = result.findings
     found += _structure(store, order, everything)
-    verifier = _verifier(store, public, found)
+    trusted = _trusted(store, public, found)
+    verifier = Verifier(trusted) if trusted else None
+    since = read_since(store.output, graph, trusted) if since_verified else None
     prompts = Prompts(graph)
     commits: set[str] = set()
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
+    changed = [node for node in nodes if since is None or node.sha256 not in since.unchanged]
+    result.unchanged = len(nodes) - len(changed)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), nodes):
+        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), changed):
             found += findings
     for node in nodes:
         result.checkpoints += 1
         result.files += len(node.manifest.files)
         result.bytes += sum(entry.size for entry in node.manifest.files)
+    for node in changed:
         if node.statement is not None and node.statement.predicate.build.internal.code.git_commit:
             commits.add(node.statement.predicate.build.internal.code.git_commit)
         if hashing:
@@ -103,13 +123,28 @@ def audit(
     found += _commits(sorted(commits))
     if everything:
         found += _record(store)
-    found += check_chain(store.output, verifier)
+    found += check_chain(store.output, verifier, since.chain if since is not None else None)
     if store.tracking_uri is not None:
         from xray_runtime.lineage.audit.registry import check_tracking
 
-        found += check_tracking(store, nodes, everything)
+        found += check_tracking(store, nodes, everything, changed)
     result.findings = sorted(set(found))
+    if since is not None:
+        result.notes = _since_notes(store, result, trusted, since)
     return result
+
+
+def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], since: Since) -> list[str]:
+    """What was left out; and what is recorded for the next audit, where all is sound."""
+    notes = [f"everything was read: {since.reason}"] if since.reason else []
+    if not since.reason:
+        notes.append(
+            f"{result.unchanged} of {result.checkpoints} checkpoints and {since.left_out} decisions are unchanged in "
+            "size, inode and times since they were verified; neither they nor their runs in MLflow were read again. "
+            f"Everything was last read {since.whole}"
+        )
+    kept = "something was found" if not result.is_sound else write_since(store.output, store.graph, trusted, since)
+    return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
 
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
@@ -146,14 +181,17 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
             yield Finding(directory.name, "manifest-malformed", reason)
 
 
-def _verifier(store: LineageStore, public: Path | None, found: list[Finding]) -> Verifier | None:
+def _trusted(store: LineageStore, public: Path | None, found: list[Finding]) -> list[TrustedKey]:
+    """The trusted keys; none where one cannot be used."""
     found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:
-        return Verifier(trusted_keys(store.output, public))
+        trusted = trusted_keys(store.output, public)
+        Verifier(trusted)
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         found.append(Finding("keys", "key-missing", reason))
-        return None
+        return []
+    return trusted
 
 
 def _identity(node: Node) -> Iterator[Finding]:

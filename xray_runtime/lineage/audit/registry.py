@@ -119,13 +119,14 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     return None
 
 
-def check_tracking(store: LineageStore, nodes: list[Node], everything: bool) -> Iterator[Finding]:
-    """Every checkpoint of `nodes` in MLflow; with `everything` also what MLflow knows and the store does not."""
+def check_tracking(store: LineageStore, nodes: list[Node], everything: bool, changed: list[Node]) -> Iterator[Finding]:
+    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also what it knows and the
+    store does not."""
     assert store.tracking_uri is not None
     try:
         snapshot = RegistryView(store.tracking_uri)
         found: list[Finding] = []
-        for node in nodes:
+        for node in changed:
             found += _check_node(snapshot, node)
         found += _check_registry(snapshot, store, {node.sha256 for node in nodes}, everything)
         if everything:

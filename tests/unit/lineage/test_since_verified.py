@@ -1,0 +1,299 @@
+"""An audit since the last: it reads what changed, says what it left out, and trusts no record but its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.tampering import CASES
+from tests.unit.lineage.test_commands import xray
+from xray_runtime.lineage.audit import checkpoints, verified
+from xray_runtime.lineage.audit.checkpoints import Audit, audit
+from xray_runtime.lineage.audit.verified import RECORD, SIGNATURE
+from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.keys import rotate
+from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.retention import plan_prune, prune
+from xray_runtime.lineage.signing import Verifier, make_key, sign, signing_key
+
+NOT_READ_AGAIN = {
+    "a_param_of_a_model",
+    "the_identity_of_a_model",
+    "a_param_of_a_run",
+    "a_tag_of_a_run",
+    "a_late_input",
+    "an_input_removed",
+    "a_dataset_in_mlflow",
+    "a_parent_deleted_in_mlflow",
+    "a_run_deleted",
+    "a_number_of_the_evaluation",
+}
+"""Falsified in MLflow alone, about checkpoints that did not change: what such an audit says that it leaves out."""
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a test has just made count as settled."""
+    monkeypatch.setattr(verified, "SETTLED_S", 0.0)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Checkpoints inspected, and files or folders whose signature was checked."""
+    done: list[str] = []
+    inspect, check = checkpoints.inspect, Verifier.check
+
+    def inspected(directory: Path, *arguments: Any, **options: Any) -> Any:
+        done.append(directory.name)
+        return inspect(directory, *arguments, **options)
+
+    def checked(self: Verifier, what: Path, *arguments: Any) -> str:
+        done.append(what.name)
+        return check(self, what, *arguments)
+
+    monkeypatch.setattr(checkpoints, "inspect", inspected)
+    monkeypatch.setattr(Verifier, "check", checked)
+    return done
+
+
+def since(output: Path, public: Path | None = None) -> Audit:
+    return audit(open_lineage_store(output, None), public=public, since_verified=True)
+
+
+def codes(result: Audit) -> set[str]:
+    return {finding.code for finding in result.findings if finding.is_broken}
+
+
+def flip_unseen(path: Path) -> None:
+    """Change a file's bytes, and set its time back."""
+    found = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def test_what_did_not_change_is_not_read_again(fresh: Callable[[], Path], work: list[str]) -> None:
+    output = fresh()
+    first = since(output)
+    assert first.is_sound
+    assert first.notes == ["everything was read: nothing was verified before"]
+    work.clear()
+    second = since(output)
+    assert second.is_sound
+    assert (second.unchanged, second.checkpoints) == (8, 8)
+    assert work == [RECORD]
+    (note,) = second.notes
+    assert note.startswith("8 of 8 checkpoints and 1 decisions are unchanged in size, inode and times")
+
+    lifecycle = Lifecycle(output).whole()
+    new = lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "prompts": "prepare"})
+    decide(output, signing_key(output), action="decline", checkpoint=new.sha256)
+    work.clear()
+    third = since(output)
+    assert third.is_sound
+    assert (third.unchanged, third.checkpoints) == (7, 9)
+    # The model card of the policy was written again.
+    assert {name.partition("-0")[0].rpartition("-")[0] or name for name in work} >= {"ppo-3", "ppo-2"}
+    assert sorted(work).count("attestation") == 2
+    assert [name for name in work if name.startswith("0")] == ["000002.json"]
+    work.clear()
+    assert since(output).unchanged == 9
+    assert audit(open_lineage_store(output, None)).unchanged == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_READ_AGAIN])
+def test_what_was_tampered_with_since_is_found(name: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    before = (output / RECORD).read_bytes()
+    expected = CASES[name](random.Random(0), output)
+    result = since(output)
+    assert codes(result) & expected
+    assert codes(result) == codes(audit(open_lineage_store(output, None)))
+    # What is not sound is not recorded.
+    assert (output / RECORD).read_bytes() == before
+    assert any("nothing is recorded" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("pattern", ["model.safetensors", "manifest.json", "attestation/statement.json", "README.md"])
+def test_a_file_with_its_time_set_back_is_read(pattern: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    flip_unseen(next(output.glob(f"checkpoints/sft-*/{pattern}")))
+    result = since(output)
+    assert codes(result) == codes(audit(open_lineage_store(output, None))) != set()
+
+
+def test_a_decision_with_its_time_set_back_is_read(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    flip_unseen(output / "decisions" / "000001.sig")
+    assert "decision-broken" in codes(since(output))
+
+
+def test_what_has_just_changed_is_read_the_next_time(
+    fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "SETTLED_S", 1000.0)
+    output = fresh()
+    since(output)
+    result = since(output)
+    assert result.unchanged == 0
+    assert result.is_sound
+
+
+def _rewritten(output: Path) -> None:
+    content = json.loads((output / RECORD).read_text())
+    for entry in content["checkpoints"].values():
+        entry[1] = "0" * 64
+    (output / RECORD).write_text(json.dumps(content))
+
+
+def _signed(output: Path, key: Path) -> None:
+    _rewritten(output)
+    sign(output / RECORD, output / SIGNATURE, key)
+
+
+def _by_a_stranger(output: Path) -> None:
+    make_key(output / "stranger.pem")
+    _signed(output, output / "stranger.pem")
+
+
+def _by_a_retired_key(output: Path) -> None:
+    shutil.copy(signing_key(output), output / "kept.pem")
+    rotate(output, by="a person", note="")
+    _signed(output, output / "kept.pem")
+
+
+def _a_pipe(output: Path) -> None:
+    (output / RECORD).unlink()
+    os.mkfifo(output / RECORD)
+
+
+def _a_link(output: Path) -> None:
+    shutil.move(output / RECORD, output / "elsewhere")
+    (output / RECORD).symlink_to(output / "elsewhere")
+
+
+RECORDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda output: (output / RECORD).unlink(), "nothing was verified before"),
+    "not signed": (lambda output: (output / SIGNATURE).unlink(), ""),
+    "rewritten": (_rewritten, ""),
+    "empty": (lambda output: (output / RECORD).write_bytes(b""), ""),
+    "a pipe": (_a_pipe, "not a file"),
+    "a link": (_a_link, "a link"),
+    "a signature of nonsense": (lambda output: (output / SIGNATURE).write_text("[]"), "the signature cannot be read"),
+    "signed by a stranger": (_by_a_stranger, "another key"),
+    "signed with a retired key": (_by_a_retired_key, "retired"),
+    "a signed decision": (
+        lambda output: [
+            shutil.copy(output / "decisions" / f"000001.{old}", output / new)
+            for old, new in (("json", RECORD), ("sig", SIGNATURE))
+        ],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_does_not_count_leaves_nothing_out(name: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    change, reason = RECORDS[name]
+    change(output)
+    # Of the same size, and its time set back: were the record believed, it could be missed.
+    flip_unseen(next(output.glob("checkpoints/sft-*/model.safetensors")))
+    result = since(output)
+    assert result.unchanged == 0
+    assert result.notes[0].startswith("everything was read: ")
+    assert reason in result.notes[0]
+    assert "file-changed" in codes(result)
+
+
+def test_a_record_of_another_directory_version_or_key_does_not_count(
+    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = fresh("run")
+    assert since(output).is_sound
+    other = Path(shutil.copytree(output, output.parent / "other"))
+    assert f"{RECORD} is of {output}" in since(other).notes[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(verified, "package_digest", lambda: "1" * 64)
+        assert "another version" in since(output).notes[0]
+    since(output)
+    rotate(output, by="a person", note="")
+    result = since(output)
+    assert (result.is_sound, result.unchanged) == (True, 0)
+    assert since(output).unchanged == 8
+
+
+def test_an_older_record_makes_it_read_more(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    since(output)
+    kept = {name: (output / name).read_bytes() for name in (RECORD, SIGNATURE)}
+    Lifecycle(output).add("late", "ppo", {"x": b"late"}, {})
+    since(output)
+    assert since(output).unchanged == 9
+    for name, content in kept.items():
+        (output / name).write_bytes(content)
+    result = since(output)
+    assert (result.is_sound, result.unchanged) == (True, 8)
+
+
+def test_what_was_pruned_is_no_loss_and_what_was_removed_is(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    lifecycle = Lifecycle(output, tracking=False)
+    lifecycle.done["sft"] = open_lineage_store(output, None).graph.nodes[_sha(output, "sft")].reference(None)
+    for name in ("trial", "other"):
+        lifecycle.add(name, "ppo", {"x": name.encode()}, {"policy": "sft"})
+    place = open_lineage_store(output, None)
+    alone = type(place)(output, place.graph, None)
+    assert audit(alone, since_verified=True).is_sound
+
+    def again() -> Audit:
+        return audit(type(place)(output, open_lineage_store(output, None).graph, None), since_verified=True)
+
+    prune(alone, plan_prune(alone, [place.graph.nodes[lifecycle.done["other"].sha256]]))
+    result = again()
+    assert result.is_sound
+    # What the pruned one was made from is looked at again.
+    assert (result.unchanged, result.checkpoints) == (8, 9)
+    shutil.rmtree(lifecycle.done["other"].path)
+    result = again()
+    assert result.unchanged == 0
+    assert "is gone, and no decision says so" in result.notes[0]
+
+
+def _sha(output: Path, stage: str) -> str:
+    return next(n.sha256 for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.stage == stage)
+
+
+def test_without_the_private_key_nothing_is_recorded(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    (output / "keys" / "signing.pem").unlink()
+    result = since(output)
+    assert result.is_sound
+    assert "private key" in result.notes[-1]
+    assert not (output / RECORD).exists()
+    assert not (output / "keys" / "signing.pem").exists()
+
+
+def test_the_command(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert xray("audit", "ppo-2", "--output", output, "--since-verified").exit_code == 2
+    assert xray("audit", "--all", "--output", output, "--since-verified", "--no-hash").exit_code == 2
+    assert xray("audit", "--all", "--output", output, "--since-verified").exit_code == 0
+    shown = xray("audit", "--all", "--output", output, "--since-verified")
+    assert shown.exit_code == 0
+    assert "were read again" in shown.output
+    assert "0 checkpoints read" in shown.output
+    flip_unseen(next(output.glob("checkpoints/sft-*/model.safetensors")))
+    assert xray("audit", "--all", "--output", output, "--since-verified").exit_code == 1
