@@ -329,7 +329,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     )
     model = HeadedLM(transformers.LlamaForCausalLM(config)).eval()
     batch = {
-        "input_ids": torch.zeros((rows, 64), dtype=torch.int64),
+        "input_ids": torch.zeros(rows * 64, dtype=torch.int64),
         "prompt_lengths": torch.full((rows,), 32),
         "lengths": torch.full((rows,), 64),
     }

@@ -99,11 +99,8 @@ def _rewards(
     found = {}
     with stage.open_models(sources.specs()) as models:
         for side in SIDES:
-            answers = []
-            for model in stage.inputs.rewards:
-                tokenizer = load_tokenizer(model.path)
-                pairs = zip(encode_prompts(tokenizer, prompts), encode_replies(tokenizer, texts[side]), strict=True)
-                answers.append(text_rows(list(pairs), tokenizer.pad_token_id))
+            tokenizers = [load_tokenizer(model.path) for model in stage.inputs.rewards]
+            answers = [text_rows(encode_prompts(t, prompts), encode_replies(t, texts[side])) for t in tokenizers]
             asks = [models[role].score.remote(rows) for role, rows in zip(sources.roles, answers, strict=True)]
             found[side] = sources.scaled(sources.scores(get_all(asks), asked, texts[side])).double()
     return found

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.megatron.weights import padded_vocabulary
+from xray_runtime.models.padding import pad, unpad
 
 
 class MegatronLM(GPTModel):
@@ -71,9 +72,9 @@ class MegatronLM(GPTModel):
         )
         return out
 
-    def hidden(self, input_ids: Tensor, trunk: None = None) -> Tensor:
-        """Last hidden states [B, S, H]."""
-        return self.states(input_ids).transpose(0, 1)
+    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: None = None) -> Tensor:
+        """Last hidden states [N, H]."""
+        return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [N, V] of hidden states [N, H], whole on every tensor-parallel peer."""
