@@ -44,9 +44,8 @@ def test_trunk_and_branch_are_the_whole(make_lm: MakeLM, trainable: int) -> None
     torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(module.hidden(IDS, LENGTHS, module.trunk(IDS, LENGTHS)), expected, rtol=0, atol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(
-            module.logits(module.hidden(IDS, LENGTHS)), unpad(lm(input_ids=TEXTS).logits, LENGTHS), rtol=0, atol=1e-12
-        )
+        logits = unpad(lm(input_ids=TEXTS).logits, LENGTHS)
+        torch.testing.assert_close(lm.lm_head(module.hidden(IDS, LENGTHS)), logits, rtol=0, atol=1e-12)
     # Running it in parts has not taken the model apart.
     assert len(lm.model.layers) == lm.config.num_hidden_layers == 3
     torch.testing.assert_close(last_hidden(lm), expected, rtol=0, atol=0)
@@ -106,7 +105,7 @@ def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
 
 def test_everything_learns_without_a_trunk(make_lm: MakeLM) -> None:
     module = HeadedLM(make_lm(1))
-    module.logits(module.hidden(IDS, LENGTHS)).square().sum().backward()
+    module.lm.lm_head(module.hidden(IDS, LENGTHS)).square().sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from xray_runtime.algorithms import logprobs
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.planning.memory import (
+    MAX_LOGITS,
     Layout,
     Memory,
     Options,
@@ -19,6 +21,7 @@ from xray_runtime.planning.memory import (
     device_parameters,
     kv_cache_bytes,
     layer_activation_bytes,
+    logit_bytes,
     lora_parameters,
     model_states,
     training_memory,
@@ -369,3 +372,13 @@ def test_the_fullest_pipeline_stage_counts() -> None:
     assert device_parameters(replace(shape, tied=False)) == 5 * layer + 2 * embeddings + 64
     # Two ranks: q and o halve, the one key-value head stays, the MLP halves; norms stay.
     assert shape.layer_parameters(tp=2) == 2 * 64 * 32 * 2 + 3 * 64 * 64 + 2 * 64
+
+
+def test_logits_are_counted_by_the_chunk() -> None:
+    assert MAX_LOGITS == logprobs.MAX_LOGITS
+    # Of 150,000 words 111 tokens have 2²⁴ logits, less a few: 200 MB with what is made of them, however many follow.
+    shape = replace(SMALL, vocab_size=150_000)
+    assert logit_bytes(shape, 100) == 3 * 4 * 100 * 150_000
+    assert logit_bytes(shape, 112) == logit_bytes(shape, 10_000) == 3 * 4 * 111 * 150_000
+    # A single token's are never cut.
+    assert logit_bytes(replace(SMALL, vocab_size=2**25), 9) == 3 * 4 * 2**25

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.padding import pad, unpad
 
@@ -170,10 +171,18 @@ class HeadedLM(nn.Module):
             part.config.layer_types = self.lm.config.layer_types[first : first + len(layers)]
         return part
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits [N, V] of hidden states [N, H]."""
-        out: Tensor = self.lm.get_output_embeddings()(hidden)
-        return out
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
+        layer, vocab_size = self.lm.get_output_embeddings(), self.lm.config.vocab_size
+        plain = layer.forward
+        # One call of the layer, whatever the number of chunks: ZeRO-3 gathers its weight once for all of them, and
+        # ranks whose rows need other numbers of chunks still meet in the same collectives.
+        layer.forward = functools.partial(chunked_logprobs_and_entropy, plain, vocab_size=vocab_size)
+        try:
+            logprobs, entropy = layer(hidden, targets, temperature)
+        finally:
+            layer.forward = plain
+        return logprobs, entropy
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""

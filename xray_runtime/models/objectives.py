@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.logprobs import logprobs_and_entropy
 from xray_runtime.models.heads import HeadedLM
 
 Tensors = dict[str, Tensor]
@@ -58,7 +57,7 @@ def response_positions(rows: Tensors) -> Tensor:
 def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [R], entropy [R]) of the response tokens: logits are computed at their positions alone."""
     at = response_positions(rows)
-    return logprobs_and_entropy(module.logits(hidden[at - 1]), rows["input_ids"][at], temperature)
+    return module.logprobs(hidden[at - 1], rows["input_ids"][at], temperature)
 
 
 def by_row(flat: Tensor, rows: Tensors) -> list[Tensor]:

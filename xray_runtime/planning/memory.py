@@ -25,6 +25,8 @@ LIVE_PARAMETERS = 1_000_000_000
 """Parameters ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`, DeepSpeed's default)."""
 GENERATOR_BATCH_TOKENS = 16_384
 """Tokens vLLM runs in one pass while it reads prompts (`max_num_batched_tokens`, its default on large GPUs)."""
+MAX_LOGITS = 2**24
+"""Logits X-ray makes at a time (`algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
 PROCESS_BYTES = 500_000_000
 """A process of one Workhorse before it holds a model: private memory after imports on CPU (measured: 0.43 GB with
 DeepSpeed, 0.58 GB with vLLM), about a CUDA context on a GPU."""
@@ -186,8 +188,12 @@ def activation_bytes(
 
 
 def logit_bytes(shape: ModelShape, positions: int) -> int:
-    """Logits of `positions` tokens and what log-softmax and entropy make of them: four float32 [positions, V]."""
-    return 4 * FLOAT32_BYTES * positions * shape.vocab_size
+    """Logits of `positions` tokens and what log-softmax and entropy make of them: three float32 [positions, V].
+
+    Of more than `MAX_LOGITS` logits a chunk exists at a time.
+    """
+    positions = min(positions, max(MAX_LOGITS // shape.vocab_size, 1))
+    return 3 * FLOAT32_BYTES * positions * shape.vocab_size
 
 
 def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
