@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +16,26 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
+from benchmarks.layouts import (
+    CONFIG,
+    Run,
+    collect,
+    differences,
+    global_batches,
+    make_model,
+    run_layout,
+    spec_of,
+    updates,
+)
 from benchmarks.ranks import run_ranks
 from tests.component.models import open_models
+from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.shard_loading import fill
+from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
@@ -79,6 +92,33 @@ def test_the_layout_does_not_show(
 def test_splitting_divides_what_a_rank_holds(tiny_model: Path, batches: list[Rows], alone: Run, tmp_path: Path) -> None:
     split = run_layout(spec_of(tiny_model, TP_PP), batches, 2, tmp_path)
     assert max(sum(rank.values()) for rank in split.held) < 0.55 * sum(alone.held[0].values())
+
+
+def chunked(
+    learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], last: int, max_logits: int
+) -> dict[str, Any]:
+    """Updates with logits of so few tokens at a time that ranks need different numbers of chunks."""
+    heads.chunked_logprobs_and_entropy = functools.partial(  # type: ignore[attr-defined]
+        logprobs.chunked_logprobs_and_entropy, max_logits=max_logits
+    )
+    return updates(learner, deal, batches, 0, last)
+
+
+def test_chunks_of_logits_do_not_show_where_the_output_layer_is_sharded(tmp_path: Path) -> None:
+    """ZeRO-3 of a model whose tied embedding is over the 100,000 elements up to which a parameter stays whole."""
+    model = make_model(tmp_path / "model")
+    batches = global_batches(model, count=2, num_rows=9)
+    # Four tokens of 320 logits at a time; in one process and all at once first.
+    runs = [
+        collect(spec, run_ranks(spec, tmp_path, chunked, batches, 3, max_logits))
+        for spec, max_logits in (
+            (spec_of(model, {}), 2**24),
+            (spec_of(model, {}), 1280),
+            (spec_of(model, ZERO_3, 64), 1280),
+        )
+    ]
+    for run in runs[1:]:
+        same(run, runs[0])
 
 
 class _ReachedError(Exception):

@@ -256,14 +256,14 @@ def test_a_count_becomes_a_plausible_llama(count: float) -> None:
 
 
 def test_a_layers_activations_by_hand() -> None:
-    # One token, float32. Norms: 2 · (64 · (4 + 4 + 4) + 4) = 1,544. Attention: q and output 2 · 64, k and v 2 · 32, of
-    # 4 bytes each, and 2 log-sums of 4: 776. MLP: 4 · 128 · 4 = 2,048.
-    assert layer_activation_bytes(SMALL, 1, 4) == 1544 + 776 + 2048
-    assert layer_activation_bytes(SMALL, 10, 4) == 10 * (1544 + 776 + 2048)
-    # bfloat16: norms 2 · (64 · (4 + 2 + 2) + 4) = 1,032; attention 192 · 2 + 8 = 392; MLP 1,024.
-    assert layer_activation_bytes(SMALL, 1, 2) == 1032 + 392 + 1024
-    # Two tensor-parallel ranks: one head each, the one key-value head on both; 32 + 32 + 2 · 32, and one log-sum.
-    assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 128 + 4) + 1024
+    # One token, float32. Norms: 2 · (64 · (4 + 4 + 4) + 4) = 1,544. Attention: q and output, twice, 3 · 64, k and v
+    # 2 · 32, of 4 bytes each, and 2 log-sums of 4: 1,032. MLP: 4 · 128 · 4 = 2,048.
+    assert layer_activation_bytes(SMALL, 1, 4) == 1544 + 1032 + 2048
+    assert layer_activation_bytes(SMALL, 10, 4) == 10 * (1544 + 1032 + 2048)
+    # bfloat16: norms 2 · (64 · (4 + 2 + 2) + 4) = 1,032; attention 256 · 2 + 8 = 520; MLP 1,024.
+    assert layer_activation_bytes(SMALL, 1, 2) == 1032 + 520 + 1024
+    # Two tensor-parallel ranks: one head each, the one key-value head on both; 3 · 32 + 2 · 32, and one log-sum.
+    assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 160 + 4) + 1024
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -272,6 +272,8 @@ def test_a_layers_activations_by_hand() -> None:
 def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: int, checkpointing: bool) -> None:
     import torch
     import transformers
+
+    from xray_runtime.models.heads import HeadedLM
 
     shape = replace(SMALL, num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=kv_heads, intermediate_size=320)
     config = transformers.LlamaConfig(
@@ -283,9 +285,9 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
         num_key_value_heads=kv_heads,
         use_cache=False,
     )
-    model = transformers.LlamaModel(config).to(getattr(torch, dtype)).train()
+    model = HeadedLM(transformers.LlamaForCausalLM(config)).to(getattr(torch, dtype))
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.checkpoint_activations()
     rows, length = 3, 40
     saved: dict[int, torch.Tensor] = {}
 
@@ -294,13 +296,13 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model(input_ids=torch.zeros((rows, length), dtype=torch.int64)).last_hidden_state
+        out = model.hidden(torch.zeros(rows * length, dtype=torch.int64), torch.full((rows,), length))
     keep(out)
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     tables = rows * length * 8  # the token ids
     if not checkpointing:
-        tables += 2 * length * 32 * width  # cosines and sines of the positions, the same for all rows and layers
+        tables += 2 * rows * length * 32 * width  # cosines and sines of the positions, the same for all layers
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) - tables
     predicted = activation_bytes(shape, rows * length, width, Layout(checkpointing=checkpointing))
     if checkpointing:

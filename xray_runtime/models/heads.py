@@ -1,8 +1,9 @@
 """A causal LM seen as policy, critic, reference or reward model.
 
 Shapes: B sequences of `lengths` [B], N tokens in all of them together, H hidden, V vocabulary. Ids [N] and states
-[N, H] of all sequences stand one after the other. For the layers they are padded on the right; with causal attention
-padding there needs no mask, since no real token ever looks to its right.
+[N, H] of all sequences stand one after the other, and so they go through the layers (`packing`). A model whose
+attention cannot be ours gets rows padded on the right; with causal attention padding there needs no mask, since no real
+token ever looks to its right.
 
 A model whose lower layers are frozen is run in two parts, `trunk` and `branch`: the trunk's output is the same for the
 policy at every update and for the reference, so it is computed once a rollout and kept (trlX's "hydra" model).
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.packing import can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 
 HEAD_PREFIX = "scalar."
@@ -61,6 +63,11 @@ class HeadedLM(nn.Module):
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
             nn.init.zeros_(self.scalar.bias)
+        self.packs = can_pack(lm)
+        """Whether sequences go through in one row, rather than padded."""
+        if self.packs:
+            for each in (lm, reference) if reference is not None else (lm,):
+                use_packed_attention(each)
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
         self.reference_layers: nn.ModuleList | None = None
@@ -118,15 +125,22 @@ class HeadedLM(nn.Module):
         """Hidden states [N, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
             trunk = self._part(0, self.lm.model.layers[: self.frozen_layers], nn.Identity())
-            return _run(trunk, lengths, input_ids=input_ids)
+            return self._run(trunk, lengths, input_ids=input_ids)
 
     def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None) -> Tensor:
         """Last hidden states [N, H]; from `trunk` states where they are given."""
         if trunk is None and not self.has_trunk:
-            return _run(self.lm.base_model, lengths, input_ids=input_ids)
+            return self._run(self.lm.base_model, lengths, input_ids=input_ids)
         states = self.trunk(input_ids, lengths) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
-        return _run(top, lengths, inputs_embeds=states)
+        return self._run(top, lengths, inputs_embeds=states)
+
+    def _run(self, backbone: Any, lengths: Tensor, **entering: Tensor) -> Tensor:
+        """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
+        if self.packs:
+            return packed_states(backbone, lengths, **entering)
+        padded = {name: pad(flat, lengths) for name, flat in entering.items()}
+        return unpad(backbone(**padded).last_hidden_state, lengths)
 
     def keep_stage(self, layers: range) -> None:
         """Keep one pipeline stage: these layers, and the parts below the first or above the last. Names do not change.
@@ -148,7 +162,7 @@ class HeadedLM(nn.Module):
     def stage_states(self, lengths: Tensor, **entering: Tensor) -> Tensor:
         """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
         layers = self.lm.model.layers[self.stage.start : self.stage.stop]
-        return _run(self._part(self.stage.start, layers, nn.Identity()), lengths, **entering)
+        return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, **entering)
 
     def reference_hidden(self, trunk: Tensor, lengths: Tensor) -> Tensor:
         """Last hidden states [N, H] of the reference branch."""
@@ -156,7 +170,7 @@ class HeadedLM(nn.Module):
         assert self.reference_norm is not None
         with torch.no_grad():
             branch = self._part(self.frozen_layers, self.reference_layers, self.reference_norm)
-            return _run(branch, lengths, inputs_embeds=trunk)
+            return self._run(branch, lengths, inputs_embeds=trunk)
 
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
@@ -213,12 +227,6 @@ class BorrowedHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))
-
-
-def _run(part: Any, lengths: Tensor, **entering: Tensor) -> Tensor:
-    """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
-    padded = {name: pad(flat, lengths) for name, flat in entering.items()}
-    return unpad(part(**padded).last_hidden_state, lengths)
 
 
 def built_like_llama(lm: Any) -> bool:

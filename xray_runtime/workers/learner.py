@@ -146,15 +146,16 @@ class Learner(Workhorse):
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
-        """Rows of like length; the same number of micro-batches on every rank."""
+        """Rows of like length together; the same number of micro-batches on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
 
-        widths = rows["input_ids"].lengths
+        tokens, packed = rows["input_ids"].lengths, self.module.packs
         if "rejected_ids" in rows:
-            widths = 2 * np.maximum(widths, rows["rejected_ids"].lengths)
-        groups = micro_batches(widths.tolist(), max_tokens)
+            rejected = rows["rejected_ids"].lengths
+            tokens = tokens + rejected if packed else 2 * np.maximum(tokens, rejected)
+        groups = micro_batches(tokens.tolist(), max_tokens, packed=packed)
         count = len(groups)
         if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)

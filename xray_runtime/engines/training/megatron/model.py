@@ -36,7 +36,7 @@ class MegatronLM(GPTModel):
         scalar_head: add the head on the last pipeline stage.
     """
 
-    has_trunk = False
+    has_trunk = packs = False
     reference_layers = None
 
     def __init__(self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool) -> None:
