@@ -27,7 +27,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.rows import Ragged, Rows
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),
@@ -57,13 +57,14 @@ def distance(directory: Path, rows: Rows, replies: Rows, temperature: float) -> 
     from xray_runtime.models.causal_lm import load_model
 
     lm, worst = load_model(directory), 0.0
-    for i, length in enumerate(rows["lengths"]):
-        reply = replies["response_ids"][i][replies["response_mask"][i]]
-        ids = torch.from_numpy(np.concatenate([rows["input_ids"][i, :length], reply]))[None]
+    for prompt, reply, logprobs in zip(
+        rows["input_ids"], replies["response_ids"], replies["rollout_logprobs"], strict=True
+    ):
+        length, ids = len(prompt), torch.from_numpy(np.concatenate([prompt, reply]))[None]
         with torch.no_grad():
             logp = torch.log_softmax(lm(ids).logits[0].float() / temperature, -1)[length - 1 : -1]
         own = logp.gather(1, ids[0, length:, None])[:, 0].numpy()
-        worst = max(worst, float(np.abs(own - replies["rollout_logprobs"][i, : len(reply)]).max()))
+        worst = max(worst, float(np.abs(own - logprobs).max()))
     return worst
 
 
@@ -86,8 +87,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = args.model or fresh_model(Path(folder) / "model")
         rng = np.random.default_rng(0)
-        ids, lengths = pad([rng.integers(5, 250, size=n).tolist() for n in rng.integers(4, 32, args.prompts)], 0)
-        rows = {"input_ids": ids, "lengths": lengths, "seed": np.arange(args.prompts)}
+        prompts = Ragged.of(rng.integers(5, 250, size=n) for n in rng.integers(4, 32, args.prompts))
+        rows = {"input_ids": prompts, "seed": np.arange(args.prompts)}
         eos = load_tokenizer(directory).eos_token_id
         sampling = Sampling(args.new_tokens, 1.0, eos_token_id=eos, pad_token_id=0)
         print(f"{machine()}; {args.prompts} prompts, {args.new_tokens} new tokens each\n")
@@ -103,7 +104,7 @@ def main() -> None:
                 ask = functools.partial(models["generator"].generate.remote, rows, sampling, 0)
                 replies: Rows = ray.get(ask())
                 seconds = times(functools.partial(_answered, ask), repeats=3)
-            tokens = float(replies["response_mask"].sum())
+            tokens = float(len(replies["response_ids"].values))
             speeds = [tokens / s for s in seconds]
             fastest = fastest or speeds
             worst = distance(directory, rows, replies, sampling.temperature)

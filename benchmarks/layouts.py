@@ -30,9 +30,10 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.workers.learner import Learner
+from xray_runtime.stages.common import text_rows
+from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64
@@ -87,27 +88,23 @@ def global_batches(model: Path, count: int = NUM_BATCHES, num_rows: int = NUM_RO
     for _ in range(count):
         prompts = [rng.integers(5, 280, size=rng.integers(3, 12)) for _ in range(num_rows)]
         replies = [rng.integers(5, 280, size=rng.integers(3, 14)) for _ in range(num_rows)]
-        ids, lengths = pad((np.concatenate(pair).tolist() for pair in zip(prompts, replies, strict=True)), 0)
-        rows: Rows = {
-            "input_ids": ids,
-            "prompt_lengths": np.array([len(p) for p in prompts]),
-            "lengths": lengths,
-        }
+        rows = text_rows(prompts, replies)
         with torch.no_grad():
-            scores = PPOObjective(CONFIG).score(module, {name: torch.from_numpy(c) for name, c in rows.items()})
-        shape = scores["logprobs"].shape
+            scores = PPOObjective(CONFIG).score(module, as_tensors(rows))
+        logprobs, values = (Ragged.of(scores[name], np.float32) for name in ("logprobs", "values"))
 
-        def noise(scale: float, shape: Any = shape) -> np.ndarray:
-            return rng.normal(0.0, scale, size=shape).astype(np.float32)
+        def like(column: np.ndarray, offsets: np.ndarray = logprobs.offsets) -> Ragged:
+            return Ragged(column.astype(np.float32), offsets)
 
+        noise = rng.normal(size=(3, len(logprobs.values)))
         batches.append(
             rows
             | {
-                "old_logprobs": scores["logprobs"].numpy() + noise(0.1),
-                "advantages": noise(1.0),
-                "weights": np.ones(shape, np.float32),
-                "values": scores["values"].numpy(),
-                "returns": noise(1.0),
+                "old_logprobs": like(logprobs.values + 0.1 * noise[0]),
+                "advantages": like(noise[1]),
+                "weights": like(np.ones(len(logprobs.values))),
+                "values": values,
+                "returns": like(noise[2]),
             }
         )
     return batches
@@ -131,7 +128,7 @@ def updates(
     for number in range(first, last):
         stepper.apply = measured_step if number == first + 1 else step
         rows = batches[number % len(batches)]
-        tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+        tokens = float(num_response_tokens(rows))
         start = time.perf_counter()
         stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr)
         seconds.append(time.perf_counter() - start)

@@ -30,7 +30,7 @@ from xray_runtime.models.objectives import Objective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Rows, num_response_tokens
 from xray_runtime.workers.workhorse import SPIN_COUNT, RankInfo
 
 BASE = FreshBase(
@@ -84,7 +84,7 @@ def seconds(learners: list[Any], batches: list[Rows], at_once: int) -> float:
     begin = time.perf_counter()
     for number in range(NUM_STEPS):
         rows = batches[number % len(batches)]
-        tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+        tokens = float(num_response_tokens(rows))
         ray.get([learner.train.remote(rows, {"tokens": tokens}, CONFIG.lr, at_once) for learner in learners])
     return time.perf_counter() - begin
 

@@ -18,7 +18,7 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import pad
+from xray_runtime.workers.rows import Ragged
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
 
@@ -36,9 +36,8 @@ def test_the_generator_follows_a_trained_policy(
         "generator": GeneratorSpec(tiny_model, 32),
         "policy": ModelSpec(tiny_model, SFTObjective(), training=config),
     }
-    ids, lengths = pad([[5, 9, 7, 42], [8, 100, 3]], 0)
-    asked = {"input_ids": ids, "lengths": lengths, "seed": np.array([1, 2])}
-    text = {"input_ids": ids, "prompt_lengths": np.array([1, 1]), "lengths": lengths}
+    ids = Ragged.of([[5, 9, 7, 42], [8, 100, 3]])
+    asked, text = {"input_ids": ids, "seed": np.array([1, 2])}, {"input_ids": ids, "prompt_lengths": np.array([1, 1])}
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
 
@@ -65,11 +64,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
     shape = transformers.LlamaConfig(vocab_size=320, hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
     training = SFTConfig(engine=EngineConfig(zero_stage=zero_stage))
-    rows = {
-        "input_ids": np.arange(5, 17).reshape(2, 6),
-        "prompt_lengths": np.array([2, 3]),
-        "lengths": np.array([6, 6]),
-    }
+    rows = {"input_ids": Ragged.of(np.arange(5, 17).reshape(2, 6)), "prompt_lengths": np.array([2, 3])}
     stats, asleep, awake = {}, 0, 0
     for sleeps in (False, True):
         runtime = RuntimeConfig(device="cuda", trainer_sleeps=sleeps)
@@ -97,11 +92,10 @@ def test_a_generator_that_sleeps_gives_its_memory_and_answers_alike(
     for sleeps in (False, True):
         runtime = RuntimeConfig(device="cuda", generator_sleeps=sleeps)
         with open_models(runtime, tmp_path, {"generator": GeneratorSpec(tiny_model, 32)}) as models:
-            ids, lengths = pad([[5, 9, 7, 42], [8, 100, 3]], 0)
-            asked = {"input_ids": ids, "lengths": lengths, "seed": np.array([1, 2])}
+            asked = {"input_ids": Ragged.of([[5, 9, 7, 42], [8, 100, 3]]), "seed": np.array([1, 2])}
             for _ in range(2):
                 answers[sleeps] = ray.get(models["generator"].generate.remote(asked, SAMPLING, 0))
             free[sleeps] = torch.cuda.mem_get_info()[0]
-    for name, column in answers[False].items():
-        np.testing.assert_array_equal(answers[True][name], column)
+    for name in ("response_ids", "rollout_logprobs"):
+        np.testing.assert_array_equal(answers[True][name].values, answers[False][name].values)
     assert free[True] > free[False] + 2**30

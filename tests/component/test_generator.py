@@ -23,11 +23,12 @@ from xray_runtime.engines.generation.sampling import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.stages.common import text_rows
 from xray_runtime.weights.object_store import WeightTransferError, pack
 from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import pad, take
+from xray_runtime.workers.rows import Ragged, Rows, take
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),
@@ -57,15 +58,13 @@ def models(
 
 
 @pytest.fixture(scope="module")
-def prompts() -> dict[str, np.ndarray]:
+def prompts() -> Rows:
     rng = np.random.default_rng(3)
-    ids, lengths = pad((rng.integers(5, 280, size=n).tolist() for n in (4, 9, 5, 7, 3, 8)), 0)
-    return {"input_ids": ids, "lengths": lengths, "seed": np.arange(100, 100 + NUM_PROMPTS)}
+    ids = Ragged.of(rng.integers(5, 280, size=n) for n in (4, 9, 5, 7, 3, 8))
+    return {"input_ids": ids, "seed": np.arange(100, 100 + NUM_PROMPTS)}
 
 
-def generate(
-    models: dict[str, Any], rows: dict[str, np.ndarray], version: int, sampling: Sampling = SAMPLING
-) -> dict[str, np.ndarray]:
+def generate(models: dict[str, Any], rows: Rows, version: int, sampling: Sampling = SAMPLING) -> Rows:
     return ray.get(models["generator"].generate.remote(rows, sampling, version))
 
 
@@ -73,35 +72,32 @@ def tensors(tiny_model: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor * scale) for name, tensor in sorted(load_file(tiny_model / "model.safetensors").items())]
 
 
-def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.ndarray], tiny_model: Path) -> None:
+def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, agree, refuse, update, agree again."""
     # Whoever is killed leaves nothing in shared memory: what is mapped has no name any more.
     mapped = ray.get(models["generator"].__ray_call__.remote(_shared_memory))
     assert [line for line in mapped if not line.endswith("(deleted)")] == []
 
     first = generate(models, prompts, 0)
-    assert (first["response_mask"].sum(1) >= 1).all()
+    assert (first["response_ids"].lengths >= 1).all()
 
     # As the temperature goes to 0, replies are transformers' greedy ones.
     cold = generate(models, prompts, 0, dataclasses.replace(SAMPLING, temperature=0.01))
-    assert [r[m].tolist() for r, m in zip(cold["response_ids"], cold["response_mask"], strict=True)] == _greedy(
-        tiny_model, prompts
-    )
+    assert [reply.tolist() for reply in cold["response_ids"]] == _greedy(tiny_model, prompts)
 
     # A reply depends on its own seed alone, not on its neighbours.
     some = generate(models, take(prompts, [4, 1]), 0)
-    np.testing.assert_array_equal(some["response_ids"], first["response_ids"][[4, 1]])
-    np.testing.assert_array_equal(some["rollout_logprobs"], first["rollout_logprobs"][[4, 1]])
+    same(some, take(first, [4, 1]))
 
     # More prompts than an engine takes in at a time.
     many = generate(models, take(prompts, [0, 1, 2, 3, 4, 5] * 20), 0)
-    np.testing.assert_array_equal(many["rollout_logprobs"][-NUM_PROMPTS:], first["rollout_logprobs"])
+    same({name: column[-NUM_PROMPTS:] for name, column in many.items()}, first)
 
     # Log-probabilities are those of an independent forward, at the sampling temperature.
-    asked = [ids[:n].tolist() for ids, n in zip(prompts["input_ids"], prompts["lengths"], strict=True)]
+    asked = [ids.tolist() for ids in prompts["input_ids"]]
     rows = _with_replies(prompts, first)
-    scored = ray.get(models["scorer"].score.remote(rows, SAMPLING.max_new_tokens))["ref_logprobs"]
-    np.testing.assert_allclose(first["rollout_logprobs"], scored, atol=2e-5)
+    scored = ray.get(models["scorer"].score.remote(rows))["ref_logprobs"]
+    np.testing.assert_allclose(first["rollout_logprobs"].values, scored.values, atol=2e-5)
 
     # Another version than the one held is refused.
     with pytest.raises(Exception, match="asked to generate with policy version 1") as stale:
@@ -116,7 +112,7 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     with pytest.raises(Exception, match="checksum") as corrupt:
         ray.get(models["generator"].load_weights.remote(bad))
     assert isinstance(root_cause(corrupt.value), WeightTransferError)
-    np.testing.assert_array_equal(generate(models, prompts, 0)["response_ids"], first["response_ids"])
+    same(generate(models, prompts, 0), first)
 
     # One that breaks off inside the engine's load, after some layers took it over, is undone.
     misfit = [
@@ -124,16 +120,14 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     ]
     with pytest.raises(Exception, match=r"(?i)size|shape|tensor"):
         ray.get(models["generator"].load_weights.remote(pack(misfit, version=1)))
-    again = generate(models, prompts, 0)
-    np.testing.assert_array_equal(again["response_ids"], first["response_ids"])
-    np.testing.assert_array_equal(again["rollout_logprobs"], first["rollout_logprobs"])
+    same(generate(models, prompts, 0), first)
 
     # The whole update arrives: replies are now those of the new weights, also through the tied output layer.
     assert ray.get(models["generator"].load_weights.remote(good)) == 1
     second = generate(models, prompts, 1)
-    assert (second["rollout_logprobs"] != first["rollout_logprobs"]).any()
+    assert not np.array_equal(second["rollout_logprobs"].values, first["rollout_logprobs"].values)
     expected = _logprobs(tiny_model, tensors(tiny_model, 1.5), asked, second)
-    np.testing.assert_allclose(second["rollout_logprobs"], expected, atol=2e-5)
+    np.testing.assert_allclose(second["rollout_logprobs"].values, expected, atol=2e-5)
 
     # A partial update (a frozen trunk sends nothing) leaves the rest as it was.
     norm_only = [(n, t) for n, t in tensors(tiny_model, 0.5) if n == "model.norm.weight"]
@@ -141,35 +135,35 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: dict[str, np.n
     third = generate(models, prompts, 2)
     mixed = dict(tensors(tiny_model, 1.5)) | dict(norm_only)
     expected = _logprobs(tiny_model, list(mixed.items()), asked, third)
-    np.testing.assert_allclose(third["rollout_logprobs"], expected, atol=2e-5)
+    np.testing.assert_allclose(third["rollout_logprobs"].values, expected, atol=2e-5)
 
 
 def _logprobs(
-    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: dict[str, np.ndarray]
-) -> np.ndarray:
-    """Log-probabilities of the replies under `weights`, by transformers in float64."""
+    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Rows
+) -> list[float]:
+    """Log-probabilities of the replies' tokens under `weights`, by transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     lm.load_state_dict({name: tensor.double() for name, tensor in weights}, strict=False)
     lm.tie_weights()
-    expected = np.zeros_like(out["rollout_logprobs"])
-    for row, prompt in enumerate(asked):
-        reply = out["response_ids"][row][out["response_mask"][row]].tolist()
+    expected: list[float] = []
+    for prompt, ids in zip(asked, out["response_ids"], strict=True):
+        reply = ids.tolist()
         logits = lm(torch.tensor([prompt + reply])).logits[0].detach() / SAMPLING.temperature
         logp = torch.log_softmax(logits, -1)
-        expected[row, : len(reply)] = [float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(reply)]
+        expected += [float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(reply)]
     return expected
 
 
-def _greedy(directory: Path, prompts: dict[str, np.ndarray]) -> list[list[int]]:
+def _greedy(directory: Path, prompts: Rows) -> list[list[int]]:
     """What argmax gives, token by token, up to and with the end token."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     replies = []
-    for ids, length in zip(prompts["input_ids"], prompts["lengths"], strict=True):
-        tokens = ids[:length].tolist()
+    for ids in prompts["input_ids"]:
+        tokens, length = ids.tolist(), len(ids)
         while len(tokens) < length + SAMPLING.max_new_tokens:
             tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
             if tokens[-1] == SAMPLING.eos_token_id:
@@ -178,16 +172,14 @@ def _greedy(directory: Path, prompts: dict[str, np.ndarray]) -> list[list[int]]:
     return replies
 
 
-def test_replicas_answer_as_one(
-    tiny_model: Path, prompts: dict[str, np.ndarray], cluster: None, tmp_path: Path
-) -> None:
+def test_replicas_answer_as_one(tiny_model: Path, prompts: Rows, cluster: None, tmp_path: Path) -> None:
     """Two replicas behind a WholeModel, and one engine in this process: the same replies, to the bit."""
     config = GeneratorConfig(engine="transformers")
     torch.set_num_threads(1)
     alone = Generation(tiny_model, 32, config, RUNTIME, Place("cpu"))
     rows = take(prompts, [0, 1, 2, 3, 4, 5] * 7)
     rows["seed"] = np.arange(len(rows["seed"]))
-    asked = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
+    asked = [ids.tolist() for ids in rows["input_ids"]]
     expected = alone.generate(asked, rows["seed"].tolist(), SAMPLING, 0)
     two = RUNTIME.model_copy(update={"generator_replicas": 2})
     with open_models(two, tmp_path, {"generator": GeneratorSpec(tiny_model, 32, config)}) as models:
@@ -205,15 +197,14 @@ def test_replicas_answer_as_one(
         ray.get(models["generator"].__ray_call__.remote(partial(_tell_second, what=_die)))
         with pytest.raises(Exception, match=r"Workhorse 1 of 2 of 'generator' .* died"):
             ray.get(models["generator"].load_weights.remote(pack(tensors(tiny_model, 2.0), version=2)))
-    assert (moved["rollout_logprobs"] != expected["rollout_logprobs"]).any()
-    for name, column in expected.items():
-        np.testing.assert_array_equal(back[name], column)
-        np.testing.assert_array_equal(answer[name], column)
-        np.testing.assert_array_equal(one_row[name], column[[3]])
+    assert not np.array_equal(moved["rollout_logprobs"].values, expected["rollout_logprobs"].values)
+    same(back, expected)
+    same(answer, expected)
+    same(one_row, take(expected, [3]))
 
 
 def test_a_sharded_policy_is_followed_by_every_engine(
-    cluster: None, tiny_model: Path, tmp_path: Path, prompts: dict[str, np.ndarray]
+    cluster: None, tiny_model: Path, tmp_path: Path, prompts: Rows
 ) -> None:
     """Parameters that ZeRO-3 has cut over two Workhorses, in vLLM and in DeepSpeed Inference."""
     config = PPOStageConfig(temperature=SAMPLING.temperature, engine=EngineConfig(zero_stage=3, num_workhorses=2))
@@ -222,26 +213,33 @@ def test_a_sharded_policy_is_followed_by_every_engine(
     specs["policy"] = ModelSpec(tiny_model, PPOObjective(config), training=config, new_head=True)
     with open_models(RUNTIME, tmp_path, specs) as models:
         before = {name: ray.get(models[name].generate.remote(prompts, SAMPLING, 0)) for name in generators}
-        rows, width = _with_replies(prompts, before["vllm"]), SAMPLING.max_new_tokens
-        scores = ray.get(models["policy"].score.remote(rows, width))
+        rows = _with_replies(prompts, before["vllm"])
+        scores = ray.get(models["policy"].score.remote(rows))
+        ones = Ragged(np.ones_like(scores["values"].values), scores["values"].offsets)
         columns = {"old_logprobs": scores["logprobs"], "values": scores["values"]}
-        columns |= {name: np.ones_like(scores["values"]) for name in ("advantages", "weights", "returns")}
+        columns |= dict.fromkeys(("advantages", "weights", "returns"), ones)
         ray.get(models["policy"].train.remote(rows | columns, {"tokens": 10.0}, 1e-2))
         for name in generators:
             ray.get(models[name].follow.remote(models["policy"], 1))
             with pytest.raises(Exception, match="asked to generate with policy version 0"):
                 ray.get(models[name].generate.remote(prompts, SAMPLING, 0))
             after = ray.get(models[name].generate.remote(prompts, SAMPLING, 1))
-            assert (after["rollout_logprobs"] != before[name]["rollout_logprobs"]).any()
-            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after), width))["logprobs"]
-            np.testing.assert_allclose(after["rollout_logprobs"], scored, atol=2e-5)
+            sampled = after["rollout_logprobs"].values
+            assert not np.array_equal(sampled, before[name]["rollout_logprobs"].values)
+            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after)))["logprobs"]
+            np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
 
 
-def _with_replies(prompts: dict[str, np.ndarray], rollout: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    asked = [ids[:n].tolist() for ids, n in zip(prompts["input_ids"], prompts["lengths"], strict=True)]
-    replies = [r[m].tolist() for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
-    ids, lengths = pad((p + r for p, r in zip(asked, replies, strict=True)), 0)
-    return {"input_ids": ids, "prompt_lengths": prompts["lengths"], "lengths": lengths}
+def _with_replies(prompts: Rows, rollout: Rows) -> Rows:
+    return text_rows([ids.tolist() for ids in prompts["input_ids"]], rollout["response_ids"])
+
+
+def same(found: Rows, expected: Rows) -> None:
+    """To the bit."""
+    for name in ("response_ids", "rollout_logprobs"):
+        np.testing.assert_array_equal(found[name].offsets, expected[name].offsets)
+        np.testing.assert_array_equal(found[name].values, expected[name].values)
+    np.testing.assert_array_equal(found["ended"], expected["ended"])
 
 
 def _shared_memory(model: Any) -> list[str]:

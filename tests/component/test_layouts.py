@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,22 +16,34 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of, updates
+from benchmarks.layouts import (
+    CONFIG,
+    Run,
+    collect,
+    differences,
+    global_batches,
+    make_model,
+    run_layout,
+    spec_of,
+    updates,
+)
 from benchmarks.ranks import run_ranks
 from tests.component.models import open_models
+from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.shard_loading import fill
+from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
-from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Ragged, Rows
 from xray_runtime.workers.workhorse import RankInfo
 
 NUM_UPDATES = 4
@@ -79,6 +92,33 @@ def test_the_layout_does_not_show(
 def test_splitting_divides_what_a_rank_holds(tiny_model: Path, batches: list[Rows], alone: Run, tmp_path: Path) -> None:
     split = run_layout(spec_of(tiny_model, TP_PP), batches, 2, tmp_path)
     assert max(sum(rank.values()) for rank in split.held) < 0.55 * sum(alone.held[0].values())
+
+
+def chunked(
+    learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], last: int, max_logits: int
+) -> dict[str, Any]:
+    """Updates with logits of so few tokens at a time that ranks need different numbers of chunks."""
+    heads.chunked_logprobs_and_entropy = functools.partial(  # type: ignore[attr-defined]
+        logprobs.chunked_logprobs_and_entropy, max_logits=max_logits
+    )
+    return updates(learner, deal, batches, 0, last)
+
+
+def test_chunks_of_logits_do_not_show_where_the_output_layer_is_sharded(tmp_path: Path) -> None:
+    """ZeRO-3 of a model whose tied embedding is over the 100,000 elements up to which a parameter stays whole."""
+    model = make_model(tmp_path / "model")
+    batches = global_batches(model, count=2, num_rows=9)
+    # Four tokens of 320 logits at a time; in one process and all at once first.
+    runs = [
+        collect(spec, run_ranks(spec, tmp_path, chunked, batches, 3, max_logits))
+        for spec, max_logits in (
+            (spec_of(model, {}), 2**24),
+            (spec_of(model, {}), 1280),
+            (spec_of(model, ZERO_3, 64), 1280),
+        )
+    ]
+    for run in runs[1:]:
+        same(run, runs[0])
 
 
 class _ReachedError(Exception):
@@ -215,15 +255,14 @@ def test_going_on_under_the_same_layout_gives_the_same_bits(
 def pairs_learnt(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> dict[str, Any]:
     """Two steps of a reward model and its scores."""
     stats = [learner.train(deal(rows), {"rows": 6.0}, 1e-3) for _ in range(2)]
-    chosen = {name: rows[name] for name in ("input_ids", "lengths")}
-    return {"losses": [s.get("loss", 0.0) for s in stats], "scores": learner.score(deal(chosen), 0).get("scores")}
+    chosen = {"input_ids": rows["input_ids"]}
+    return {"losses": [s.get("loss", 0.0) for s in stats], "scores": learner.score(deal(chosen)).get("scores")}
 
 
 def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    rows: Rows = {}
-    for ids, lengths in (("input_ids", "lengths"), ("rejected_ids", "rejected_lengths")):
-        rows |= {ids: rng.integers(5, 280, size=(6, 14)), lengths: rng.integers(5, 15, size=6)}
+    names = ("input_ids", "rejected_ids")
+    rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
 
     def learnt(layout: dict[str, int]) -> dict[str, Any]:
         training = RewardConfig(engine=EngineConfig(micro_batch_tokens=64, **layout))
@@ -266,19 +305,19 @@ def test_what_a_model_can_be_cut_into_is_known_from_its_config(tiny_model: Path,
 
 def test_a_pipeline_is_one_whole_model(cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path) -> None:
     """Over Ray: scores of all rows in order, one learning step, and the same weights exported and saved."""
-    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths", "lengths")}
+    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths")}
     module = HeadedLM(load_model(tiny_model), scalar_head=True).eval()
     with torch.no_grad():
-        expected = PPOObjective(CONFIG).score(module, {n: torch.from_numpy(c) for n, c in rows.items()})["logprobs"]
+        expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
     runtime = RuntimeConfig(threads=1, device="cpu")
     with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, PP, 32)}) as models:
         policy = models["policy"]
-        scores = ray.get(policy.score.remote(rows, expected.shape[1]))
+        scores = ray.get(policy.score.remote(rows))
         stats = ray.get(policy.train.remote(batches[0], {"tokens": 60.0}, 1e-3))
         ray.get(policy.save.remote(tmp_path / "out", "head/head.safetensors"))
         update = ray.get(policy.export_weights.remote(1))
         exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
-    np.testing.assert_allclose(scores["logprobs"], expected.numpy(), atol=1e-5)
+    np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=1e-5)
     assert stats["policy_loss"] != 0.0
     saved, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(tiny_model / "model.safetensors")
     assert saved.keys() == before.keys()

@@ -24,9 +24,10 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
@@ -38,8 +39,7 @@ def text(num_rows: int = 9, seed: int = 0) -> Rows:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
     replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
-    ids, lengths = pad((p + r for p, r in zip(prompts, replies, strict=True)), 0)
-    return {"input_ids": ids, "prompt_lengths": np.array([len(p) for p in prompts]), "lengths": lengths}
+    return text_rows(prompts, replies)
 
 
 def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[list[float], list[float], dict[str, Any]]:
@@ -49,7 +49,7 @@ def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[lis
     with open_models(RUNTIME, logs, {"policy": ModelSpec(model, SFTObjective(), training=config)}) as models:
         for step in range(NUM_STEPS):
             rows = text(seed=step % 2)
-            tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+            tokens = float(num_response_tokens(rows))
             stats = ray.get(models["policy"].train.remote(rows, {"tokens": tokens}, 1e-2))
             losses.append(stats["nll"] / tokens)
             norms.append(stats["grad_norm"])
@@ -93,18 +93,15 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
     from transformers import AutoModelForCausalLM
 
     rows = text(num_rows=7)
-    width = int((rows["lengths"] - rows["prompt_lengths"]).max())
     spec = ModelSpec(tiny_model, ReferenceObjective(1.0), score_tokens=24)
     with open_models(RUNTIME, tmp_path, {"reference": spec}) as models:
-        scores = ray.get(models["reference"].score.remote(rows, width))["ref_logprobs"]
+        scores = ray.get(models["reference"].score.remote(rows))["ref_logprobs"]
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    for i in range(7):
-        ids = torch.from_numpy(rows["input_ids"][i, : rows["lengths"][i]])[None]
-        start = rows["prompt_lengths"][i]
+    for tokens, start, found in zip(rows["input_ids"], rows["prompt_lengths"], scores, strict=True):
+        ids = torch.from_numpy(tokens)[None]
         logp = torch.log_softmax(lm(ids).logits[0], -1)
         expected = [float(logp[t - 1, ids[0, t]].detach()) for t in range(start, ids.shape[1])]
-        np.testing.assert_allclose(scores[i, : len(expected)], expected, atol=1e-5)
-        assert (scores[i, len(expected) :] == 0).all()
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,6 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
     rows = text(num_rows=7)
-    width = int((rows["lengths"] - rows["prompt_lengths"]).max())
     save_file({"weight": torch.randn(1, 64), "bias": torch.ones(1)}, tmp_path / "head.safetensors")
     objectives = {
         "reference": (ReferenceObjective(1.0), None),
@@ -132,10 +128,13 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
         for name, frozen in (("", layout), ("-alone", LayoutConfig()))
     }
     with open_models(RUNTIME, tmp_path, specs) as models:
-        scores = {role: ray.get(model.score.remote(rows, width)) for role, model in models.items()}
-    for role, name in (("reference", "ref_logprobs"), ("reward", "scores")):
-        np.testing.assert_allclose(scores[role][name], scores[f"{role}-alone"][name], atol=1e-5)
-        assert np.ptp(scores[role][name]) > 0.1
+        scores = {role: ray.get(model.score.remote(rows)) for role, model in models.items()}
+    for role, found in (
+        ("reference", lambda rows: rows["ref_logprobs"].values),
+        ("reward", lambda rows: rows["scores"]),
+    ):
+        np.testing.assert_allclose(found(scores[role]), found(scores[f"{role}-alone"]), atol=1e-5)
+        assert np.ptp(found(scores[role])) > 0.1
 
 
 @pytest.mark.parametrize("trainable", [1, 2], ids=["the upper layer learns", "all but the embeddings learn"])
@@ -146,7 +145,6 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
     config = PPOStageConfig(lr=1e-2)
     rows = text(num_rows=8)
     rows["id"] = np.arange(8)
-    width = int((rows["lengths"] - rows["prompt_lengths"]).max())
     shared = ModelSpec(
         tiny_model,
         PPOObjective(config),
@@ -156,24 +154,20 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
         reference=tiny_model,
     )
     with open_models(RUNTIME, tmp_path, {"cached": shared, "fresh": shared}) as models:
-        before = ray.get(models["cached"].score.remote(rows, width))
-        np.testing.assert_array_equal(before["logprobs"], before["ref_logprobs"])
-        columns = {
-            "old_logprobs": before["logprobs"],
-            "advantages": np.ones((8, width), "float32"),
-            "weights": np.ones((8, width), "float32"),
-            "values": before["values"],
-            "returns": np.ones((8, width), "float32"),
-        }
+        before = ray.get(models["cached"].score.remote(rows))
+        np.testing.assert_array_equal(before["logprobs"].values, before["ref_logprobs"].values)
+        ones = Ragged(np.ones_like(before["values"].values), before["values"].offsets)
+        columns = {"old_logprobs": before["logprobs"], "values": before["values"]}
+        columns |= dict.fromkeys(("advantages", "weights", "returns"), ones)
         for index in ([0, 3, 5], [1, 2, 7]):
             batch = take(rows | columns, index)
             cached = ray.get(models["cached"].train.remote(batch, {"tokens": 10.0}, 1e-2))
             del batch["id"]
             fresh = ray.get(models["fresh"].train.remote(batch, {"tokens": 10.0}, 1e-2))
             assert cached == pytest.approx(fresh, rel=1e-5, abs=1e-6)
-        after = ray.get(models["cached"].score.remote(rows, width))
-    np.testing.assert_allclose(after["ref_logprobs"], before["ref_logprobs"], atol=1e-6)
-    assert np.abs(after["logprobs"] - before["logprobs"]).max() > 1e-3
+        after = ray.get(models["cached"].score.remote(rows))
+    np.testing.assert_allclose(after["ref_logprobs"].values, before["ref_logprobs"].values, atol=1e-6)
+    assert np.abs(after["logprobs"].values - before["logprobs"].values).max() > 1e-3
 
 
 def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path, tiny_model: Path) -> None:

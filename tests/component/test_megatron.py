@@ -28,11 +28,12 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.stages.common import text_rows
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.rows import Ragged, Rows
 
 MEGATRON = {"library": "megatron"}
 
@@ -71,23 +72,23 @@ def grouped_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-def seen(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows, width: int) -> tuple[Rows, Rows]:
+def seen(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> tuple[Rows, Rows]:
     """Scores of `rows` and the weights as they come out again."""
     assert learner.engine is not None
-    return learner.score(deal(rows), width), {name: t.numpy().copy() for name, t in learner.engine.weights()}
+    return learner.score(deal(rows)), {name: t.numpy().copy() for name, t in learner.engine.weights()}
 
 
 @pytest.mark.parametrize("peers", [1, 2])
 def test_weights_go_in_and_out_and_score_as_in_hugging_face(grouped_model: Path, tmp_path: Path, peers: int) -> None:
     batch = global_batches(grouped_model, count=1, num_rows=9)[0]
-    rows = {name: batch[name] for name in ("input_ids", "prompt_lengths", "lengths")}
+    rows = {name: batch[name] for name in ("input_ids", "prompt_lengths")}
     module = HeadedLM(load_model(grouped_model), scalar_head=True).eval()
     with torch.no_grad():
-        expected = PPOObjective(CONFIG).score(module, {n: torch.from_numpy(c) for n, c in rows.items()})["logprobs"]
+        expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
     spec = spec_of(grouped_model, MEGATRON | {"tensor_parallel": peers, "num_workhorses": peers})
     before = load_file(grouped_model / "model.safetensors")
-    for scores, weights in run_ranks(spec, tmp_path, seen, rows, expected.shape[1]):
-        np.testing.assert_allclose(scores["logprobs"], expected.numpy(), atol=1e-5)
+    for scores, weights in run_ranks(spec, tmp_path, seen, rows):
+        np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=1e-5)
         assert weights.keys() - before.keys() == {"scalar.weight", "scalar.bias"}
         assert all(np.array_equal(weights[name], tensor) for name, tensor in before.items())
 
@@ -109,9 +110,8 @@ def rewarded(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Rows
 
 def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    rows: Rows = {}
-    for ids, lengths in (("input_ids", "lengths"), ("rejected_ids", "rejected_lengths")):
-        rows |= {ids: rng.integers(5, 280, size=(6, 14)), lengths: rng.integers(5, 15, size=6)}
+    names = ("input_ids", "rejected_ids")
+    rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
 
     def output_layer(layout: dict[str, Any]) -> np.ndarray:
         training = RewardConfig(weight_decay=0.1, engine=EngineConfig(**layout))
@@ -135,11 +135,11 @@ def test_what_needs_cuda_is_refused_on_cpu(
     tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        run_ranks(spec_of(tiny_model, MEGATRON | layout), tmp_path, seen, {}, 0)
+        run_ranks(spec_of(tiny_model, MEGATRON | layout), tmp_path, seen, {})
 
 
-PROMPTS, PROMPT_LENGTHS = pad([[5, 9, 7, 42], [8, 100, 3], [11, 12], [44, 45, 46, 47, 48]], 0)
-TEXT = {"input_ids": PROMPTS, "prompt_lengths": np.array([1, 1, 1, 2]), "lengths": PROMPT_LENGTHS}
+PROMPTS = Ragged.of([[5, 9, 7, 42], [8, 100, 3], [11, 12], [44, 45, 46, 47, 48]])
+TEXT = {"input_ids": PROMPTS, "prompt_lengths": np.array([1, 1, 1, 2])}
 
 
 def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -188,17 +188,16 @@ def test_vllm_samples_from_what_megatron_trained(cluster: None, tiny_model: Path
         "generator": GeneratorSpec(tiny_model, 32),
         "policy": ModelSpec(tiny_model, SFTObjective(), training=training),
     }
-    asked = {"input_ids": PROMPTS, "lengths": PROMPT_LENGTHS, "seed": np.arange(4)}
+    asked = {"input_ids": PROMPTS, "seed": np.arange(4)}
     sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
         ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 0.05))
         ray.get(generator.follow.remote(policy, 1))
         replies = ray.get(generator.generate.remote(asked, sampling, 1))
-        tokens = replies["response_mask"].sum(axis=1)
-        both = zip(PROMPTS, PROMPT_LENGTHS, replies["response_ids"], tokens, strict=True)
-        ids, lengths = pad([[*prompt[:n], *reply[:m]] for prompt, n, reply, m in both], 0)
-        scored = {"input_ids": ids, "prompt_lengths": PROMPT_LENGTHS, "lengths": lengths}
-        nll = ray.get(policy.score.remote(scored, 0))["nll"]
+        scored = text_rows([ids.tolist() for ids in PROMPTS], replies["response_ids"])
+        nll = ray.get(policy.score.remote(scored))["nll"]
     # vLLM computes in 16 bits on a GPU.
-    np.testing.assert_allclose(nll, -replies["rollout_logprobs"].sum(axis=1), atol=0.1 * sampling.max_new_tokens)
+    np.testing.assert_allclose(
+        nll, -replies["rollout_logprobs"].dense().sum(axis=1), atol=0.1 * sampling.max_new_tokens
+    )

@@ -22,6 +22,7 @@ from xray_runtime.planning.workload import trained_so
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
+from xray_runtime.workers.rows import Ragged
 from xray_runtime.workers.workhorse import RankInfo
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
@@ -82,9 +83,8 @@ def ranks(cluster: None) -> Iterator[list[Any]]:
 def measure(ranks: list[Any], model: Path, logs: Path, training: SFTConfig) -> list[dict[str, int]]:
     """What each rank holds in its second step: the first one makes the optimizer's states."""
     rows = {
-        "input_ids": np.full((1, 12), 5, dtype=np.int64),
+        "input_ids": Ragged.of([[5] * 12]),
         "prompt_lengths": np.array([4]),
-        "lengths": np.array([12]),
     }
     host, port = ray.get(ranks[0].rendezvous.remote())
     spec = ModelSpec(model, SFTObjective(), training=training)

@@ -22,7 +22,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Rows, num_response_tokens
 
 NUM_UPDATES = 3
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (1, 2, 3))
@@ -110,7 +110,7 @@ def test_going_on_from_offloaded_states_on_a_gpu(
     engine = {"zero_stage": 3, "offload": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
     spec = spec_of(tiny_model, engine)
     rows = batches[0]
-    totals = {"tokens": float((rows["lengths"] - rows["prompt_lengths"]).sum())}
+    totals = {"tokens": float(num_response_tokens(rows))}
 
     def third(save: bool) -> float:
         with open_models(RuntimeConfig(device="cuda"), tmp_path / "logs", {"policy": spec}) as models:

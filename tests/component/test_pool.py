@@ -28,7 +28,7 @@ from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.rows import Ragged, Rows
 
 numbers = itertools.count(2)
 
@@ -68,8 +68,7 @@ def num_idle(pool: Any) -> int:
 
 
 def text() -> Rows:
-    ids, lengths = pad([[5, 9, 7, 42, 1], [8, 100, 3]], 0)
-    return {"input_ids": ids, "prompt_lengths": np.array([2, 1]), "lengths": lengths}
+    return {"input_ids": Ragged.of([[5, 9, 7, 42, 1], [8, 100, 3]]), "prompt_lengths": np.array([2, 1])}
 
 
 def test_a_process_that_did_its_work_waits_for_the_next_model(pool: Any, holders: Any) -> None:

@@ -16,13 +16,14 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.rows import num_response_tokens
 
 
 def steps(model: Any, numbers: range) -> list[float]:
     found = []
     for step in numbers:
         rows = text(seed=step)
-        tokens = float((rows["lengths"] - rows["prompt_lengths"]).sum())
+        tokens = float(num_response_tokens(rows))
         found.append(ray.get(model.train.remote(rows, {"tokens": tokens}, 1e-2))["nll"])
     return found
 

@@ -47,14 +47,13 @@ def make_lm(tiny_tokenizer: Any) -> Callable[[int], Any]:
 
 @pytest.fixture(scope="session")
 def as_rows() -> Callable[..., dict[str, Tensor]]:
-    """(pairs, width, padding token) → rows as objectives read them, padded on the right to `width` at least."""
+    """Pairs → rows as objectives read them."""
 
-    def make(pairs: Pairs, width: int = 0, padding: int = 0) -> dict[str, Tensor]:
-        lengths = [len(p) + len(r) for p, r in pairs]
-        input_ids = torch.full((len(pairs), max(*lengths, width)), padding)
-        for i, (prompt, reply) in enumerate(pairs):
-            input_ids[i, : lengths[i]] = torch.tensor([*prompt, *reply])
-        prompt_lengths = torch.tensor([len(p) for p, _ in pairs])
-        return {"input_ids": input_ids, "prompt_lengths": prompt_lengths, "lengths": torch.tensor(lengths)}
+    def make(pairs: Pairs) -> dict[str, Tensor]:
+        return {
+            "input_ids": torch.tensor([token for prompt, reply in pairs for token in (*prompt, *reply)]),
+            "prompt_lengths": torch.tensor([len(p) for p, _ in pairs]),
+            "lengths": torch.tensor([len(p) + len(r) for p, r in pairs]),
+        }
 
     return make

@@ -16,7 +16,7 @@ from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.heads import HeadedLM
 
-IDS = torch.tensor([[5, 9, 7, 42, 8, 3], [8, 100, 3, 11, 250, 7]])
+TEXTS = torch.tensor([5, 9, 7, 42, 8, 3, 8, 100, 3, 11, 250, 7]), torch.tensor([6, 6])
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def checkpoint(lm: Any, tmp_path: Path) -> Path:
 
 
 def test_nothing_changes_until_an_adapter_learns(lm: Any, checkpoint: Path) -> None:
-    before = HeadedLM(lm).hidden(IDS).detach()
+    before = HeadedLM(lm).hidden(*TEXTS).detach()
     module = HeadedLM(lm, scalar_head=True, adapters=Adapters(lm, LoRAConfig(rank=2), checkpoint, seed=3))
-    hidden = module.hidden(IDS)
+    hidden = module.hidden(*TEXTS)
     assert torch.equal(hidden, before)
     (hidden.pow(3).sum() + module.scalars(hidden).sum()).backward()
     learned = {name for name, parameter in module.named_parameters() if parameter.grad is not None}

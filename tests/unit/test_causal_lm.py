@@ -175,7 +175,7 @@ def test_a_family_built_otherwise_works_whole(tmp_path: Path, tiny_tokenizer: An
     lm.eval()
     ids = torch.tensor([[5, 7, 11]])
     module = HeadedLM(lm, scalar_head=True)
-    torch.testing.assert_close(module.logits(module.hidden(ids)), lm(ids).logits)
+    torch.testing.assert_close(module.lm.lm_head(module.hidden(ids[0], torch.tensor([3]))), lm(ids).logits[0])
     with pytest.raises(ValueError, match=r"base\.trainable_layers: 1 is not allowed.*GPT2LMHeadModel"):
         HeadedLM(lm, trainable_layers=1)
 

@@ -129,7 +129,10 @@ def scores_of(out: Path, rows: Any) -> torch.Tensor:
     assert module.scalar is not None
     module.scalar.load_state_dict(load_file(out / REWARD_HEAD))
     with torch.no_grad():
-        return RewardObjective().score(module, {n: torch.from_numpy(c) for n, c in rows.items()})["scores"]
+        flat = {"input_ids": rows["input_ids"].values, "lengths": rows["input_ids"].lengths}
+        scores = RewardObjective().score(module, {n: torch.from_numpy(c) for n, c in flat.items()})["scores"]
+    assert isinstance(scores, torch.Tensor)
+    return scores
 
 
 def transformers_scores(directory: Path, rows: list[list[int]]) -> torch.Tensor:
@@ -160,8 +163,7 @@ def test_the_score_is_the_one_that_transformers_gives(
     rows = [[7, 40, 11, 95, 6], [8, 100, 33], [12, 5, 5, 61, 9, 77, 31, 2]]
     expected = transformers_scores(source, rows)
     assert expected.std() > 0.01
-    padded = text_rows([([], ids) for ids in rows], pad_token_id=0)
-    torch.testing.assert_close(scores_of(out, padded), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores_of(out, text_rows([[]] * len(rows), rows)), expected, rtol=1e-5, atol=1e-5)
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
 
@@ -172,7 +174,7 @@ def test_it_reads_whole_conversations_under_its_own_template(make: Make, tmp_pat
     ids = [tokenizer.apply_chat_template(c, tokenize=True, return_dict=False) for c in conversations]
     # Whatever tokens the policy made of it: here another tokenizer's.
     rows = RewardReader(out, "judge", train_tokenizer(["x"], 280)).rows(PROMPTS, REPLIES)
-    assert [row[:n].tolist() for row, n in zip(rows["input_ids"], rows["lengths"], strict=True)] == ids
+    assert [row.tolist() for row in rows["input_ids"]] == ids
     assert tokenizer.decode(ids[0]) == "<|user|>how are you today<|end|>\n<|assistant|>fine thanks<|end|>\n"
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
 
@@ -184,7 +186,7 @@ def test_where_the_end_token_pads_the_score_is_read_before_it(make: Make, tmp_pa
     rows = RewardReader(out, "judge").rows(PROMPTS, REPLIES)
     ids = encode_conversations(load_tokenizer(out), PROMPTS, REPLIES)
     assert [row[-1] for row in ids] == [tokenizer.eos_token_id] * 2
-    assert rows["lengths"].tolist() == [len(row) - 1 for row in ids]
+    assert rows["input_ids"].lengths.tolist() == [len(row) - 1 for row in ids]
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
 
 

@@ -12,14 +12,18 @@ import transformers
 from torch import Tensor
 
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.padding import unpad
 
 MakeLM = Callable[[int], Any]
-IDS = torch.tensor([[5, 9, 7, 42, 11, 6], [8, 8, 100, 3, 0, 0]])
+TEXTS = torch.tensor([[5, 9, 7, 42, 11, 6], [8, 8, 100, 3, 0, 0]])
+LENGTHS = torch.tensor([6, 4])
+IDS = unpad(TEXTS, LENGTHS)
 
 
-def last_hidden(lm: Any, ids: Tensor) -> Tensor:
+def last_hidden(lm: Any) -> Tensor:
+    """The library's last hidden states [N, H]."""
     with torch.no_grad():
-        return lm.model(input_ids=ids).last_hidden_state
+        return unpad(lm.model(input_ids=TEXTS).last_hidden_state, LENGTHS)
 
 
 def with_other_top(lm: Any, num_layers: int) -> Any:
@@ -35,15 +39,16 @@ def with_other_top(lm: Any, num_layers: int) -> Any:
 @pytest.mark.parametrize("trainable", [1, 2, 3])
 def test_trunk_and_branch_are_the_whole(make_lm: MakeLM, trainable: int) -> None:
     lm = make_lm(1)
-    expected = last_hidden(lm, IDS)
+    expected = last_hidden(lm)
     module = HeadedLM(lm, trainable_layers=trainable)
-    torch.testing.assert_close(module.hidden(IDS), expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(module.hidden(IDS, module.trunk(IDS)), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.hidden(IDS, LENGTHS, module.trunk(IDS, LENGTHS)), expected, rtol=0, atol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(module.logits(module.hidden(IDS)), lm(input_ids=IDS).logits, rtol=0, atol=1e-12)
+        logits = unpad(lm(input_ids=TEXTS).logits, LENGTHS)
+        torch.testing.assert_close(lm.lm_head(module.hidden(IDS, LENGTHS)), logits, rtol=0, atol=1e-12)
     # Running it in parts has not taken the model apart.
     assert len(lm.model.layers) == lm.config.num_hidden_layers == 3
-    torch.testing.assert_close(last_hidden(lm, IDS), expected, rtol=0, atol=0)
+    torch.testing.assert_close(last_hidden(lm), expected, rtol=0, atol=0)
 
 
 def test_the_parts_keep_to_each_layers_own_mask() -> None:
@@ -58,30 +63,30 @@ def test_the_parts_keep_to_each_layers_own_mask() -> None:
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter *= 10.0 if parameter.dim() > 1 else 1.0
-    expected = last_hidden(lm, IDS)
+    expected = last_hidden(lm)
     reference = with_other_top(lm, 3)
     for trainable in (1, 2, 3):
         module = HeadedLM(copy.deepcopy(lm), trainable_layers=trainable)
-        torch.testing.assert_close(module.hidden(IDS), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=0, atol=1e-12)
     module = HeadedLM(lm, trainable_layers=3, reference=reference)
-    ours = module.reference_hidden(module.trunk(IDS))
-    torch.testing.assert_close(ours, last_hidden(reference, IDS), rtol=0, atol=1e-12)
+    ours = module.reference_hidden(module.trunk(IDS, LENGTHS), LENGTHS)
+    torch.testing.assert_close(ours, last_hidden(reference), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("trainable", [1, 2, 3])
 def test_the_reference_branch_is_the_reference(make_lm: MakeLM, trainable: int) -> None:
     lm = make_lm(1)
     reference = with_other_top(lm, trainable)
-    expected = last_hidden(reference, IDS)
+    expected = last_hidden(reference)
     module = HeadedLM(lm, trainable_layers=trainable, reference=reference)
-    trunk = module.trunk(IDS)
-    torch.testing.assert_close(module.reference_hidden(trunk), expected, rtol=0, atol=1e-12)
-    assert (module.hidden(IDS, trunk) - expected).abs().max() > 1e-3
+    trunk = module.trunk(IDS, LENGTHS)
+    torch.testing.assert_close(module.reference_hidden(trunk, LENGTHS), expected, rtol=0, atol=1e-12)
+    assert (module.hidden(IDS, LENGTHS, trunk) - expected).abs().max() > 1e-3
     # However the policy moves, the reference stays where it was.
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    module.hidden(IDS).square().sum().backward()
+    module.hidden(IDS, LENGTHS).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close(module.reference_hidden(module.trunk(IDS)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(module.reference_hidden(module.trunk(IDS, LENGTHS), LENGTHS), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("trainable", [1, 2, 3])
@@ -91,7 +96,7 @@ def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
     module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, reference=reference).double()
     assert module.scalar is not None
     torch.nn.init.ones_(module.scalar.weight)
-    module.scalars(module.hidden(IDS)).square().sum().backward()
+    module.scalars(module.hidden(IDS, LENGTHS)).square().sum().backward()
     learned = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     places = (*(f"lm.model.layers.{i}." for i in range(3 - trainable, 3)), "lm.model.norm.", "scalar.")
     assert learned == {name for name, _ in module.named_parameters() if name.startswith(places)}
@@ -100,7 +105,7 @@ def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
 
 def test_everything_learns_without_a_trunk(make_lm: MakeLM) -> None:
     module = HeadedLM(make_lm(1))
-    module.logits(module.hidden(IDS)).square().sum().backward()
+    module.lm.lm_head(module.hidden(IDS, LENGTHS)).square().sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -108,8 +113,8 @@ def test_the_gradient_of_the_branch_is_that_of_the_whole(make_lm: MakeLM) -> Non
     """A cached trunk has no history; the layers above it must not notice."""
     lm = make_lm(1)
     whole, parts = HeadedLM(copy.deepcopy(lm)), HeadedLM(lm, trainable_layers=2)
-    whole.hidden(IDS).pow(3).sum().backward()
-    parts.hidden(IDS, parts.trunk(IDS)).pow(3).sum().backward()
+    whole.hidden(IDS, LENGTHS).pow(3).sum().backward()
+    parts.hidden(IDS, LENGTHS, parts.trunk(IDS, LENGTHS)).pow(3).sum().backward()
     gradients = dict(whole.named_parameters())
     for name, parameter in parts.named_parameters():
         if parameter.requires_grad:
@@ -117,20 +122,20 @@ def test_the_gradient_of_the_branch_is_that_of_the_whole(make_lm: MakeLM) -> Non
 
 
 @pytest.mark.parametrize("trainable", [None, 2])
-def test_no_state_depends_on_what_stands_right_of_it(make_lm: MakeLM, trainable: int | None) -> None:
+def test_no_state_depends_on_another_text_or_on_what_follows(make_lm: MakeLM, trainable: int | None) -> None:
     module = HeadedLM(make_lm(1), trainable_layers=trainable)
-    changed = torch.cat([IDS, torch.full((2, 3), 17)], dim=1)
-    changed[1, 4:] = 99
-    hidden, other = module.hidden(IDS), module.hidden(changed)
-    torch.testing.assert_close(other[0, :6], hidden[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(other[1, :4], hidden[1, :4], rtol=0, atol=1e-12)
-    assert (other[1, 4:6] - hidden[1, 4:6]).abs().max() > 1e-3
+    changed = IDS.clone()
+    changed[5], changed[8:] = 99, 17
+    hidden, other = module.hidden(IDS, LENGTHS), module.hidden(changed, LENGTHS)
+    same = [0, 1, 2, 3, 4, 6, 7]
+    torch.testing.assert_close(other[same], hidden[same], rtol=0, atol=1e-12)
+    assert (other[[5, 8, 9]] - hidden[[5, 8, 9]]).abs().amax(-1).min() > 1e-3
 
 
 def test_a_fresh_head_says_zero(make_lm: MakeLM) -> None:
     module = HeadedLM(make_lm(1), scalar_head=True).double()
-    values = module.scalars(module.hidden(IDS))
-    assert values.shape == (2, 6)
+    values = module.scalars(module.hidden(IDS, LENGTHS))
+    assert values.shape == (10,)
     assert not values.any()
 
 
@@ -138,7 +143,7 @@ def test_every_use_is_one_forward(make_lm: MakeLM) -> None:
     module = HeadedLM(make_lm(1), trainable_layers=1)
     seen = []
     module.register_forward_pre_hook(lambda *_: seen.append("forward"))
-    torch.testing.assert_close(module(HeadedLM.trunk, IDS), module.trunk(IDS), rtol=0, atol=0)
+    torch.testing.assert_close(module(HeadedLM.trunk, IDS, LENGTHS), module.trunk(IDS, LENGTHS), rtol=0, atol=0)
     assert seen == ["forward"]
 
 
@@ -154,9 +159,9 @@ def test_activations_computed_again_give_the_same_gradients(make_lm: MakeLM, tra
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        trunk = None if trainable is None else module.trunk(IDS)
+        trunk = None if trainable is None else module.trunk(IDS, LENGTHS)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = module.hidden(IDS, trunk).pow(3).sum()
+            loss = module.hidden(IDS, LENGTHS, trunk).pow(3).sum()
         loss.backward()
         return {name: parameter.grad for name, parameter in module.named_parameters()}, sum(kept.values())
 
@@ -169,7 +174,7 @@ def test_activations_computed_again_give_the_same_gradients(make_lm: MakeLM, tra
 
 def test_a_head_is_float32_in_a_bfloat16_model(make_lm: MakeLM) -> None:
     module = HeadedLM(make_lm(1), scalar_head=True).bfloat16()
-    hidden = module.hidden(IDS)
+    hidden = module.hidden(IDS, LENGTHS)
     assert hidden.dtype == torch.bfloat16
     assert module.scalars(hidden).dtype == torch.float32
 

@@ -21,8 +21,10 @@ from xray_runtime.models.objectives import (
     Objective,
     ReferenceObjective,
     SFTObjective,
+    by_row,
     response_positions,
 )
+from xray_runtime.models.padding import pad
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 
@@ -67,29 +69,41 @@ def gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named, found, strict=True)}
 
 
-def select(rows: dict[str, Tensor], index: list[int], columns: int) -> dict[str, Tensor]:
-    """Some rows, their tokens cut to `columns`."""
-    return {name: x[index, :columns] if name.endswith("_ids") else x[index] for name, x in rows.items()}
+def select(rows: dict[str, Tensor], index: list[int]) -> dict[str, Tensor]:
+    """Some rows."""
+    num_tokens = rows["lengths"] - rows["prompt_lengths"]
+    sizes = {"input_ids": rows["lengths"], "rejected_ids": rows.get("rejected_lengths")}
+    sizes |= dict.fromkeys(COLUMNS, num_tokens)
+
+    def some(name: str, column: Tensor) -> Tensor:
+        if (lengths := sizes.get(name)) is None:
+            return column[index]
+        parts = column.split(lengths.tolist())
+        return torch.cat([parts[i] for i in index])
+
+    return {name: some(name, column) for name, column in rows.items()}
+
+
+COLUMNS = ("old_logprobs", "advantages", "weights", "values", "returns")
+"""What belongs to response tokens."""
 
 
 def rollout(rows: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Random columns of a rollout, off-policy enough to be clipped here and there."""
     generator = torch.Generator().manual_seed(seed)
-    names = ("old_logprobs", "advantages", "weights", "values", "returns")
-    noise = torch.randn(5, len(rows["lengths"]), 6, dtype=torch.float64, generator=generator)
-    columns = dict(zip(names, noise, strict=True))
+    num_tokens = int((rows["lengths"] - rows["prompt_lengths"]).sum())
+    noise = torch.randn(5, num_tokens, dtype=torch.float64, generator=generator)
+    columns = dict(zip(COLUMNS, noise, strict=True))
     columns["old_logprobs"] = columns["old_logprobs"] * 0.5 - 5.7  # about the log of one token among 280
     columns["weights"] = columns["weights"].abs()
     return rows | columns
 
 
 def test_response_positions_by_hand(as_rows: AsRows) -> None:
-    # Row 0: columns 3 to 6 hold its reply, states 2 to 5 predict it. Row 1: column 2, state 1. Row 2 has no reply.
-    row, t, column, mask = response_positions(as_rows([*PAIRS[:2], ([4, 4], [])]))
-    assert row.tolist() == [0, 0, 0, 0, 1]
-    assert t.tolist() == [0, 1, 2, 3, 0]
-    assert column.tolist() == [2, 3, 4, 5, 1]
-    assert mask.int().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+    # Row 0 has 3 + 4 tokens: 3 to 6 are its reply. Row 1 begins at 7: 2 + 1 tokens. Row 2 has no reply, row 3 one of 1.
+    rows = as_rows([*PAIRS[:2], ([4, 4], []), ([4], [6])])
+    assert response_positions(rows).tolist() == [3, 4, 5, 6, 9, 13]
+    assert [part.tolist() for part in by_row(torch.arange(6), rows)] == [[0, 1, 2, 3], [4], [], [5]]
 
 
 def test_sft_is_cross_entropy_of_the_replies_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
@@ -97,10 +111,11 @@ def test_sft_is_cross_entropy_of_the_replies_alone(make_lm: MakeLM, as_rows: AsR
     module, rows = HeadedLM(lm), as_rows(PAIRS)
     loss, stats = SFTObjective().loss(module, rows, {"tokens": 10.0})
     # The library's shifted labels, -100 where nothing is asked.
-    labels = torch.full_like(rows["input_ids"], -100)
+    ids = pad(rows["input_ids"], rows["lengths"])
+    labels = torch.full_like(ids, -100)
     for i, (prompt, reply) in enumerate(PAIRS):
         labels[i, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
-    logits = lm(input_ids=rows["input_ids"]).logits[:, :-1]
+    logits = lm(input_ids=ids).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     assert (labels != -100).sum() == NUM_TOKENS == 10
     torch.testing.assert_close(loss, expected / 10, **EXACT)
@@ -121,11 +136,10 @@ def test_logprobs_are_taken_at_the_temperature(make_lm: MakeLM, as_rows: AsRows)
     lm = make_lm(1)
     got = ReferenceObjective(0.7).score(HeadedLM(lm), as_rows(PAIRS))["ref_logprobs"]
     config = PPOStageConfig(temperature=0.7)
-    assert torch.equal(PPOObjective(config).score(HeadedLM(lm), as_rows(PAIRS))["logprobs"], got)
-    assert got.shape == (4, 4)
-    for i, (prompt, reply) in enumerate(PAIRS):
-        expected = reply_logprobs(lm, prompt, reply, 0.7).tolist()
-        assert got[i].tolist() == pytest.approx(expected + [0.0] * (4 - len(reply)), rel=1e-10)
+    assert torch.equal(torch.cat(PPOObjective(config).score(HeadedLM(lm), as_rows(PAIRS))["logprobs"]), torch.cat(got))
+    assert [len(row) for row in got] == [4, 1, 2, 3]
+    for row, (prompt, reply) in zip(got, PAIRS, strict=True):
+        assert row.tolist() == pytest.approx(reply_logprobs(lm, prompt, reply, 0.7).tolist(), rel=1e-10)
 
 
 def test_values_belong_to_the_state_before_each_token(make_lm: MakeLM, as_rows: AsRows) -> None:
@@ -133,7 +147,7 @@ def test_values_belong_to_the_state_before_each_token(make_lm: MakeLM, as_rows: 
     got = CriticObjective(PPOStageConfig()).score(module, as_rows(PAIRS))
     for i, (prompt, reply) in enumerate(PAIRS):
         expected = (states(module, prompt, reply) @ torch.linspace(-1, 1, 32).double() + 0.25).tolist()
-        assert got["values"][i].tolist() == pytest.approx(expected[:-1] + [0.0] * (4 - len(reply)), rel=1e-10)
+        assert got["values"][i].tolist() == pytest.approx(expected[:-1], rel=1e-10)
         assert got["final_values"][i].item() == pytest.approx(expected[-1], rel=1e-10)
 
 
@@ -147,7 +161,7 @@ def test_a_reward_is_read_at_the_last_token(make_lm: MakeLM, as_rows: AsRows) ->
 
 def test_the_pairwise_loss_by_hand(make_lm: MakeLM, as_rows: AsRows) -> None:
     module = headed(make_lm(1))
-    chosen, rejected = as_rows(PAIRS[:3], width=9), as_rows([PAIRS[3], PAIRS[0], PAIRS[2]], width=9)
+    chosen, rejected = as_rows(PAIRS[:3]), as_rows([PAIRS[3], PAIRS[0], PAIRS[2]])
     rows = chosen | {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
     loss, stats = RewardObjective().loss(module, rows, {"rows": 6.0})
     score = [float(states(module, p, r)[-1] @ torch.linspace(-1, 1, 32).double()) for p, r in PAIRS]
@@ -160,14 +174,15 @@ def test_the_pairwise_loss_by_hand(make_lm: MakeLM, as_rows: AsRows) -> None:
 
 
 @pytest.mark.parametrize("trainable", [None, 1])
-def test_scores_ignore_padding(make_lm: MakeLM, as_rows: AsRows, trainable: int | None) -> None:
+def test_scores_ignore_neighbours(make_lm: MakeLM, as_rows: AsRows, trainable: int | None) -> None:
     module = headed(make_lm(1), trainable_layers=trainable)
     config = PPOStageConfig(temperature=0.7)
     objectives = [SFTObjective(), RewardObjective(), ReferenceObjective(0.7), CriticObjective(config)]
     for objective in [*objectives, PPOObjective(config)]:
-        plain = objective.score(module, as_rows(PAIRS))
-        for name, padded in objective.score(module, as_rows(PAIRS, width=13, padding=77)).items():
-            torch.testing.assert_close(padded, plain[name], **EXACT)
+        together = objective.score(module, as_rows(PAIRS))
+        for i, pair in enumerate(PAIRS):
+            for name, [score] in objective.score(module, as_rows([pair])).items():
+                torch.testing.assert_close(together[name][i], score, **EXACT)
 
 
 def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: AsRows) -> None:
@@ -175,11 +190,10 @@ def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: A
     lm = make_lm(1)
     config = PPOStageConfig(temperature=0.7)
     module, rows = HeadedLM(lm), rollout(as_rows(PAIRS), seed=3)
-    rows["old_logprobs"] = PPOObjective(config).score(module, rows)["logprobs"].detach()
+    rows["old_logprobs"] = torch.cat(PPOObjective(config).score(module, rows)["logprobs"]).detach()
     loss, stats = PPOObjective(config).loss(module, rows, {"tokens": 10.0})
     total = torch.zeros((), dtype=torch.float64)
-    for i, (prompt, reply) in enumerate(PAIRS):
-        a = (rows["weights"] * rows["advantages"])[i, : len(reply)]
+    for (prompt, reply), a in zip(PAIRS, by_row(rows["weights"] * rows["advantages"], rows), strict=True):
         total = total - (a * reply_logprobs(lm, prompt, reply, 0.7)).sum()
     wanted = gradients(module, total / 10)
     for name, gradient in gradients(module, loss).items():
@@ -191,12 +205,11 @@ def test_entropy_and_value_terms_are_added_with_their_weights(make_lm: MakeLM, a
     lm = make_lm(1)
     rows = rollout(as_rows(PAIRS), seed=4)
     module = headed(lm)
-    rows["values"] = CriticObjective(PPOStageConfig()).score(module, rows)["values"].detach()
+    rows["values"] = torch.cat(CriticObjective(PPOStageConfig()).score(module, rows)["values"]).detach()
     both = PPOStageConfig(entropy_coef=0.3, value_coef=0.7)
     loss, stats = PPOObjective(both).loss(module, rows, {"tokens": 10.0})
     # With the value head at its old values nothing is clipped: ½ (V − R)².
-    errors = [rows["values"][i, t] - rows["returns"][i, t] for i, (_, r) in enumerate(PAIRS) for t in range(len(r))]
-    value = 0.5 * sum(float(error) ** 2 for error in errors)
+    value = 0.5 * sum(float(error) ** 2 for error in rows["values"] - rows["returns"])
     entropy = 0.0
     for prompt, reply in PAIRS:
         logp = distributions(lm, prompt, reply).detach()
@@ -233,32 +246,26 @@ OBJECTIVES: list[tuple[str, Objective]] = [
 
 @pytest.mark.parametrize(("unit", "objective"), OBJECTIVES, ids=[type(o).__name__ for _, o in OBJECTIVES])
 @settings(max_examples=8)
-@given(order=st.permutations(range(4)), cuts=st.sets(st.integers(1, 3)), width=st.integers(0, 12))
-def test_no_split_and_no_padding_shows_in_the_gradient(
+@given(order=st.permutations(range(4)), cuts=st.sets(st.integers(1, 3)))
+def test_no_split_shows_in_the_gradient(
     make_lm: MakeLM,
     as_rows: AsRows,
     unit: str,
     objective: Objective,
     order: list[int],
     cuts: set[int],
-    width: int,
 ) -> None:
     module = headed(make_lm(1))
     totals = {unit: 10.0}
-
-    def rows(width: int, padding: int) -> dict[str, Tensor]:
-        rejected = as_rows(PAIRS[::-1], width, padding)
-        pairs = {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
-        return rollout(as_rows(PAIRS, width, padding), seed=6) | pairs
-
-    loss, stats = objective.loss(module, rows(0, 0), totals)
+    rejected = as_rows(PAIRS[::-1])
+    rows = rollout(as_rows(PAIRS), seed=6)
+    if unit == "rows":
+        rows |= {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
+    loss, stats = objective.loss(module, rows, totals)
     whole = gradients(module, loss)
-    padded = rows(width, padding=77)
     edges = [0, *sorted(cuts), 4]
     micro = [order[a:b] for a, b in pairwise(edges)]
-    # A micro-batch is trimmed to its longest row, as Workhorses do.
-    longest = torch.maximum(padded["lengths"], padded["rejected_lengths"])
-    parts = [objective.loss(module, select(padded, m, max(int(longest[m].max()), width)), totals) for m in micro]
+    parts = [objective.loss(module, select(rows, m), totals) for m in micro]
     split = [gradients(module, part) for part, _ in parts]
     assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-10)
     for name, gradient in whole.items():
@@ -276,18 +283,18 @@ def test_a_reference_branch_scores_as_the_reference_alone(make_lm: MakeLM, as_ro
     alone = ReferenceObjective(0.7).score(HeadedLM(reference), rows)
     whole = PPOObjective(PPOStageConfig(temperature=0.7)).score(headed(make_lm(1)), rows)
     module = headed(policy, trainable_layers=1, reference=reference)
-    rows["trunk"] = module.trunk(rows["input_ids"])
+    rows["trunk"] = module.trunk(rows["input_ids"], rows["lengths"])
     got = PPOObjective(PPOStageConfig(temperature=0.7)).score(module, rows)
     assert got.keys() == whole.keys() | alone.keys()
     for name, expected in (whole | alone).items():
         torch.testing.assert_close(got[name], expected, **EXACT)
-    assert (got["logprobs"] - got["ref_logprobs"]).abs().max() > 1e-3
+    assert (torch.cat(got["logprobs"]) - torch.cat(got["ref_logprobs"])).abs().max() > 1e-3
 
 
 def test_a_row_without_a_reply_counts_nothing(make_lm: MakeLM, as_rows: AsRows) -> None:
     module = headed(make_lm(1))
     empty = rollout(as_rows([([5, 6], [])]), seed=1)
-    both = rollout(as_rows([*PAIRS, ([5, 6], [])]), seed=1)
+    both = rollout(as_rows([*PAIRS[:2], ([5, 6], []), *PAIRS[2:]]), seed=1)
     for objective in (
         SFTObjective(),
         PPOObjective(PPOStageConfig(entropy_coef=0.1)),
@@ -298,7 +305,7 @@ def test_a_row_without_a_reply_counts_nothing(make_lm: MakeLM, as_rows: AsRows) 
         assert not any(value.any() for value in stats.values())
         assert not any(gradient.any() for gradient in gradients(module, loss).values())
         with_it, _ = objective.loss(module, both, {"tokens": 10.0})
-        without, _ = objective.loss(module, select(both, [0, 1, 2, 3], 99), {"tokens": 10.0})
+        without, _ = objective.loss(module, select(both, [0, 1, 3, 4]), {"tokens": 10.0})
         torch.testing.assert_close(with_it, without, **EXACT)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from xray_runtime.algorithms import logprobs
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.planning.memory import (
+    MAX_LOGITS,
     Layout,
     Memory,
     Options,
@@ -19,6 +21,7 @@ from xray_runtime.planning.memory import (
     device_parameters,
     kv_cache_bytes,
     layer_activation_bytes,
+    logit_bytes,
     lora_parameters,
     model_states,
     training_memory,
@@ -253,14 +256,14 @@ def test_a_count_becomes_a_plausible_llama(count: float) -> None:
 
 
 def test_a_layers_activations_by_hand() -> None:
-    # One token, float32. Norms: 2 · (64 · (4 + 4 + 4) + 4) = 1,544. Attention: q and output 2 · 64, k and v 2 · 32, of
-    # 4 bytes each, and 2 log-sums of 4: 776. MLP: 4 · 128 · 4 = 2,048.
-    assert layer_activation_bytes(SMALL, 1, 4) == 1544 + 776 + 2048
-    assert layer_activation_bytes(SMALL, 10, 4) == 10 * (1544 + 776 + 2048)
-    # bfloat16: norms 2 · (64 · (4 + 2 + 2) + 4) = 1,032; attention 192 · 2 + 8 = 392; MLP 1,024.
-    assert layer_activation_bytes(SMALL, 1, 2) == 1032 + 392 + 1024
-    # Two tensor-parallel ranks: one head each, the one key-value head on both; 32 + 32 + 2 · 32, and one log-sum.
-    assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 128 + 4) + 1024
+    # One token, float32. Norms: 2 · (64 · (4 + 4 + 4) + 4) = 1,544. Attention: q and output, twice, 3 · 64, k and v
+    # 2 · 32, of 4 bytes each, and 2 log-sums of 4: 1,032. MLP: 4 · 128 · 4 = 2,048.
+    assert layer_activation_bytes(SMALL, 1, 4) == 1544 + 1032 + 2048
+    assert layer_activation_bytes(SMALL, 10, 4) == 10 * (1544 + 1032 + 2048)
+    # bfloat16: norms 2 · (64 · (4 + 2 + 2) + 4) = 1,032; attention 256 · 2 + 8 = 520; MLP 1,024.
+    assert layer_activation_bytes(SMALL, 1, 2) == 1032 + 520 + 1024
+    # Two tensor-parallel ranks: one head each, the one key-value head on both; 3 · 32 + 2 · 32, and one log-sum.
+    assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 160 + 4) + 1024
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -269,6 +272,8 @@ def test_a_layers_activations_by_hand() -> None:
 def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: int, checkpointing: bool) -> None:
     import torch
     import transformers
+
+    from xray_runtime.models.heads import HeadedLM
 
     shape = replace(SMALL, num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=kv_heads, intermediate_size=320)
     config = transformers.LlamaConfig(
@@ -280,9 +285,9 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
         num_key_value_heads=kv_heads,
         use_cache=False,
     )
-    model = transformers.LlamaModel(config).to(getattr(torch, dtype)).train()
+    model = HeadedLM(transformers.LlamaForCausalLM(config)).to(getattr(torch, dtype))
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.checkpoint_activations()
     rows, length = 3, 40
     saved: dict[int, torch.Tensor] = {}
 
@@ -291,13 +296,13 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model(input_ids=torch.zeros((rows, length), dtype=torch.int64)).last_hidden_state
+        out = model.hidden(torch.zeros(rows * length, dtype=torch.int64), torch.full((rows,), length))
     keep(out)
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     tables = rows * length * 8  # the token ids
     if not checkpointing:
-        tables += 2 * length * 32 * width  # cosines and sines of the positions, the same for all rows and layers
+        tables += 2 * rows * length * 32 * width  # cosines and sines of the positions, the same for all layers
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) - tables
     predicted = activation_bytes(shape, rows * length, width, Layout(checkpointing=checkpointing))
     if checkpointing:
@@ -329,7 +334,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     )
     model = HeadedLM(transformers.LlamaForCausalLM(config)).eval()
     batch = {
-        "input_ids": torch.zeros((rows, 64), dtype=torch.int64),
+        "input_ids": torch.zeros(rows * 64, dtype=torch.int64),
         "prompt_lengths": torch.full((rows,), 32),
         "lengths": torch.full((rows,), 64),
     }
@@ -369,3 +374,13 @@ def test_the_fullest_pipeline_stage_counts() -> None:
     assert device_parameters(replace(shape, tied=False)) == 5 * layer + 2 * embeddings + 64
     # Two ranks: q and o halve, the one key-value head stays, the MLP halves; norms stay.
     assert shape.layer_parameters(tp=2) == 2 * 64 * 32 * 2 + 3 * 64 * 64 + 2 * 64
+
+
+def test_logits_are_counted_by_the_chunk() -> None:
+    assert MAX_LOGITS == logprobs.MAX_LOGITS
+    # Of 150,000 words 111 tokens have 2²⁴ logits, less a few: 200 MB with what is made of them, however many follow.
+    shape = replace(SMALL, vocab_size=150_000)
+    assert logit_bytes(shape, 100) == 3 * 4 * 100 * 150_000
+    assert logit_bytes(shape, 112) == logit_bytes(shape, 10_000) == 3 * 4 * 111 * 150_000
+    # A single token's are never cut.
+    assert logit_bytes(replace(SMALL, vocab_size=2**25), 9) == 3 * 4 * 2**25

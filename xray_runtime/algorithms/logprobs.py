@@ -1,11 +1,20 @@
-"""Log-probabilities and entropies of tokens in one pass over the vocabulary."""
+"""Log-probabilities and entropies of tokens in one pass over the vocabulary, with logits of few tokens at a time.
+
+Shapes: N tokens, H hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOGITS = 2**24
+"""Most logits that exist at a time: 64 MiB in float32, and up to two tensors like them."""
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -15,7 +24,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logp = torch.log_softmax(logits, dim=-1)
-        entropy = -(logp.exp() * logp).sum(-1)
+        entropy = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(logp, targets, entropy)
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -25,11 +34,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         p = logp.exp()
         # ∂ logp_y / ∂ z = onehot(y) − p;  ∂ H / ∂ z = −p · (log p + H)
-        grad = p * (-grad_logprobs[:, None])
-        grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(grad.dtype))
+        grad = None
         if grad_entropy.any():
-            grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
-        return grad, None
+            grad = (logp + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+        p.mul_(-grad_logprobs[:, None])
+        p.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(p.dtype))
+        return p if grad is None else grad.add_(p), None
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -48,4 +58,42 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1
     if temperature != 1.0:
         logits = logits / temperature
     logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)
+    return logprobs, entropy
+
+
+def chunked_logprobs_and_entropy(
+    output_layer: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    vocab_size: int,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_and_entropy(output_layer(hidden), targets, temperature)`, logits being made for a chunk at a time.
+
+    The backward pass computes a chunk's logits again instead of keeping them. Chunks depend on shapes alone; where all
+    logits are no more than `max_logits` there is one, which is kept.
+
+    Args:
+        output_layer: states [n, H] → logits [n, V].
+        hidden: [N, H].
+        targets: [N] int64.
+        vocab_size: V.
+
+    Returns:
+        (logprobs [N], entropy [N]).
+    """
+
+    def chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(output_layer(states), ids, temperature)
+
+    num_chunks = math.ceil(len(hidden) / max(max_logits // vocab_size, 1))
+    if num_chunks <= 1:
+        return chunk(hidden, targets)
+    parts = [
+        checkpoint(chunk, states, ids, use_reentrant=False, preserve_rng_state=False)
+        for states, ids in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
+    ]
+    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs, entropy

@@ -11,19 +11,23 @@ import numpy as np
 from xray_runtime.seeding import derive_seed
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group row indices so that rows × longest ≤ `max_tokens`, rows of like length together (little padding).
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = False) -> list[list[int]]:
+    """Group row indices, longest rows first, so that a group's tokens are no more than `max_tokens`.
 
-    A row longer than `max_tokens` gets a micro-batch of its own. Deterministic; every index exactly once.
+    Its tokens are those of its rows if they are `packed`, else rows × longest: like lengths need little padding. A row
+    longer than `max_tokens` gets a micro-batch of its own. Deterministic; every index exactly once.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
-    for i in order:
-        # Rows come longest first, so a batch's first row decides its padded width.
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+    room = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        # A padded row is as wide as the first of its batch, which is the longest.
+        tokens = lengths[i] if packed or not batches else lengths[batches[-1][0]]
+        if batches and tokens <= room:
             batches[-1].append(i)
+            room -= tokens
         else:
             batches.append([i])
+            room = max_tokens - lengths[i]
     return batches
 
 

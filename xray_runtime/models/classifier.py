@@ -111,12 +111,13 @@ def as_reward_model(classifier: Any) -> HeadedLM:
 
 
 def _equal_scores(classifier: Any, reward: HeadedLM) -> bool:
-    """Whether both give a row the same score, where ours is padded on the right and read at its last token."""
+    """Whether both give a row the same score, where ours is read at its last token."""
     padding = classifier.config.pad_token_id
     ids = torch.tensor([[i for i in range(3, TRIED_TOKENS + 4) if i != padding][:TRIED_TOKENS]])
-    rows = {"input_ids": nn.functional.pad(ids, (0, 3)), "lengths": torch.tensor([TRIED_TOKENS])}
+    rows = {"input_ids": ids[0], "lengths": torch.tensor([TRIED_TOKENS])}
     with torch.no_grad():
         ours, theirs = RewardObjective().score(reward, rows)["scores"], classifier(input_ids=ids).logits[:, 0]
+    assert isinstance(ours, torch.Tensor)
     return torch.allclose(ours, theirs, rtol=RELATIVE, atol=ABSOLUTE)
 
 

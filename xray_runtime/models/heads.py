@@ -1,7 +1,9 @@
 """A causal LM seen as policy, critic, reference or reward model.
 
-Shapes: B rows, S tokens of prompt and reply together, N scored positions, H hidden, V vocabulary. Rows are padded on
-the right; with causal attention padding there needs no mask, since no real token ever looks to its right.
+Shapes: B sequences of `lengths` [B], N tokens in all of them together, H hidden, V vocabulary. Ids [N] and states
+[N, H] of all sequences stand one after the other, and so they go through the layers (`packing`). A model whose
+attention cannot be ours gets rows padded on the right; with causal attention padding there needs no mask, since no real
+token ever looks to its right.
 
 A model whose lower layers are frozen is run in two parts, `trunk` and `branch`: the trunk's output is the same for the
 policy at every update and for the reference, so it is computed once a rollout and kept (trlX's "hydra" model).
@@ -18,7 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.packing import can_pack, packed_states, use_packed_attention
+from xray_runtime.models.padding import pad, unpad
 
 HEAD_PREFIX = "scalar."
 """What names of the scalar head's parameters begin with; Hugging Face knows no such head."""
@@ -58,6 +63,11 @@ class HeadedLM(nn.Module):
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
             nn.init.zeros_(self.scalar.bias)
+        self.packs = can_pack(lm)
+        """Whether sequences go through in one row, rather than padded."""
+        if self.packs:
+            for each in (lm, reference) if reference is not None else (lm,):
+                use_packed_attention(each)
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
         self.reference_layers: nn.ModuleList | None = None
@@ -111,22 +121,26 @@ class HeadedLM(nn.Module):
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
         return task(self, *args)
 
-    def trunk(self, input_ids: Tensor) -> Tensor:
-        """Hidden states [B, S, H] entering the first trainable layer, without gradient."""
+    def trunk(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Hidden states [N, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
             trunk = self._part(0, self.lm.model.layers[: self.frozen_layers], nn.Identity())
-            states: Tensor = trunk(input_ids=input_ids).last_hidden_state
-        return states
+            return self._run(trunk, lengths, input_ids=input_ids)
 
-    def hidden(self, input_ids: Tensor, trunk: Tensor | None = None) -> Tensor:
-        """Last hidden states [B, S, H]; from `trunk` states where they are given."""
+    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None) -> Tensor:
+        """Last hidden states [N, H]; from `trunk` states where they are given."""
         if trunk is None and not self.has_trunk:
-            states: Tensor = self.lm.base_model(input_ids=input_ids).last_hidden_state
-            return states
-        states = self.trunk(input_ids) if trunk is None else trunk
+            return self._run(self.lm.base_model, lengths, input_ids=input_ids)
+        states = self.trunk(input_ids, lengths) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
-        states = top(inputs_embeds=states).last_hidden_state
-        return states
+        return self._run(top, lengths, inputs_embeds=states)
+
+    def _run(self, backbone: Any, lengths: Tensor, **entering: Tensor) -> Tensor:
+        """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
+        if self.packs:
+            return packed_states(backbone, lengths, **entering)
+        padded = {name: pad(flat, lengths) for name, flat in entering.items()}
+        return unpad(backbone(**padded).last_hidden_state, lengths)
 
     def keep_stage(self, layers: range) -> None:
         """Keep one pipeline stage: these layers, and the parts below the first or above the last. Names do not change.
@@ -145,21 +159,18 @@ class HeadedLM(nn.Module):
             model.embed_tokens = nn.Identity()
         self.stage, self.frozen_layers = layers, layers.start
 
-    def stage_states(self, input_ids: Tensor | None, states: Tensor | None) -> Tensor:
-        """Hidden states [B, S, H] that leave this pipeline stage, of the ids or states [B, S, H] that enter it."""
+    def stage_states(self, lengths: Tensor, **entering: Tensor) -> Tensor:
+        """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
         layers = self.lm.model.layers[self.stage.start : self.stage.stop]
-        part = self._part(self.stage.start, layers, nn.Identity())
-        out: Tensor = part(input_ids=input_ids, inputs_embeds=states).last_hidden_state
-        return out
+        return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, **entering)
 
-    def reference_hidden(self, trunk: Tensor) -> Tensor:
-        """Last hidden states [B, S, H] of the reference branch."""
+    def reference_hidden(self, trunk: Tensor, lengths: Tensor) -> Tensor:
+        """Last hidden states [N, H] of the reference branch."""
         assert self.reference_layers is not None
         assert self.reference_norm is not None
         with torch.no_grad():
             branch = self._part(self.frozen_layers, self.reference_layers, self.reference_norm)
-            states: Tensor = branch(inputs_embeds=trunk).last_hidden_state
-        return states
+            return self._run(branch, lengths, inputs_embeds=trunk)
 
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
@@ -174,10 +185,18 @@ class HeadedLM(nn.Module):
             part.config.layer_types = self.lm.config.layer_types[first : first + len(layers)]
         return part
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits [N, V] of hidden states [N, H]."""
-        out: Tensor = self.lm.get_output_embeddings()(hidden)
-        return out
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
+        layer, vocab_size = self.lm.get_output_embeddings(), self.lm.config.vocab_size
+        plain = layer.forward
+        # One call of the layer, whatever the number of chunks: ZeRO-3 gathers its weight once for all of them, and
+        # ranks whose rows need other numbers of chunks still meet in the same collectives.
+        layer.forward = functools.partial(chunked_logprobs_and_entropy, plain, vocab_size=vocab_size)
+        try:
+            logprobs, entropy = layer(hidden, targets, temperature)
+        finally:
+            layer.forward = plain
+        return logprobs, entropy
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""

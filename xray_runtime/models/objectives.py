@@ -3,13 +3,13 @@
 Here is what all share, and SFT and the reference; `reward_objective` and `ppo_objectives` have the others, in files of
 their own: who changes one algorithm recomputes nothing that another trained.
 
-An objective has `score(module, rows)`, tensors a row without gradient, and `loss(module, rows, totals)`, this
-micro-batch's share of the loss: a sum divided by *global* counts in `totals`, plus sums for the log. A new algorithm is
-a new objective; nothing else changes.
+An objective has `score(module, rows)`, without gradient, and `loss(module, rows, totals)`, this micro-batch's share of
+the loss: a sum divided by *global* counts in `totals`, plus sums for the log. A new algorithm is a new objective;
+nothing else changes.
 
-Rows (B of them) carry `input_ids` [B, S] (prompt then response, right-padded), `prompt_lengths` [B] and `lengths` [B].
-Response tensors are [B, T], token t standing at column prompt_length + t. `trunk` [B, S, H] holds the frozen lower
-layers' output where it is already known.
+Rows (B of them) carry `input_ids` [N], each row's prompt and response after those of the row before, `lengths` [B] and,
+of these, `prompt_lengths` [B]. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the
+frozen lower layers' output where it is already known.
 """
 
 from __future__ import annotations
@@ -20,57 +20,61 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.logprobs import logprobs_and_entropy
 from xray_runtime.models.heads import HeadedLM
 
 Tensors = dict[str, Tensor]
+Scores = dict[str, Tensor | list[Tensor]]
+"""Name → numbers [B], or of each row's response tokens a tensor."""
 
 
 class Objective(Protocol):
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors: ...
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores: ...
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]: ...
 
 
-def sequences(rows: Tensors) -> Tensor:
-    """The token ids [B', S] that go through the model: of a pair's rows, first all chosen, then all rejected ones."""
-    return torch.cat([rows["input_ids"], rows["rejected_ids"]]) if "rejected_ids" in rows else rows["input_ids"]
+def sequences(rows: Tensors) -> tuple[Tensor, Tensor]:
+    """(ids [N'], lengths [B']) of what goes through the model: of a pair's rows, all chosen, then all rejected ones."""
+    if "rejected_ids" not in rows:
+        return rows["input_ids"], rows["lengths"]
+    ids = torch.cat([rows["input_ids"], rows["rejected_ids"]])
+    return ids, torch.cat([rows["lengths"], rows["rejected_lengths"]])
 
 
-def response_positions(rows: Tensors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where response tokens are: (row [N], t [N], column of the state that predicts it [N], mask [B, T])."""
-    num_tokens = rows["lengths"] - rows["prompt_lengths"]
-    steps = torch.arange(int(num_tokens.max()), device=num_tokens.device)
-    mask = steps < num_tokens[:, None]
-    row, t = mask.nonzero(as_tuple=True)
-    return row, t, rows["prompt_lengths"][row] - 1 + t, mask
+def last_hidden(module: HeadedLM, rows: Tensors) -> Tensor:
+    """Last hidden states [N', H] of `sequences`."""
+    return module.hidden(*sequences(rows), rows.get("trunk"))
+
+
+def response_positions(rows: Tensors) -> Tensor:
+    """Where response tokens stand among all tokens [R]; the state before each predicts it."""
+    lengths = rows["lengths"]
+    first = lengths.cumsum(0) - lengths + rows["prompt_lengths"]
+    places = torch.arange(len(rows["input_ids"]), device=first.device)
+    return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
 
 
 def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logprobs [N], entropy [N]) of the response tokens: logits are computed at their positions alone."""
-    row, _, column, _ = response_positions(rows)
-    targets = rows["input_ids"][row, column + 1]
-    return logprobs_and_entropy(module.logits(hidden[row, column]), targets, temperature)
+    """(logprobs [R], entropy [R]) of the response tokens: logits are computed at their positions alone."""
+    at = response_positions(rows)
+    return module.logprobs(hidden[at - 1], rows["input_ids"][at], temperature)
 
 
-def spread(flat: Tensor, rows: Tensors) -> Tensor:
-    """[N] response values as [B, T], 0 elsewhere."""
-    row, t, _, mask = response_positions(rows)
-    out = flat.new_zeros(mask.shape)
-    out[row, t] = flat
-    return out
+def by_row(flat: Tensor, rows: Tensors) -> list[Tensor]:
+    """What belongs to response tokens [R], row by row."""
+    return list(flat.split((rows["lengths"] - rows["prompt_lengths"]).tolist()))
 
 
 @dataclass(frozen=True)
 class SFTObjective:
     """Cross-entropy of the reply's tokens."""
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        logprobs, _ = response_logprobs(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows, 1.0)
-        return {"nll": -spread(logprobs, rows).sum(-1)}
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, 1.0)
+        return {"nll": torch.stack([-reply.sum() for reply in by_row(logprobs, rows)])}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        logprobs, _ = response_logprobs(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows, 1.0)
+        logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, 1.0)
         total = -logprobs.sum()
         return total / totals["tokens"], {"nll": total.detach()}
 
@@ -81,10 +85,9 @@ class ReferenceObjective:
 
     temperature: float
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        logprobs, _ = response_logprobs(module, hidden, rows, self.temperature)
-        return {"ref_logprobs": spread(logprobs, rows)}
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, self.temperature)
+        return {"ref_logprobs": by_row(logprobs, rows)}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         raise TypeError("the reference is never trained")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.losses import policy_loss, value_loss
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Tensors, response_logprobs, response_positions, spread
+from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, response_positions
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig
@@ -25,43 +25,35 @@ class PPOObjective:
 
     config: PPOStageConfig
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        hidden = last_hidden(module, rows)
         logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
-        out = {"logprobs": spread(logprobs, rows)}
+        out: Scores = {"logprobs": by_row(logprobs, rows)}
         if module.scalar is not None:
             out |= _values(module, hidden, rows)
         if module.reference_layers is not None:
-            ref_hidden = module.reference_hidden(rows["trunk"])
+            ref_hidden = module.reference_hidden(rows["trunk"], rows["lengths"])
             ref_logprobs, _ = response_logprobs(module, ref_hidden, rows, self.config.temperature)
-            out["ref_logprobs"] = spread(ref_logprobs, rows)
+            out["ref_logprobs"] = by_row(ref_logprobs, rows)
         return out
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
+        hidden = last_hidden(module, rows)
         logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
-        row, t, column, _ = response_positions(rows)
         ones = torch.ones_like(logprobs)
         loss, stats = policy_loss(
             logprobs,
-            rows["old_logprobs"][row, t],
-            rows["advantages"][row, t],
+            rows["old_logprobs"],
+            rows["advantages"],
             ones,
             clip_range=self.config.clip_range,
             dual_clip=self.config.dual_clip,
-            weights=rows["weights"][row, t],
+            weights=rows["weights"],
         )
         stats |= {"policy_loss": loss.detach(), "entropy_sum": entropy.sum().detach()}
         loss = loss - self.config.entropy_coef * entropy.sum()
         if module.scalar is not None:
-            values = module.scalars(hidden[row, column])
-            value, value_stats = value_loss(
-                values,
-                rows["values"][row, t],
-                rows["returns"][row, t],
-                ones,
-                clip_range=self.config.value_clip_range,
-            )
+            value, value_stats = _value_loss(module, hidden, rows, self.config)
             loss = loss + self.config.value_coef * value
             stats |= value_stats | {"value_loss": value.detach()}
         return loss / totals["tokens"], stats
@@ -73,24 +65,21 @@ class CriticObjective:
 
     config: PPOStageConfig
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Tensors:
-        return _values(module, module.hidden(rows["input_ids"], rows.get("trunk")), rows)
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        return _values(module, last_hidden(module, rows), rows)
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        hidden = module.hidden(rows["input_ids"], rows.get("trunk"))
-        row, t, column, _ = response_positions(rows)
-        values = module.scalars(hidden[row, column])
-        loss, stats = value_loss(
-            values,
-            rows["values"][row, t],
-            rows["returns"][row, t],
-            torch.ones_like(values),
-            clip_range=self.config.value_clip_range,
-        )
+        loss, stats = _value_loss(module, last_hidden(module, rows), rows, self.config)
         return loss / totals["tokens"], stats | {"value_loss": loss.detach()}
 
 
-def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Tensors:
-    row, _, column, _ = response_positions(rows)
-    last = hidden[torch.arange(len(hidden), device=hidden.device), rows["lengths"] - 1]
-    return {"values": spread(module.scalars(hidden[row, column]), rows), "final_values": module.scalars(last)}
+def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Scores:
+    values = module.scalars(hidden[response_positions(rows) - 1])
+    return {"values": by_row(values, rows), "final_values": module.scalars(hidden[rows["lengths"].cumsum(0) - 1])}
+
+
+def _value_loss(module: HeadedLM, hidden: Tensor, rows: Tensors, config: PPOStageConfig) -> tuple[Tensor, Tensors]:
+    values = module.scalars(hidden[response_positions(rows) - 1])
+    return value_loss(
+        values, rows["values"], rows["returns"], torch.ones_like(values), clip_range=config.value_clip_range
+    )

@@ -25,6 +25,8 @@ LIVE_PARAMETERS = 1_000_000_000
 """Parameters ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`, DeepSpeed's default)."""
 GENERATOR_BATCH_TOKENS = 16_384
 """Tokens vLLM runs in one pass while it reads prompts (`max_num_batched_tokens`, its default on large GPUs)."""
+MAX_LOGITS = 2**24
+"""Logits X-ray makes at a time (`algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
 PROCESS_BYTES = 500_000_000
 """A process of one Workhorse before it holds a model: private memory after imports on CPU (measured: 0.43 GB with
 DeepSpeed, 0.58 GB with vLLM), about a CUDA context on a GPU."""
@@ -157,14 +159,15 @@ def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp
     """What one layer keeps for its backward pass over `tokens` tokens.
 
     A token: two RMSNorms, each its input in float32, the normalized and the scaled one and one float32 root,
-    2·((4 + 2w)·h + 4); attention's q, k, v and output with its float32 log-sum, 2w·(a + k)·d + 4·a; the MLP's gate, its
-    SiLU, up and their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al.
-    2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes a token, of which 24·h and the second term are split).
+    2·((4 + 2w)·h + 4); attention's q, k, v, its output with a float32 log-sum and, sequences being packed, the outputs
+    put together, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and their product, 4w·i. Tensor parallelism splits
+    attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes a token,
+    of which 24·h and the second term are split).
     """
     w, d = weight_bytes, shape.head_size
     norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
     heads, kv_heads = _ceil(shape.num_heads, tp), _ceil(shape.num_kv_heads, tp)
-    attention = 2 * w * (heads + kv_heads) * d + FLOAT32_BYTES * heads
+    attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads
     return tokens * (norms + attention + 4 * w * _ceil(shape.intermediate_size, tp))
 
 
@@ -186,8 +189,12 @@ def activation_bytes(
 
 
 def logit_bytes(shape: ModelShape, positions: int) -> int:
-    """Logits of `positions` tokens and what log-softmax and entropy make of them: four float32 [positions, V]."""
-    return 4 * FLOAT32_BYTES * positions * shape.vocab_size
+    """Logits of `positions` tokens and what log-softmax and entropy make of them: three float32 [positions, V].
+
+    Of more than `MAX_LOGITS` logits a chunk exists at a time.
+    """
+    positions = min(positions, max(MAX_LOGITS // shape.vocab_size, 1))
+    return 3 * FLOAT32_BYTES * positions * shape.vocab_size
 
 
 def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
@@ -215,7 +222,7 @@ def training_memory(
     """A model under training.
 
     Args:
-        tokens: padded tokens of one micro-batch.
+        tokens: of one micro-batch.
         positions: of these, how many get logits.
         top_layers: only so many layers are trained, above a frozen trunk (None: all).
         reference_branch: a frozen copy of the trained layers scores as the reference.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
-from xray_runtime.workers.rows import Rows, pad
+from xray_runtime.workers.rows import Ragged, Rows
 
 
 def max_prompt_tokens(dataset: Path) -> int:
@@ -56,14 +56,13 @@ def unique_prompts(tokenizer: Any, examples: Sequence[Example], max_prompt: int)
     return [(messages, list(ids)) for ids, messages in found.items()]
 
 
-def text_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int) -> Rows:
-    """Rows of prompt and reply together: `input_ids` [B, S], `prompt_lengths` [B], `lengths` [B]."""
-    input_ids, lengths = pad(([*p, *r] for p, r in pairs), pad_token_id)
-    prompt_lengths = np.array([len(p) for p, _ in pairs], dtype=np.int64)
-    return {"input_ids": input_ids, "prompt_lengths": prompt_lengths, "lengths": lengths}
+def text_rows(prompts: Sequence[Sequence[int]], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
+    """Rows of prompt and reply together: ragged `input_ids`, and `prompt_lengths` [B]."""
+    input_ids = Ragged.of([*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True))
+    return {"input_ids": input_ids, "prompt_lengths": np.array([len(p) for p in prompts], dtype=np.int64)}
 
 
-def with_end_of_turn(reply: Sequence[int], eos_token_id: int) -> list[int]:
+def with_end_of_turn(reply: Sequence[int] | np.ndarray, eos_token_id: int) -> list[int]:
     """A reply that ends with the end token: the reward model has seen no other."""
     ids = list(reply)
     return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]

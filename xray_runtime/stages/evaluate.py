@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
-from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.pairs import prompt_text, read_examples
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
@@ -23,6 +23,7 @@ from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
+from xray_runtime.workers.rows import Rows
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -60,12 +61,11 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
                 get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
             replies[side] = sample_replies(models["generator"], stage, tokenizer, [ids for _, ids in prompts], version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
-        kl = _kl(models, tokenizer, config, prompts, replies["after"])
+        kl = _kl(models, text_rows([ids for _, ids in prompts], replies["after"]))
         texts = {side: decode_replies(tokenizer, replies[side]) for side in SIDES}
         for side in SIDES:
             ended = [with_end_of_turn(reply, tokenizer.eos_token_id) for reply in replies[side]]
-            whole = list(zip([ids for _, ids in prompts], ended, strict=True))
-            tokens = text_rows(whole, tokenizer.pad_token_id)
+            tokens = text_rows([ids for _, ids in prompts], ended)
             answers = get_all(rewards.requests(models, [m for m, _ in prompts], texts[side], tokens))
             if rewards.weights:
                 scored[side] = rewards.scaled(rewards.scores(answers, asked, texts[side])).double()
@@ -82,19 +82,11 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     return 0
 
 
-def _kl(
-    models: dict[str, ModelHandle],
-    tokenizer: Any,
-    config: EvaluationConfig,
-    prompts: list[tuple[Messages, list[int]]],
-    replies: list[list[int]],
-) -> float:
+def _kl(models: dict[str, ModelHandle], rows: Rows) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
-    rows = text_rows([(ids, reply) for (_, ids), reply in zip(prompts, replies, strict=True)], tokenizer.pad_token_id)
     # Both work at the same time, and share their threads.
-    asks = [models[side].score.remote(rows, config.max_new_tokens, 2) for side in ("after", "before")]
-    after, before = get_all(asks)
-    mask = np.arange(config.max_new_tokens) < (rows["lengths"] - rows["prompt_lengths"])[:, None]
-    logprobs, ref_logprobs = (torch.from_numpy(scores["ref_logprobs"]) for scores in (after, before))
-    summary = kl_summary(logprobs, ref_logprobs, torch.from_numpy(mask))
+    after, before = get_all([models[side].score.remote(rows, 2) for side in ("after", "before")])
+    logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
+    padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), logprobs.mask()))
+    summary = kl_summary(*padded)
     return float(summary["k1"])

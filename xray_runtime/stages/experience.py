@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Ragged, Rows
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig
@@ -29,8 +29,8 @@ class Experience:
     """One rollout ready for updates."""
 
     rows: Rows
-    """`input_ids`, `prompt_lengths`, `lengths`, `id`, and per response token [B, T] `old_logprobs`, `values`,
-    `advantages`, `returns`, `weights`."""
+    """`input_ids`, `prompt_lengths`, `id`, and for each response token `old_logprobs`, `values`, `advantages`,
+    `returns`, `weights`."""
     num_tokens: int
     """Response tokens in it."""
     metrics: dict[str, float]
@@ -48,15 +48,16 @@ def build_experience(
 
     Args:
         rows: prompt and reply tokens.
-        rollout: the generator's `response_mask`, `rollout_logprobs` [B, T] and `ended` [B].
-        scores: `logprobs`, `ref_logprobs`, `values` [B, T], `final_values` [B].
+        rollout: the generator's `rollout_logprobs` of each response token and `ended` [B].
+        scores: `logprobs`, `ref_logprobs`, `values` of each response token, `final_values` [B].
         rewards: of each reply [B], scaled (`scaled_rewards`).
         kl_coef: weight of the per-token penalty.
     """
-    mask, ended = torch.from_numpy(rollout["response_mask"]), torch.from_numpy(rollout["ended"])
-    logprobs, ref_logprobs, values, final_values = (
-        torch.from_numpy(scores[name]) for name in ("logprobs", "ref_logprobs", "values", "final_values")
-    )
+    ragged = (rollout["rollout_logprobs"], *(scores[name] for name in ("logprobs", "ref_logprobs", "values")))
+    # Advantages run over all replies at a time, from their last tokens to their first: here alone rows are padded.
+    rollout_logprobs, logprobs, ref_logprobs, values = (torch.from_numpy(column.dense()) for column in ragged)
+    mask, offsets = torch.from_numpy(ragged[0].mask()), ragged[0].offsets
+    ended, final_values = torch.from_numpy(rollout["ended"]), torch.from_numpy(scores["final_values"])
     bootstrap = torch.zeros_like(final_values)
     if config.truncated == "bootstrap":
         # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
@@ -71,13 +72,13 @@ def build_experience(
         advantages = whiten(advantages, mask)
     weights, mismatch = importance_weights(
         logprobs,
-        torch.from_numpy(rollout["rollout_logprobs"]),
+        rollout_logprobs,
         mask,
         mode=config.importance_correction,
         cap=config.importance_cap,
     )
     kl = kl_summary(logprobs, ref_logprobs, mask)
-    columns: dict[str, Any] = {
+    columns = {
         "old_logprobs": logprobs,
         "values": values,
         "advantages": advantages,
@@ -99,9 +100,8 @@ def build_experience(
         "rollout/effective_sample_share": mismatch["effective_sample_share"],
         "rollout/capped_share": mismatch["capped_share"],
     }
-    return Experience(
-        rows | {name: column.numpy().astype("float32") for name, column in columns.items()}, int(mask.sum()), metrics
-    )
+    made = {name: Ragged(column[mask].float().numpy(), offsets) for name, column in columns.items()}
+    return Experience(rows | made, int(mask.sum()), metrics)
 
 
 def scaled_rewards(

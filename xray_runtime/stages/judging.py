@@ -15,7 +15,7 @@ from xray_runtime.data.gold import load_gold
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle, get
-from xray_runtime.workers.rows import pad
+from xray_runtime.workers.rows import Ragged
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -30,12 +30,11 @@ def sample_replies(
 ) -> list[list[int]]:
     """Token ids of one reply a prompt; a row has the same seed whichever model replies."""
     config: EvaluationConfig = stage.config
-    ids, lengths = pad(prompts, tokenizer.pad_token_id)
     seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    rows = {"input_ids": ids, "lengths": lengths, "seed": seeds}
+    rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
     answer = get(generator.generate.remote(rows, sampling, version))
-    return [r[m].tolist() for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
+    return [reply.tolist() for reply in answer["response_ids"]]
 
 
 def gold_scores(config: EvaluationConfig, asked: Sequence[str], texts: Mapping[str, Sequence[str]]) -> Scores | None:

@@ -37,7 +37,7 @@ from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
-from xray_runtime.workers.rows import Rows, pad, take
+from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -67,7 +67,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
                 rollout = _generate(models["generator"], stage, tokenizer, asked, iteration)
-                replies = _texts(tokenizer, rollout)
+                replies = decode_replies(tokenizer, list(rollout["response_ids"]))
             with clock.phase("score"):
                 rows, scores, sources = _score(models, config, rewards, tokenizer, asked, rollout, replies)
                 scaled = scaled_rewards(config, rewards, sources, moments)
@@ -153,9 +153,8 @@ def _generate(
 ) -> Rows:
     config = stage.config
     sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    ids, lengths = pad((ids for _, ids in asked), tokenizer.pad_token_id)
     seeds = [derive_seed(stage.seed, stage.name, "sample", version, row) for row in range(len(asked))]
-    rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
+    rows = {"input_ids": Ragged.of(ids for _, ids in asked), "seed": np.array(seeds)}
     return get(generator.generate.remote(rows, sampling, version))
 
 
@@ -169,17 +168,12 @@ def _score(
     replies: list[str],
 ) -> tuple[Rows, Rows, dict[str, torch.Tensor]]:
     """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
-    prompts = [ids for _, ids in asked]
-    ids = [r[m] for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
-    rows = text_rows(list(zip(prompts, ids, strict=True)), tokenizer.pad_token_id)
-    rows["id"] = np.arange(len(ids))
-    whole = text_rows(
-        [(p, with_end_of_turn(r, tokenizer.eos_token_id)) for p, r in zip(prompts, ids, strict=True)],
-        tokenizer.pad_token_id,
-    )
+    prompts, ids = [ids for _, ids in asked], rollout["response_ids"]
+    rows = text_rows(prompts, ids) | {"id": np.arange(len(ids))}
+    whole = text_rows(prompts, (with_end_of_turn(reply, tokenizer.eos_token_id) for reply in ids))
     roles = [role for role in ("policy", "reference", "critic") if role in models]
     at_once = len(roles) + len(rewards.roles)
-    calls = [models[role].score.remote(rows, config.max_new_tokens, at_once) for role in roles]
+    calls = [models[role].score.remote(rows, at_once) for role in roles]
     answers = get_all([*calls, *rewards.requests(models, [m for m, _ in asked], replies, whole, at_once)])
     scores: Rows = {}
     for answer in answers[: len(roles)]:
@@ -212,7 +206,7 @@ def _update(
         for number, index in enumerate(order.permutation(num_rows).reshape(per_epoch, -1)):
             step = (iteration * config.epochs + epoch) * per_epoch + number
             batch = take(experience.rows, index)
-            tokens = float((batch["lengths"] - batch["prompt_lengths"]).sum())
+            tokens = float(num_response_tokens(batch))
             at_once = 2 if "critic" in models else 1
             lr = lr_at(config, step, planned)
             calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr, at_once)]
@@ -249,12 +243,6 @@ def _update_metrics(sums: dict[str, float]) -> dict[str, float]:
     if "critic_grad_norm" in sums:
         metrics["value/grad_norm"] = sums["critic_grad_norm"] / updates
     return metrics | {"policy/updates": sums["updates"], "policy/stopped_early": sums["stopped_early"]}
-
-
-def _texts(tokenizer: Any, rollout: Rows) -> list[str]:
-    return decode_replies(
-        tokenizer, [r[m] for r, m in zip(rollout["response_ids"], rollout["response_mask"], strict=True)]
-    )
 
 
 def _note(metrics: dict[str, float]) -> str:

@@ -23,7 +23,7 @@ from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
-from xray_runtime.workers.rows import pad
+from xray_runtime.workers.rows import Ragged
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage
@@ -107,12 +107,10 @@ def _from_gold(
     with stage.open_models({"generator": generator}) as models:
         for start in range(0, len(twice), GENERATION_BATCH):
             batch = twice[start : start + GENERATION_BATCH]
-            ids, lengths = pad(batch, tokenizer.pad_token_id)
             seeds = [derive_seed(stage.seed, stage.name, "sample", start + i) for i in range(len(batch))]
-            rows = {"input_ids": ids, "lengths": lengths, "seed": np.array(seeds)}
+            rows = {"input_ids": Ragged.of(batch), "seed": np.array(seeds)}
             answer = get(models["generator"].generate.remote(rows, sampling, 0))
-            sampled = [r[m] for r, m in zip(answer["response_ids"], answer["response_mask"], strict=True)]
-            replies += decode_replies(tokenizer, sampled)
+            replies += decode_replies(tokenizer, list(answer["response_ids"]))
             recorder.progress(len(replies) // 2, len(prompts), "pairs", "sampling replies")
     asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
     scores = gold(asked, replies)

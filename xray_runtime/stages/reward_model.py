@@ -81,32 +81,17 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
 
 
 def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
-    """Rows with the chosen side in `input_ids`, `lengths` and the other in `rejected_ids`, `rejected_lengths`."""
+    """Rows with the chosen side in `input_ids` and the other in `rejected_ids`."""
     prompts = encode_prompts(tokenizer, [p.prompt for p in pairs])
-    pad_token_id: int = tokenizer.pad_token_id  # type: ignore[attr-defined]
     chosen, rejected = (
-        text_rows(list(zip(prompts, encode_replies(tokenizer, replies), strict=True)), pad_token_id)
+        text_rows(prompts, encode_replies(tokenizer, replies))["input_ids"]
         for replies in ([p.chosen for p in pairs], [p.rejected for p in pairs])
     )
-    width = max(chosen["input_ids"].shape[1], rejected["input_ids"].shape[1])
-
-    def widened(ids: np.ndarray) -> np.ndarray:
-        return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=pad_token_id)
-
-    return {
-        "input_ids": widened(chosen["input_ids"]),
-        "lengths": chosen["lengths"],
-        "rejected_ids": widened(rejected["input_ids"]),
-        "rejected_lengths": rejected["lengths"],
-    }
+    return {"input_ids": chosen, "rejected_ids": rejected}
 
 
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    sides = [
-        {"input_ids": rows["input_ids"], "lengths": rows["lengths"]},
-        {"input_ids": rows["rejected_ids"], "lengths": rows["rejected_lengths"]},
-    ]
-    chosen, rejected = get_all([reward.score.remote(side) for side in sides])
+    chosen, rejected = get_all([reward.score.remote({"input_ids": ids}) for ids in rows.values()])
     return chosen["scores"], rejected["scores"]
 
 

@@ -39,7 +39,7 @@ class RewardReader:
         self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
 
     def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
-        """Rows `input_ids` [B, S], `lengths` [B], whose last token is where the head reads.
+        """Rows `input_ids`, whose last token is where the head reads.
 
         Args:
             replies: texts.
@@ -51,8 +51,7 @@ class RewardReader:
         if self._takes_tokens and tokens is not None:
             return tokens
         if not self._whole:
-            pairs = zip(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies), strict=True)
-            return text_rows(list(pairs), self._tokenizer.pad_token_id)
+            return text_rows(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies))
         try:
             ids = encode_conversations(self._tokenizer, prompts, replies)
         except Exception as error:
@@ -65,7 +64,7 @@ class RewardReader:
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
                 f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
             )
-        return text_rows([([], row) for row in ids], self._tokenizer.pad_token_id)
+        return text_rows([[]] * len(ids), ids)
 
     def _read(self, ids: list[int]) -> list[int]:
         # transformers reads the score at the last token that is no padding; where the end token pads, it is skipped.

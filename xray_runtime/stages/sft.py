@@ -15,7 +15,7 @@ from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, t
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
-from xray_runtime.workers.rows import take
+from xray_runtime.workers.rows import num_response_tokens, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.sft import SFTConfig
@@ -39,9 +39,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         raise ValueError(
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
-    rows = text_rows(pairs, tokenizer.pad_token_id)
-    heldout_rows = text_rows(heldout, tokenizer.pad_token_id)
-    heldout_tokens = sum(len(reply) for _, reply in heldout)
+    rows, heldout_rows = (text_rows(*zip(*part, strict=True)) for part in (pairs, heldout))
     cursor = Cursor(len(pairs), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
         base,
@@ -61,7 +59,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         for step in range(done, config.steps):
             start = time.perf_counter()
             batch = take(rows, cursor.take(config.batch_size))
-            tokens = int((batch["lengths"] - batch["prompt_lengths"]).sum())
+            tokens = num_response_tokens(batch)
             stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
             seconds = time.perf_counter() - start
             loss = stats["nll"] / tokens
@@ -69,11 +67,11 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
                 "sft/loss": loss,
                 "sft/grad_norm": stats["grad_norm"],
                 "sft/lr": lr_at(config, step, config.steps),
-                "speed/train_tokens_per_s": int(batch["lengths"].sum()) / seconds,
+                "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 nll = get(policy.score.remote(heldout_rows))["nll"]
-                metrics["sft/heldout_loss"] = float(nll.sum()) / heldout_tokens
+                metrics["sft/heldout_loss"] = float(nll.sum()) / num_response_tokens(heldout_rows)
             recorder.metrics(metrics, step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)

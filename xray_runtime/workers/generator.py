@@ -57,7 +57,7 @@ class Generator(Workhorse):
         self._engine.receive(step, info, version)
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """Sample a reply to each prompt (`input_ids`, `lengths`) with its `seed`; see `Generation.generate`."""
+        """Sample a reply to each prompt (`input_ids`) with its `seed`; see `Generation.generate`."""
         assert self._engine is not None
-        prompts = [ids[:n].tolist() for ids, n in zip(rows["input_ids"], rows["lengths"], strict=True)]
+        prompts = [ids.tolist() for ids in rows["input_ids"]]
         return self._engine.generate(prompts, rows["seed"].tolist(), sampling, version)

@@ -13,7 +13,7 @@ import numpy as np
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, num_rows, take
+from xray_runtime.workers.rows import Ragged, Rows, num_rows, take
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -98,33 +98,28 @@ class Learner(Workhorse):
 
         onload()
 
-    def score(self, rows: Rows, width: int, at_once: int = 1) -> Rows:
-        """The objective's scores of `rows`, in their order; per-token ones are [B, `width`].
+    def score(self, rows: Rows, at_once: int = 1) -> Rows:
+        """The objective's scores of `rows`, in their order; those of response tokens are `Ragged`.
 
         Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow. `at_once`: how many
         models work at the same time, this one included; they share `runtime.threads`.
         """
         with self._share_threads(at_once):
-            return self._score(rows, width)
+            return self._score(rows)
 
-    def _score(self, rows: Rows, width: int) -> Rows:
+    def _score(self, rows: Rows) -> Rows:
         import torch
 
         self._trunks.clear()
-        out: dict[str, np.ndarray] = {}
+        out: dict[str, list[np.ndarray]] = {}
         batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
         with torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
-                index = batch.rows
-                for name, tensor in scores.items():
-                    array = tensor.float().cpu().numpy()[: len(index)]
-                    shape = (num_rows(rows), width) if array.ndim == 2 else (num_rows(rows),)
-                    column = out.setdefault(name, np.zeros(shape, dtype=np.float32))
-                    if array.ndim == 2:
-                        column[index, : array.shape[1]] = array
-                    else:
-                        column[index] = array
-        return out
+                for name, of_rows in scores.items():
+                    column = out.setdefault(name, [np.zeros(0)] * num_rows(rows))
+                    for row, tensor in zip(batch.rows, of_rows, strict=False):
+                        column[row] = tensor.float().cpu().numpy()
+        return {name: np.array(c) if c[0].ndim == 0 else Ragged.of(c, np.float32) for name, c in out.items()}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above."""
@@ -151,15 +146,16 @@ class Learner(Workhorse):
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
-        """Rows of like length, trimmed to it; the same number of micro-batches on every rank."""
+        """Rows of like length together; the same number of micro-batches on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
 
-        widths = rows["lengths"]
-        if "rejected_lengths" in rows:
-            widths = 2 * np.maximum(widths, rows["rejected_lengths"])
-        groups = micro_batches(widths.tolist(), max_tokens)
+        tokens, packed = rows["input_ids"].lengths, self.module.packs
+        if "rejected_ids" in rows:
+            rejected = rows["rejected_ids"].lengths
+            tokens = tokens + rejected if packed else 2 * np.maximum(tokens, rejected)
+        groups = micro_batches(tokens.tolist(), max_tokens, packed=packed)
         count = len(groups)
         if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)
@@ -168,34 +164,19 @@ class Learner(Workhorse):
         for number in range(count):
             index = groups[number] if number < len(groups) else []
             # A rank that has run out still joins the collectives, with a row that counts nothing.
-            yield MicroBatch(index, self._tensors(take(rows, index or [0])))
+            batch = take(rows, index or [0])
+            tensors = as_tensors(batch, self.device)
+            if self.module.has_trunk and "id" in batch:
+                tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors["input_ids"], tensors["lengths"])
+            yield MicroBatch(index, tensors)
 
-    def _tensors(self, rows: Rows) -> dict[str, torch.Tensor]:
-        import torch
-
-        width = int(rows["lengths"].max())
-        if "rejected_lengths" in rows:
-            width = max(width, int(rows["rejected_lengths"].max()))
-        batch = {}
-        for name, column in rows.items():
-            if name == "id":
-                continue
-            tensor = torch.from_numpy(np.ascontiguousarray(column[:, :width] if name.endswith("_ids") else column))
-            batch[name] = tensor.to(self.device)
-        if self.module.has_trunk and "id" in rows:
-            batch["trunk"] = self._trunk(rows["id"].tolist(), batch["input_ids"])
-        return batch
-
-    def _trunk(self, ids: list[int], input_ids: torch.Tensor) -> torch.Tensor:
+    def _trunk(self, ids: list[int], input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         import torch
 
         if any(i not in self._trunks for i in ids):
-            states = self.scorer.forward(type(self.module).trunk, input_ids)
-            self._trunks |= dict(zip(ids, states, strict=True))
-        width = input_ids.shape[1]
-        states = [self._trunks[i] for i in ids]
-        # Rows were cached at the width of another micro-batch; what lies beyond a row's own length never matters.
-        return torch.stack([torch.nn.functional.pad(s[:width], (0, 0, 0, max(width - len(s), 0))) for s in states])
+            states = self.scorer.forward(type(self.module).trunk, input_ids, lengths)
+            self._trunks |= dict(zip(ids, states.split(lengths.tolist()), strict=True))
+        return torch.cat([self._trunks[i] for i in ids])
 
     def save_state(self, directory: Path) -> None:
         """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""
@@ -277,3 +258,14 @@ class Learner(Workhorse):
         for name, tensor in self.engine.weights():
             if head or not name.startswith(HEAD_PREFIX):
                 yield name, tensor
+
+
+def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Rows as objectives read them."""
+    import torch
+
+    columns = {name: column.values if isinstance(column, Ragged) else column for name, column in rows.items()}
+    columns["lengths"] = rows["input_ids"].lengths
+    if "rejected_ids" in rows:
+        columns["rejected_lengths"] = rows["rejected_ids"].lengths
+    return {name: torch.from_numpy(np.ascontiguousarray(column)).to(device) for name, column in columns.items()}

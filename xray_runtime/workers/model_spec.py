@@ -27,7 +27,7 @@ class ModelSpec:
     frozen: LayoutConfig = field(default_factory=LayoutConfig)
     """How it is spread without `training`."""
     score_tokens: int = 8192
-    """Padded tokens in one scoring pass."""
+    """Tokens in one scoring pass."""
     head: Path | None = None
     """File of the scalar head's weights; None with `new_head`: a fresh one."""
     new_head: bool = False

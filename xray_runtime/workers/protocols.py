@@ -72,7 +72,7 @@ class Pingable(Protocol):
 
 
 class Score(Protocol):
-    def remote(self, rows: Rows, width: int = 0, at_once: int = 1) -> Ref[Rows]: ...
+    def remote(self, rows: Rows, at_once: int = 1) -> Ref[Rows]: ...
 
 
 class Train(Protocol):
@@ -168,7 +168,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
 
     # a Learner's
     @property
-    def score(self) -> Method[[Rows, int, int], Rows]: ...
+    def score(self) -> Method[[Rows, int], Rows]: ...
     @property
     def train(self) -> Method[[Rows, dict[str, float], float, int], dict[str, float]]: ...
     @property

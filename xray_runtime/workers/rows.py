@@ -1,16 +1,72 @@
-"""Batches between actors: a dict of numpy arrays with one leading axis of rows.
+"""Batches between actors: a dict of columns with one entry a row each.
+
+Rows of text have different lengths, and no column is padded: token ids and what belongs to single tokens are `Ragged`.
 
 Numpy, not torch: Ray maps numpy arrays from its object store without a copy, and a proxy need not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
-Rows = dict[str, np.ndarray]
-"""Column name → array [B, …]; every column has the same B."""
+Rows = dict[str, Any]
+"""Column name → array [B, …] or `Ragged` of B rows; every column has the same B."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of different lengths, one after the other.
+
+    Rows [5, 6] and [7] are the values [5, 6, 7] and the offsets [0, 2, 3].
+    """
+
+    values: np.ndarray
+    """[N], all rows in order."""
+    offsets: np.ndarray
+    """[B + 1] int64: row i is values[offsets[i] : offsets[i + 1]]."""
+
+    @classmethod
+    def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike = np.int64) -> Ragged:
+        """These rows."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        return cls(np.concatenate([np.zeros(0, dtype), *arrays]), offsets)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each row [B]."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(np.split(self.values, self.offsets[1:-1]) if len(self) else [])
+
+    def __getitem__(self, index: slice | np.ndarray) -> Ragged:
+        """The rows at `index`, in that order."""
+        chosen = np.arange(len(self))[index]
+        lengths = self.lengths[chosen]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        places = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths)
+        return Ragged(self.values[places], offsets)
+
+    def mask(self) -> np.ndarray:
+        """Which places of rows of the greatest length T there are [B, T]."""
+        places: np.ndarray = np.arange(self.lengths.max(initial=0)) < self.lengths[:, None]
+        return places
+
+    def dense(self) -> np.ndarray:
+        """The rows [B, T], 0 where there is nothing."""
+        mask = self.mask()
+        out = np.zeros(mask.shape, dtype=self.values.dtype)
+        out[mask] = self.values
+        return out
 
 
 def num_rows(rows: Rows) -> int:
@@ -20,6 +76,11 @@ def num_rows(rows: Rows) -> int:
 def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
     """The rows at `index`, in that order."""
     return {name: column[np.asarray(index, dtype=np.int64)] for name, column in rows.items()}
+
+
+def num_response_tokens(rows: Rows) -> int:
+    """Tokens that follow the prompts of `input_ids`."""
+    return int(len(rows["input_ids"].values) - rows["prompt_lengths"].sum())
 
 
 def balance(costs: Sequence[int] | np.ndarray, num_loads: int) -> list[list[int]]:
@@ -43,21 +104,18 @@ def shard(rows: Rows, num_shards: int) -> list[Rows]:
 
 def merge(shards: Sequence[Rows]) -> Rows:
     """The inverse of `shard`."""
-    total = sum(num_rows(shard) for shard in shards)
-    merged = {}
-    for name, first in shards[0].items():
-        out = np.empty((total, *first.shape[1:]), dtype=first.dtype)
-        for r, rows in enumerate(shards):
-            out[r :: len(shards)] = rows[name]
-        merged[name] = out
-    return merged
+    total = sum(map(num_rows, shards))
+    return join(shards, [list(range(r, total, len(shards))) for r in range(len(shards))])
 
 
-def pad(sequences: Iterable[Sequence[int]], value: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pad integer sequences to one array [B, S]; also their lengths [B]."""
-    lists = list(sequences)
-    lengths = np.array([len(s) for s in lists], dtype=np.int64)
-    out = np.full((len(lists), int(lengths.max(initial=0))), value, dtype=np.int64)
-    for row, sequence in enumerate(lists):
-        out[row, : len(sequence)] = sequence
-    return out, lengths
+def join(parts: Sequence[Rows], places: Sequence[Sequence[int]]) -> Rows:
+    """Rows out of parts of them, `places` telling where each part's rows belong."""
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return {name: _concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def _concatenate(columns: Sequence[Any]) -> Any:
+    if not isinstance(columns[0], Ragged):
+        return np.concatenate(columns)
+    lengths = np.concatenate([column.lengths for column in columns])
+    return Ragged(np.concatenate([column.values for column in columns]), np.cumsum([0, *lengths]))

@@ -30,6 +30,8 @@ from xray_runtime.config.base import PretrainedBase
 from xray_runtime.config.engines import EngineConfig, TrainingConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import Scores, Tensors
+from xray_runtime.models.padding import pad
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import Role, Workload, trained_so
@@ -37,7 +39,7 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.placement import cluster_machine
 from xray_runtime.workers.protocols import ModelHandle, get
-from xray_runtime.workers.rows import Rows, num_rows
+from xray_runtime.workers.rows import Ragged, Rows, num_rows
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]
 """(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""
@@ -49,14 +51,19 @@ class StepObjective:
 
     step: Step
 
-    def score(self, module: HeadedLM, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"losses": self.step(module.lm, rows)}
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        return {"losses": self.step(module.lm, _padded(rows))}
 
-    def loss(
-        self, module: HeadedLM, rows: dict[str, Tensor], totals: dict[str, float]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        total = self.step(module.lm, rows).sum()
+    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+        total = self.step(module.lm, _padded(rows)).sum()
         return total / totals["rows"], {"loss": total.detach()}
+
+
+def _padded(rows: Tensors) -> Tensors:
+    """Rows as a step reads them: a micro-batch is trimmed to its longest row."""
+    padded = rows | {"input_ids": pad(rows["input_ids"], rows["lengths"])}
+    width = padded["input_ids"].shape[1]
+    return {name: column[:, :width] if name.endswith("_ids") else column for name, column in padded.items()}
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Trainer:
     def __call__(self, rows: Rows, lr: float | None = None) -> float:
         """One optimizer step on the mean loss over `rows` (numpy columns as in `Step`); returns that mean."""
         totals = {"rows": float(num_rows(rows))}
+        texts = (ids[:length] for ids, length in zip(rows["input_ids"], rows["lengths"], strict=True))
+        rows = {name: column for name, column in rows.items() if name != "lengths"} | {"input_ids": Ragged.of(texts)}
         stats = get(self._model.train.remote(rows, totals, self._lr if lr is None else lr))
         return float(stats["loss"] / totals["rows"])
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import ray
 
 from xray_runtime.config.engines import GeneratorConfig
@@ -23,7 +22,7 @@ from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
-from xray_runtime.workers.rows import Rows, balance, merge, num_rows, shard, take
+from xray_runtime.workers.rows import Rows, balance, join, merge, num_rows, shard, take
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import RankInfo
 
@@ -104,9 +103,9 @@ class WholeModel:
         """The end of the model: its files that were staged go, and its memory where the Workhorses are `reused`."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
 
-    def score(self, rows: Rows, width: int = 0, at_once: int = 1) -> Rows:
+    def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.score.remote(shard, width, at_once)))
+        return merge(self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once)))
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; sums over the rows, and `grad_norm`."""
@@ -117,7 +116,7 @@ class WholeModel:
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         """`Generator.generate`, prompts spread over the replicas by their predicted tokens; replies in order."""
-        loads = balance(rows["lengths"] + sampling.max_new_tokens, self._num_replicas)
+        loads = balance(rows["input_ids"].lengths + sampling.max_new_tokens, self._num_replicas)
         size = len(self._workhorses) // self._num_replicas
         calls: list[Ref[Rows]] = []
         answers: list[tuple[list[int], int]] = []
@@ -128,9 +127,7 @@ class WholeModel:
                 answers.append((load, len(calls)))
                 calls += [w.generate.remote(take(rows, load), sampling, version) for w in ranks]
         replies = self._get(calls)
-        order = np.argsort(np.concatenate([load for load, _ in answers]), kind="stable")
-        shards = [replies[first] for _, first in answers]
-        return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
+        return join([replies[first] for _, first in answers], [load for load, _ in answers])
 
     def export_weights(self, version: int) -> WeightUpdate:
         """The policy's trainable weights as version `version`, in the object store."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from xray_runtime.algorithms.logprobs import logprobs_and_entropy
+from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy, logprobs_and_entropy
 
 
 def test_by_hand() -> None:
@@ -127,3 +127,73 @@ def test_no_tokens() -> None:
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad is not None
+
+
+@pytest.mark.parametrize(("max_logits", "chunks"), [(280, [7]), (279, [4, 3]), (120, [3, 2, 2]), (39, [1] * 7)])
+def test_chunks_are_the_whole(max_logits: int, chunks: list[int]) -> None:
+    """7 tokens of 40 logits each: 7, 6, 3 and, since there is no less, 1 at a time, in chunks of nearly equal size."""
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(5, 40, bias=False, dtype=torch.float64)
+    hidden = torch.randn(7, 5, dtype=torch.float64, generator=generator)
+    targets = torch.randint(40, (7,), generator=generator)
+    weights = torch.randn(2, 7, dtype=torch.float64, generator=generator)
+    seen: list[int] = []
+
+    def output_layer(states: torch.Tensor) -> torch.Tensor:
+        seen.append(len(states))
+        return layer(states)
+
+    def outcome(max_logits: int) -> list[torch.Tensor]:
+        states = hidden.clone().requires_grad_()
+        layer.zero_grad()
+        found = chunked_logprobs_and_entropy(output_layer, states, targets, 0.7, vocab_size=40, max_logits=max_logits)
+        (weights * torch.stack(found)).sum().backward()
+        assert states.grad is not None
+        assert layer.weight.grad is not None
+        return [*found, states.grad, layer.weight.grad.clone()]
+
+    whole = outcome(2**20)
+    assert seen == [7]
+    found = outcome(max_logits)
+    # Once forward and, where it is not kept, once more backward, in whatever order.
+    assert seen[1 : 1 + len(chunks)] == chunks
+    assert sorted(seen[1 + len(chunks) :]) == (sorted(chunks) if len(chunks) > 1 else [])
+    for value, expected in zip(found, whole, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_tokens_are_no_chunk() -> None:
+    layer = torch.nn.Linear(5, 40)
+    found = chunked_logprobs_and_entropy(layer, torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), vocab_size=40)
+    assert [x.shape for x in found] == [(0,), (0,)]
+    sum(x.sum() for x in found).backward()  # type: ignore[union-attr]
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+
+
+def peak_bytes(num_tokens: int, vocabulary: int, max_logits: int) -> int:
+    """Most bytes that a forward and backward pass holds at a time, by torch's record of every allocation."""
+    from torch.profiler import ProfilerActivity, profile
+
+    layer = torch.nn.Linear(4, vocabulary, bias=False)
+    hidden, targets = torch.randn(num_tokens, 4, requires_grad=True), torch.arange(num_tokens)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        found = chunked_logprobs_and_entropy(layer, hidden, targets, vocab_size=vocabulary, max_logits=max_logits)
+        sum(x.sum() for x in found).backward()  # type: ignore[union-attr]
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_memory_does_not_grow_with_the_tokens_of_a_large_vocabulary() -> None:
+    """At 150,000 words 32 tokens' logits are 19.2 MB, and no more exist at a time, of 64 tokens or of 256."""
+    vocabulary, chunk = 150_000, 4 * 32 * 150_000
+    few, many = (peak_bytes(n, vocabulary, max_logits=chunk // 4) for n in (64, 256))
+    # Beside them only the gradient of the layer's weight, twice where a chunk's is added.
+    assert many < 1.05 * few
+    assert many < 4.1 * chunk + 2 * 4 * 4 * vocabulary
+    # The whole form keeps them all.
+    assert peak_bytes(256, vocabulary, max_logits=2**62) > 2 * 256 * 4 * vocabulary > 3 * many

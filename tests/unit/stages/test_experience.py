@@ -20,7 +20,7 @@ import torch
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Ragged, Rows
 
 KL_COEF = 0.5
 PLAIN: dict[str, Any] = {
@@ -30,9 +30,9 @@ PLAIN: dict[str, Any] = {
     "reward_scaling": "none",
     "reward_clip": None,
 }
-MASK = [[True, True, False], [True, True, True]]
+LENGTHS = (2, 3)
 SCORES = (2.0, 5.0)
-BOOTSTRAPPED = [[-0.125, 0.5, 0.0], [0.21875, -1.125, 3.5]]
+BOOTSTRAPPED = [[-0.125, 0.5], [0.21875, -1.125, 3.5]]
 """Advantages: A₁ = 2.5 − 2 = 0.5, A₀ = (−0.25 + 2/2 − 1) + 0.5/4 = −0.125 of row 0, its rewards being −0.25 and 2 + ½;
 A₂ = (0.5 + 4/2 + 1) = 3.5, A₁ = (−0.5 − 1/2 − 1) + 3.5/4 = −1.125, A₀ = (0 + 1/2 − 0) − 1.125/4 = 0.21875 of row 1."""
 
@@ -41,25 +41,31 @@ def f32(x: Any) -> np.ndarray:
     return np.array(x, dtype=np.float32)
 
 
+def ragged(rows: Any) -> Ragged:
+    return Ragged.of(rows, np.float32)
+
+
 def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
-    """(rows, rollout, scores), with junk wherever no token is."""
+    """(rows, rollout, scores)."""
     rows = {
-        "input_ids": np.array([[5, 6, 7, 0], [5, 8, 9, 10]]),
+        "input_ids": Ragged.of([[5, 6, 7], [5, 8, 9, 10]]),
         "prompt_lengths": np.array([1, 1]),
-        "lengths": np.array([3, 4]),
         "id": np.arange(2),
     }
-    logprobs = f32([[-1, -2, 50], [-1, -1, -1]])
-    rollout = {"response_mask": np.array(MASK), "rollout_logprobs": logprobs.copy(), "ended": np.array([True, False])}
+    rollout = {"rollout_logprobs": ragged([[-1, -2], [-1, -1, -1]]), "ended": np.array([True, False])}
     scores = {
-        "logprobs": logprobs,
-        "ref_logprobs": f32([[-1.5, -1, -50], [-1, -2, 0]]),
-        "values": f32([[1, 2, 70], [0, 1, -1]]),
+        "logprobs": ragged([[-1, -2], [-1, -1, -1]]),
+        "ref_logprobs": ragged([[-1.5, -1], [-1, -2, 0]]),
+        "values": ragged([[1, 2], [0, 1, -1]]),
         "final_values": f32([9, 4]),
     }
     for part in (rollout, scores):
         part |= {name: value for name, value in changes.items() if name in part}
     return rows, rollout, scores
+
+
+def column(experience: Experience, name: str) -> list[list[float]]:
+    return [row.tolist() for row in experience.rows[name]]
 
 
 def build(rewards: Sequence[float] = SCORES, data: Any = None, **options: Any) -> Experience:
@@ -92,33 +98,33 @@ def scaled(sources: dict[str, torch.Tensor], moments: RunningMoments | None = No
 
 def test_a_cut_reply_is_bootstrapped_and_earns_no_score() -> None:
     experience = build(truncated="bootstrap")
-    assert experience.rows["advantages"].tolist() == BOOTSTRAPPED
+    assert column(experience, "advantages") == BOOTSTRAPPED
     # Returns are advantages plus values.
-    assert experience.rows["returns"].tolist() == [[0.875, 2.5, 0.0], [0.21875, -0.125, 2.5]]
+    assert column(experience, "returns") == [[0.875, 2.5], [0.21875, -0.125, 2.5]]
     assert experience.num_tokens == 5
     # The final value of a reply that ended (9) is worth nothing: nothing comes after it.
-    assert build(data=inputs(final_values=f32([-3, 4]))).rows["advantages"].tolist() == BOOTSTRAPPED
+    assert column(build(data=inputs(final_values=f32([-3, 4]))), "advantages") == BOOTSTRAPPED
     # Nor is the score of one that did not.
-    assert build(rewards=[2.0, -100.0]).rows["advantages"].tolist() == BOOTSTRAPPED
+    assert column(build(rewards=[2.0, -100.0]), "advantages") == BOOTSTRAPPED
 
 
 def test_a_cut_reply_is_penalized_and_has_no_future() -> None:
     experience = build(truncated="penalize", truncation_penalty=1.0)
     # Row 1: last reward 0.5 + 5 − 1 = 4.5. A₂ = 4.5 + 1 = 5.5, A₁ = −2 + 5.5/4 = −0.625, A₀ = 0.5 − 0.625/4 = 0.34375.
-    assert experience.rows["advantages"].tolist() == [BOOTSTRAPPED[0], [0.34375, -0.625, 5.5]]
-    assert experience.rows["returns"].tolist() == [[0.875, 2.5, 0.0], [0.34375, 0.375, 4.5]]
+    assert column(experience, "advantages") == [BOOTSTRAPPED[0], [0.34375, -0.625, 5.5]]
+    assert column(experience, "returns") == [[0.875, 2.5], [0.34375, 0.375, 4.5]]
     assert experience.metrics["reward/mean"] == 3.0  # (2 + 4) / 2
     # Its final value counts nothing here.
     same = build(truncated="penalize", data=inputs(final_values=f32([9, -60])))
-    assert same.rows["advantages"].tolist() == experience.rows["advantages"].tolist()
+    assert column(same, "advantages") == column(experience, "advantages")
 
 
 def test_the_score_falls_on_the_last_token_and_the_penalty_on_each() -> None:
     """γ = λ = 1 without a critic: an advantage is what is still to come."""
-    data = inputs(values=f32(np.zeros((2, 3))), ended=np.array([True, True]))
+    data = inputs(values=ragged([[0, 0], [0, 0, 0]]), ended=np.array([True, True]))
     experience = build(data=data, gamma=1.0, gae_lambda=1.0)
     # Row 0: rewards −0.25, 2.5. Row 1: 0, −0.5, 5.5.
-    assert experience.rows["advantages"].tolist() == [[2.25, 2.5, 0.0], [5.0, 5.0, 5.5]]
+    assert column(experience, "advantages") == [[2.25, 2.5], [5.0, 5.0, 5.5]]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +135,7 @@ def test_the_score_falls_on_the_last_token_and_the_penalty_on_each() -> None:
 def test_each_estimator_penalizes_in_its_way(estimator: Any, penalty: float) -> None:
     experience = build(kl=KLConfig(estimator=estimator), gae_lambda=0.0)
     # λ = 0 is TD: A₀ = −½ · penalty + γ · 2 − 1 = −½ · penalty.
-    assert experience.rows["advantages"][0, 0] == pytest.approx(-0.5 * penalty, abs=1e-6)
+    assert column(experience, "advantages")[0][0] == pytest.approx(-0.5 * penalty, abs=1e-6)
     # What is reported does not depend on what is penalized.
     assert experience.metrics["kl/reference_k1"] == build().metrics["kl/reference_k1"]
 
@@ -176,8 +182,8 @@ def test_the_penalty_of_a_cut_comes_after_the_clip() -> None:
     clipped = scaled(scores(), reward_scaling="none", reward_clip=3.0)
     experience = build(clipped, truncated="penalize", truncation_penalty=4.0)
     # Rewards 2 and 3 − 4. A of a last token = reward − penalty − value: + 0.5 − 2 in row 0, + 0.5 + 1 in row 1.
-    assert experience.rows["advantages"][0, 1] == 2.0 + 0.5 - 2.0
-    assert experience.rows["advantages"][1, 2] == -1.0 + 0.5 + 1.0
+    assert column(experience, "advantages")[0][1] == 2.0 + 0.5 - 2.0
+    assert column(experience, "advantages")[1][2] == -1.0 + 0.5 + 1.0
     assert experience.metrics["reward/mean"] == 0.5
     assert experience.metrics["reward/std"] == 1.5
 
@@ -194,26 +200,26 @@ def test_each_source_is_reported_raw() -> None:
 
 
 def test_whitening_is_over_the_valid_tokens_of_the_whole_rollout() -> None:
-    tokens = [a for row, mask in zip(BOOTSTRAPPED, MASK, strict=True) for a, m in zip(row, mask, strict=True) if m]
+    tokens = [a for row in BOOTSTRAPPED for a in row]
     mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
     experience = build(whiten_advantages=True)
-    assert experience.rows["advantages"][np.array(MASK)].tolist() == pytest.approx(
+    assert experience.rows["advantages"].values.tolist() == pytest.approx(
         [(a - mean) / deviation for a in tokens], abs=1e-6
     )
-    assert experience.rows["advantages"][0, 2] == 0.0
+    assert experience.rows["advantages"].lengths.tolist() == list(LENGTHS)
     # Returns are what the critic learns from: they stay in units of reward.
-    assert experience.rows["returns"].tolist() == build().rows["returns"].tolist()
+    assert column(experience, "returns") == column(build(), "returns")
 
 
 @pytest.mark.parametrize(
     ("correction", "weights"),
-    [("truncate", [[2, 1, 0], [1, 1, 1]]), ("mask", [[0, 1, 0], [1, 1, 1]]), ("none", [[1, 1, 0], [1, 1, 1]])],
+    [("truncate", [2, 1, 1, 1, 1]), ("mask", [0, 1, 1, 1, 1]), ("none", [1, 1, 1, 1, 1])],
 )
-def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: list[list[float]]) -> None:
+def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: list[float]) -> None:
     # The trainer thinks the first token 4 times as likely as the generator did; the cap is 2.
-    data = inputs(rollout_logprobs=f32([[-1 - math.log(4), -2, 3], [-1, -1, -1]]))
+    data = inputs(rollout_logprobs=ragged([[-1 - math.log(4), -2], [-1, -1, -1]]))
     experience = build(data=data, importance_correction=correction, importance_cap=2.0)
-    assert experience.rows["weights"].tolist() == pytest.approx(np.array(weights), abs=1e-6)
+    assert experience.rows["weights"].values.tolist() == pytest.approx(weights, abs=1e-6)
     metrics = experience.metrics
     assert metrics["rollout/mismatch"] == pytest.approx(math.log(4) / 5, abs=1e-6)
     assert metrics["rollout/mismatch_max"] == pytest.approx(math.log(4), abs=1e-6)
@@ -221,7 +227,7 @@ def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: 
     assert metrics["rollout/effective_sample_share"] == pytest.approx(0.64, abs=1e-6)
     assert metrics["rollout/capped_share"] == pytest.approx(0.2)
     # Old log-probabilities are the trainer's own: the ratio of the update starts at 1.
-    assert experience.rows["old_logprobs"].tolist() == inputs()[2]["logprobs"].tolist()
+    assert column(experience, "old_logprobs") == [[-1, -2], [-1, -1, -1]]
 
 
 def test_metrics_by_hand() -> None:
@@ -249,24 +255,14 @@ def test_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("whiten", [True, False])
-def test_neither_padding_nor_the_order_of_rows_shows(whiten: bool) -> None:
+def test_neither_longer_replies_beside_it_nor_the_order_of_rows_shows(whiten: bool) -> None:
     plain = build(whiten_advantages=whiten)
-    rows, rollout, scores = inputs()
-
-    def wider(part: Rows) -> Rows:
-        widths = ((0, 0), (0, 2))
-        fill: dict[str, Any] = {"response_mask": False}
-        return {n: np.pad(x, widths, constant_values=fill.get(n, 33)) if x.ndim == 2 else x for n, x in part.items()}
-
-    padded = build(data=(rows, wider(rollout), wider(scores)), whiten_advantages=whiten)
     swapped = build(
-        SCORES[::-1], data=[{n: x[::-1].copy() for n, x in p.items()} for p in inputs()], whiten_advantages=whiten
+        SCORES[::-1], data=[{n: x[np.array([1, 0])] for n, x in p.items()} for p in inputs()], whiten_advantages=whiten
     )
     for name in ("advantages", "returns", "weights"):
-        np.testing.assert_array_equal(padded.rows[name][:, 3:], 0.0)
-        np.testing.assert_allclose(padded.rows[name][:, :3], plain.rows[name], atol=1e-6)
-        np.testing.assert_allclose(swapped.rows[name][::-1], plain.rows[name], atol=1e-6)
-    assert padded.metrics == pytest.approx(plain.metrics, abs=1e-6)
+        for row, expected in zip(column(swapped, name)[::-1], column(plain, name), strict=True):
+            assert row == pytest.approx(expected, abs=1e-6)
     assert swapped.metrics == pytest.approx(plain.metrics, abs=1e-6)
 
 
@@ -274,9 +270,13 @@ def test_what_comes_from_the_object_store_is_only_read() -> None:
     data = inputs()
     experience = build(data=data)
     for part, untouched in zip(data, inputs(), strict=True):
-        for name, column in part.items():
-            np.testing.assert_array_equal(column, untouched[name])
+        for name, found in part.items():
+            expected = untouched[name]
+            if isinstance(found, Ragged):
+                np.testing.assert_array_equal(found.offsets, expected.offsets)
+                found, expected = found.values, expected.values
+            np.testing.assert_array_equal(found, expected)
     assert all(experience.rows[name] is data[0][name] for name in data[0])
     made = {name: column for name, column in experience.rows.items() if name not in data[0]}
     assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
-    assert all(column.dtype == np.float32 and column.shape == (2, 3) for column in made.values())
+    assert all(c.values.dtype == np.float32 and tuple(c.lengths) == LENGTHS for c in made.values())

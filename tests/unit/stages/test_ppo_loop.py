@@ -26,7 +26,7 @@ from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all
-from xray_runtime.workers.rows import Rows
+from xray_runtime.workers.rows import Ragged, Rows
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,6 +69,18 @@ def logprob(tokens: np.ndarray) -> np.ndarray:
     return (-0.25 * (tokens % 7) - 0.5).astype(np.float32)
 
 
+def words(rows: Rows) -> np.ndarray:
+    """The last token but one of each row [B]."""
+    return np.array([ids[-2] for ids in rows["input_ids"]])
+
+
+def plain(batch: tuple[str, Rows, dict[str, float], float]) -> tuple[Any, ...]:
+    """What a model was asked to learn, in a form that can be compared."""
+    role, rows, *rest = batch
+    columns = {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.items()}
+    return role, columns, *rest
+
+
 class FakeModel:
     """A WholeModel, as far as PPO's loop uses it."""
 
@@ -93,28 +105,23 @@ class FakeModel:
         self._note(f"generate {version}")
         assert version == self.version
         self.world.seeds += rows["seed"].tolist()
-        shape = (len(rows["seed"]), sampling.max_new_tokens)
-        tokens = np.zeros(shape, np.int64)
-        tokens[:, 0], tokens[:, 1] = 20 + rows["seed"] % 50, sampling.eos_token_id
-        mask = np.broadcast_to(np.arange(shape[1]) < 2, shape).copy()
-        logprobs = np.where(mask, logprob(tokens) + np.float32(self.world.generator_off_by), 0).astype(np.float32)
+        tokens = Ragged.of([20 + seed % 50, sampling.eos_token_id] for seed in rows["seed"])
+        logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by)
         ended = np.ones(len(tokens), bool)
-        return {"response_ids": tokens, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+        return {"response_ids": tokens, "rollout_logprobs": Ragged(logprobs, tokens.offsets), "ended": ended}
 
-    def _score(self, rows: Rows, width: int = 0, at_once: int = 1) -> Rows:
+    def _score(self, rows: Rows, at_once: int = 1) -> Rows:
         self._note("score")
         self.world.shares.append(at_once)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
-            word = rows["input_ids"][np.arange(len(rows["lengths"])), rows["lengths"] - 2]
-            return {"scores": (word % 5).astype(np.float32)}
-        columns = rows["prompt_lengths"][:, None] + np.arange(width)
-        counted = columns < rows["lengths"][:, None]
-        tokens = np.take_along_axis(rows["input_ids"], np.minimum(columns, rows["input_ids"].shape[1] - 1), axis=1)
-        logprobs = np.where(counted, logprob(tokens), 0).astype(np.float32)
+            return {"scores": (words(rows) % 5).astype(np.float32)}
+        replies = [ids[n:] for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+        logprobs = Ragged.of(map(logprob, replies), np.float32)
         if self.role == "reference":
-            return {"ref_logprobs": np.where(counted, logprobs - np.float32(KL_PER_TOKEN), 0).astype(np.float32)}
-        values = {"values": np.zeros_like(logprobs), "final_values": np.zeros(len(logprobs), np.float32)}
+            return {"ref_logprobs": Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets)}
+        zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
+        values = {"values": zeros, "final_values": np.zeros(len(logprobs), np.float32)}
         return values if self.role == "critic" else {"logprobs": logprobs} | values
 
     def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
@@ -248,7 +255,7 @@ def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_pat
     ]
     assert world.shares == [4, 4, 4, 4] + [2, 2] * 2
     for policy, critic in zip(world.batches[::2], world.batches[1::2], strict=True):
-        np.testing.assert_equal(policy[1:3], critic[1:3])
+        np.testing.assert_equal(plain(policy)[1:3], plain(critic)[1:3])
         # Each by its own peak, at the same point of the schedule.
         assert critic[3] == pytest.approx(2 * policy[3])
     assert recorder.points[0]["policy/grad_norm"] == 2.0
@@ -269,8 +276,8 @@ def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_p
     # What an iteration's rewards were charged with is the weight before: of the one score and −0.1 · 1.1 a token.
     _, rows, totals, _ = recorder_batches(inputs, tmp_path)[0]
     assert totals == {"tokens": 2.0 * MINIBATCH}
-    word = rows["input_ids"][np.arange(MINIBATCH), rows["lengths"] - 2]
-    np.testing.assert_allclose(rows["returns"][:, 0], np.clip(word % 5, -5, 5) - 2 * 0.11, rtol=1e-5)
+    expected = np.clip(words(rows) % 5, -5, 5) - 2 * 0.11
+    np.testing.assert_allclose(rows["returns"].dense()[:, 0], expected, rtol=1e-5)
 
 
 def recorder_batches(inputs: PPOInputs, tmp_path: Path) -> list[tuple[str, Rows, dict[str, float], float]]:
@@ -307,7 +314,8 @@ def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, t
     second = attempt(inputs, tmp_path / "resumed", resumed, newest=first.snapshots[-1], **fields)
     after = whole.calls.index("generator follow 2")
     assert resumed.calls == ["policy load_state", *[c.replace("whole", "resumed") for c in whole.calls[after:]]]
-    np.testing.assert_equal(resumed.batches, whole.batches[-len(resumed.batches) :])
+    found, expected = (list(map(plain, world.batches)) for world in (resumed, whole))
+    np.testing.assert_equal(found, expected[-len(found) :])
     assert len(second.points) == 1
     for name, value in second.points[0].items():
         if not name.startswith(("seconds/", "speed/")):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from xray_runtime.data.pairs import Messages
@@ -29,24 +28,24 @@ def test_the_policys_own_tokens_are_read_as_they_were_sampled(trained: tuple[Pat
     directory, tokenizer = trained
     # A spelling that the tokenizer itself would not choose.
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "fine"]
-    sampled = text_rows([([7, 8], [*letters, tokenizer.eos_token_id])], tokenizer.pad_token_id)
+    sampled = text_rows([[7, 8]], [[*letters, tokenizer.eos_token_id]])
     assert RewardReader(directory, "ppo.rewards.0", tokenizer).rows(PROMPT, ["fine"], sampled) is sampled
 
 
 @pytest.mark.parametrize("other", [train_tokenizer(["something else"] * 5, 290), None], ids=["other", "texts alone"])
 def test_another_tokenizers_text_is_read_as_the_model_was_trained(trained: tuple[Path, Any], other: Any) -> None:
     directory, tokenizer = trained
-    foreign = text_rows([([99, 98], [97])], 0)
+    foreign = text_rows([[99, 98]], [[97]])
     rows = RewardReader(directory, "ppo.rewards.0", other).rows(PROMPT, ["fine thanks"], foreign)
-    text = tokenizer.decode(rows["input_ids"][0])
+    [ids] = rows["input_ids"]
+    text = tokenizer.decode(ids)
     assert text == "<|user|>how are you<|end|><|assistant|>fine thanks<|end|>"
-    np.testing.assert_equal(rows["lengths"], [rows["input_ids"].shape[1]])
 
 
 def test_another_template_is_another_tokenizer(trained: tuple[Path, Any]) -> None:
     directory, _ = trained
     policy = train_tokenizer(["how are you", "fine thanks"] * 5, 300)
     policy.chat_template = policy.chat_template.replace("<|end|>", "\n")
-    foreign = text_rows([([99, 98], [97])], 0)
+    foreign = text_rows([[99, 98]], [[97]])
     rows = RewardReader(directory, "ppo.rewards.0", policy).rows(PROMPT, ["fine"], foreign)
-    assert rows["input_ids"].shape[1] > 3
+    assert rows["input_ids"].lengths[0] > 3

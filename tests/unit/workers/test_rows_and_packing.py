@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.stages.common import text_rows, with_end_of_turn
-from xray_runtime.workers.rows import Rows, balance, merge, num_rows, pad, shard, take
+from xray_runtime.workers.rows import Ragged, Rows, balance, merge, num_response_tokens, num_rows, shard, take
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)
@@ -21,38 +21,47 @@ def table(n: int) -> Rows:
     """Columns of each kind that travels, every row different."""
     ids = np.arange(n)
     return {
-        "input_ids": ids[:, None] * 100 + np.arange(4),
-        "lengths": ids + 1,
-        "old_logprobs": (-ids[:, None] - np.linspace(0, 0.5, 3)).astype(np.float32),
-        "response_mask": (ids[:, None] + np.arange(3)) % 3 == 0,
-        "trunk": np.arange(n * 6, dtype=np.float32).reshape(n, 3, 2),
+        "input_ids": Ragged.of(i * 100 + np.arange(i % 4) for i in range(n)),
+        "prompt_lengths": ids + 1,
+        "old_logprobs": Ragged.of((-i - np.linspace(0, 0.5, 3) for i in range(n)), np.float32),
+        "ended": ids % 3 == 0,
     }
 
 
 def assert_same(a: Rows, b: Rows) -> None:
     assert list(a) == list(b)
     for name in a:
-        assert a[name].dtype == b[name].dtype
-        np.testing.assert_array_equal(a[name], b[name], strict=True)
+        assert type(a[name]) is type(b[name])
+        columns = [(a[name], b[name])]
+        if isinstance(a[name], Ragged):
+            columns = [(a[name].values, b[name].values), (a[name].offsets, b[name].offsets)]
+        for found, expected in columns:
+            np.testing.assert_array_equal(found, expected, strict=True)
 
 
-def test_pad_by_hand() -> None:
-    ids, lengths = pad(([7, 8, 9], [], [5]), value=3)
-    assert ids.tolist() == [[7, 8, 9], [3, 3, 3], [5, 3, 3]]
-    assert lengths.tolist() == [3, 0, 1]
-    assert (ids.dtype, lengths.dtype) == (np.int64, np.int64)
-    assert [x.shape for x in pad([], value=0)] == [(0, 0), (0,)]
-    assert [x.shape for x in pad([[], []], value=0)] == [(2, 0), (2,)]
-    # Read once: a generator will do.
-    assert pad((s for s in ([1], [2, 3])), value=0)[0].tolist() == [[1, 0], [2, 3]]
+def test_ragged_by_hand() -> None:
+    rows = Ragged.of(row for row in ([7, 8, 9], [], [5]))
+    assert (rows.values.tolist(), rows.offsets.tolist()) == ([7, 8, 9, 5], [0, 3, 3, 4])
+    assert rows.lengths.tolist() == [3, 0, 1]
+    assert rows[np.array([2, 0, 2])].values.tolist() == [5, 7, 8, 9, 5]
+    assert rows[1:].offsets.tolist() == [0, 0, 1]
+    assert rows.mask().tolist() == [[True, True, True], [False, False, False], [True, False, False]]
+    assert rows.dense().tolist() == [[7, 8, 9], [0, 0, 0], [5, 0, 0]]
+    none = Ragged.of([], np.float32)
+    assert (len(none), list(none), none.dense().shape, none.values.dtype) == (0, [], (0, 0), np.float32)
+    assert Ragged.of([[], []]).dense().shape == (2, 0)
 
 
-@given(sequences=SEQUENCES, value=st.integers(-1, 9))
-def test_padding_gives_back_every_sequence(sequences: list[list[int]], value: int) -> None:
-    ids, lengths = pad(sequences, value)
-    assert ids.shape == (len(sequences), max(map(len, sequences), default=0))
-    assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == sequences
-    assert all((row[n:] == value).all() for row, n in zip(ids, lengths, strict=True))
+@given(sequences=SEQUENCES, data=st.data())
+def test_ragged_rows_are_lists(sequences: list[list[int]], data: st.DataObject) -> None:
+    rows = Ragged.of(sequences)
+    assert [row.tolist() for row in rows] == sequences
+    assert [row[:n].tolist() for row, n in zip(rows.dense(), rows.lengths, strict=True)] == sequences
+    first, step = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
+    assert [row.tolist() for row in rows[first::step]] == sequences[first::step]
+    if sequences:
+        index = data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=30))
+        assert [row.tolist() for row in rows[np.array(index, dtype=int)]] == [sequences[i] for i in index]
 
 
 def test_rows_are_dealt_like_cards() -> None:
@@ -119,10 +128,10 @@ def test_taking_copies() -> None:
 
 
 def test_rows_of_prompt_and_reply() -> None:
-    rows = text_rows([([5, 6], [7]), ([8], [9, 10, 1]), ([4], [])], pad_token_id=0)
-    assert rows["input_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 1], [4, 0, 0, 0]]
+    rows = text_rows([[5, 6], [8], [4]], [[7], np.array([9, 10, 1]), []])
+    assert [ids.tolist() for ids in rows["input_ids"]] == [[5, 6, 7], [8, 9, 10, 1], [4]]
     assert rows["prompt_lengths"].tolist() == [2, 1, 1]
-    assert rows["lengths"].tolist() == [3, 4, 1]
+    assert num_response_tokens(rows) == 4
 
 
 def test_a_reply_ends_with_one_end_of_turn() -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.weights.versioned import Tensors, VersionedWeights
+from xray_runtime.workers.rows import Ragged, Rows
 
 if TYPE_CHECKING:
     from xray_runtime.weights.object_store import WeightUpdate
@@ -112,30 +113,22 @@ class Generation:
             run = partial(sampler.receive, step, info, version)
             self._held.receive(run, version, first=step == "start", last=step == "finish")
 
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int
-    ) -> dict[str, np.ndarray]:
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
         """Sample one reply a prompt with policy version `version`.
 
-        Returns arrays over B prompts and T = `max_new_tokens`: `response_ids` [B, T] int64 (padded),
-        `response_mask` [B, T] bool, `rollout_logprobs` [B, T] float32 (at the sampling temperature), `ended` [B] bool
-        (False: cut off at T).
+        Returns columns over B prompts: ragged `response_ids` int64 and `rollout_logprobs` float32 (at the sampling
+        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`).
 
         Raises:
             StaleWeightsError: another version is loaded, or a load failed half-way.
         """
         self._held.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
-        shape = (len(prompts), sampling.max_new_tokens)
-        ids = np.full(shape, sampling.pad_token_id, dtype=np.int64)
-        mask = np.zeros(shape, dtype=bool)
-        logprobs = np.zeros(shape, dtype=np.float32)
-        ended = np.zeros(shape[0], dtype=bool)
-        for row, reply in enumerate(replies):
-            n = len(reply.token_ids)
-            ids[row, :n], mask[row, :n], logprobs[row, :n] = reply.token_ids, True, reply.logprobs
-            ended[row] = n > 0 and reply.token_ids[-1] == sampling.eos_token_id
-        return {"response_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "ended": ended}
+        return {
+            "response_ids": Ragged.of(reply.token_ids for reply in replies),
+            "rollout_logprobs": Ragged.of((reply.logprobs for reply in replies), np.float32),
+            "ended": np.array([reply.token_ids[-1:] == [sampling.eos_token_id] for reply in replies]),
+        }
 
 
 def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place) -> Sampler:

@@ -64,15 +64,16 @@ class StageScorer(PlainScorer):
         return batch.tensors | {"trunk": states}
 
     def _through(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
-        ids = sequences(batch.tensors) if states is None else None
-        out: Tensor = self.forward(type(self.module).stage_states, ids, states)
+        ids, lengths = sequences(batch.tensors)
+        entering = {"input_ids": ids} if states is None else {"inputs_embeds": states}
+        out: Tensor = self.forward(lambda module: module.stage_states(lengths, **entering))
         return out
 
     def _receive_states(self, batch: MicroBatch) -> Tensor | None:
         if self._mesh.is_first:
             return None
-        shape = (*sequences(batch.tensors).shape, self._hidden)
-        states = torch.empty(shape, dtype=self._dtype, device=self._device)
+        ids, _ = sequences(batch.tensors)
+        states = torch.empty((len(ids), self._hidden), dtype=self._dtype, device=self._device)
         dist.recv(states, self._mesh.at_stage(self._mesh.stage - 1), group=self._mesh.up_group)
         return states
 

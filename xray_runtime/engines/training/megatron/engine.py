@@ -30,6 +30,7 @@ from xray_runtime.engines.training.megatron.weights import check_llama, llama
 from xray_runtime.engines.training.zero import MOMENTS
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
+from xray_runtime.models.padding import pad
 
 
 class MegatronEngine:
@@ -111,7 +112,7 @@ class MegatronEngine:
 
         def forward(coming: Iterator[MicroBatch], module: MegatronLM) -> tuple[Any, Any]:
             batch = next(coming)
-            return task(batch) if module.post_process else module.states(sequences(batch.tensors)), result
+            return task(batch) if module.post_process else module.states(pad(*sequences(batch.tensors))), result
 
         def result(out: Any, non_loss_data: bool = False) -> Any:
             # Of a loss also a token count, which would divide the sum of losses if it were asked for.

@@ -19,8 +19,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.megatron.weights import padded_vocabulary
+from xray_runtime.models.padding import pad, unpad
 
 
 class MegatronLM(GPTModel):
@@ -34,7 +36,7 @@ class MegatronLM(GPTModel):
         scalar_head: add the head on the last pipeline stage.
     """
 
-    has_trunk = False
+    has_trunk = packs = False
     reference_layers = None
 
     def __init__(self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool) -> None:
@@ -71,11 +73,15 @@ class MegatronLM(GPTModel):
         )
         return out
 
-    def hidden(self, input_ids: Tensor, trunk: None = None) -> Tensor:
-        """Last hidden states [B, S, H]."""
-        return self.states(input_ids).transpose(0, 1)
+    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: None = None) -> Tensor:
+        """Last hidden states [N, H]."""
+        return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As `HeadedLM.logprobs`. Tensor-parallel peers have the same rows, and so as many chunks."""
+        return chunked_logprobs_and_entropy(self._logits, hidden, targets, temperature, vocab_size=self.num_tokens)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [N, V] of hidden states [N, H], whole on every tensor-parallel peer."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         part, _ = self.output_layer(hidden, weight=weight)

@@ -1,0 +1,132 @@
+"""Sequences in one row against the library's own forward of each by itself, in every family that is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.packing import FAMILIES, Bounds, can_pack
+from xray_runtime.models.ppo_objectives import PPOObjective
+
+TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
+IDS = torch.tensor([token for text in TEXTS for token in text])
+LENGTHS = torch.tensor([len(text) for text in TEXTS])
+SIZES = {"vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+
+
+def model(family: str, **options: Any) -> Any:
+    """Four heads, two of keys and values; weights so large that attention matters."""
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": None} | options
+    config = transformers.AutoConfig.for_model(family, **(SIZES | options))
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter *= 5.0 if parameter.dim() > 1 else 1.0
+    return lm
+
+
+def alone(lm: Any) -> Tensor:
+    """Last hidden states [N, H], each text by itself through the library's model."""
+    return torch.cat([lm.model(input_ids=torch.tensor([text])).last_hidden_state[0] for text in TEXTS])
+
+
+def test_bounds_by_hand() -> None:
+    bounds = Bounds.of(torch.tensor([3, 1, 2]))
+    assert bounds.lengths == [3, 1, 2]
+    assert bounds.offsets.tolist() == [0, 3, 4, 6]
+    assert bounds.offsets.dtype == torch.int32
+    assert bounds.positions.tolist() == [0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_in_one_row_are_each_by_itself(family: str) -> None:
+    lm = model(family)
+    expected = alone(lm)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((weights * expected).sum(), list(lm.model.parameters()))
+    module = HeadedLM(lm)
+    assert module.packs
+    found = module.hidden(IDS, LENGTHS)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    gradients = torch.autograd.grad((weights * found).sum(), list(lm.model.parameters()))
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
+    # Neighbours do not show, and the order of texts is the order of states.
+    swapped = module.hidden(torch.cat([IDS[8:], IDS[:8]]), LENGTHS[[2, 3, 0, 1]])
+    torch.testing.assert_close(torch.cat([swapped[7:], swapped[:7]]), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> None:
+    """Log-probabilities, values and the gradients of a PPO loss."""
+    rows = {"input_ids": IDS, "lengths": LENGTHS, "prompt_lengths": torch.tensor([3, 1, 1, 2])}
+    noise = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
+    rows |= dict(zip(("old_logprobs", "advantages", "weights", "values", "returns"), noise, strict=True))
+    rows["old_logprobs"] = rows["old_logprobs"] - 4.8
+    objective = PPOObjective(PPOStageConfig(entropy_coef=0.1))
+
+    def outcome(packs: bool) -> list[Tensor]:
+        module = HeadedLM(model(family), scalar_head=True).float()
+        module.packs = packs
+        assert module.scalar is not None
+        torch.nn.init.constant_(module.scalar.weight, 0.1)
+        scores = objective.score(module, rows)
+        loss, _ = objective.loss(module, rows, {"tokens": 8.0})
+        loss.backward()
+        per_token = [torch.cat(list(scores[name])).detach() for name in ("logprobs", "values")]
+        return [*per_token, loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+    packed, padded = outcome(True), outcome(False)
+    assert len(packed) == len(padded) > 10
+    for found, expected in zip(packed, padded, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()) + 1e-6)
+
+
+def test_windows_and_unknown_families_stay_padded() -> None:
+    assert can_pack(model("llama"))
+    assert not can_pack(model("mistral", sliding_window=4))
+    assert not can_pack(model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1))
+    assert not can_pack(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1)))
+    windowed = model("mistral", sliding_window=2)
+    expected = alone(windowed)
+    module = HeadedLM(windowed)
+    assert not module.packs
+    torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_library_still_gets_its_own_attention() -> None:
+    """A plain forward of the same model, with a mask, with packed positions and without either."""
+    lm, ids = model("llama"), torch.tensor([[0, 0, 5, 9, 7], [3, 8, 6, 1, 2]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    calls: list[dict[str, Tensor]] = [
+        {},
+        {"attention_mask": mask, "position_ids": torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]])},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])},
+    ]
+    # As in training; with a cache transformers takes positions for no sign of packing.
+    lm.config.use_cache = False
+    before = [lm(input_ids=ids, **options).logits for options in calls]
+    assert HeadedLM(lm).packs
+    for options, expected in zip(calls, before, strict=True):
+        assert torch.equal(lm(input_ids=ids, **options).logits, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernel for different lengths needs CUDA")
+def test_on_cuda_one_kernel_takes_all_texts() -> None:
+    """In bfloat16, against float32: 8 bits of a mantissa are 0.4%."""
+    sizes = {"hidden_size": 64, "head_dim": 16}
+    exact = HeadedLM(model("llama", **sizes).float().cuda())
+    half = HeadedLM(model("llama", **sizes).bfloat16().cuda())
+    found, expected = (module.hidden(IDS.cuda(), LENGTHS.cuda()) for module in (half, exact))
+    assert torch.nn.functional.cosine_similarity(found.float(), expected).min() > 0.99
+    for module, states in ((half, found), (exact, expected)):
+        states.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.lm.model.parameters())
