@@ -30,6 +30,7 @@ from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import RewardBaseInputs
 from xray_runtime.stages.reward_base import run
 from xray_runtime.stages.reward_reader import RewardReader
+from xray_runtime.workers.learner import as_tensors
 from xray_runtime.workers.protocols import Ready
 
 SIZES = {
@@ -105,8 +106,7 @@ def in_process(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
         def score(rows: Any) -> Ready[Any]:
             with torch.no_grad():
-                tensors = {name: torch.from_numpy(column) for name, column in rows.items()}
-                return Ready({n: t.numpy() for n, t in spec.objective.score(module, tensors).items()})
+                return Ready({n: t.numpy() for n, t in spec.objective.score(module, as_tensors(rows)).items()})
 
         return SimpleNamespace(score=SimpleNamespace(remote=score))
 
@@ -129,8 +129,7 @@ def scores_of(out: Path, rows: Any) -> torch.Tensor:
     assert module.scalar is not None
     module.scalar.load_state_dict(load_file(out / REWARD_HEAD))
     with torch.no_grad():
-        flat = {"input_ids": rows["input_ids"].values, "lengths": rows["input_ids"].lengths}
-        scores = RewardObjective().score(module, {n: torch.from_numpy(c) for n, c in flat.items()})["scores"]
+        scores = RewardObjective().score(module, as_tensors(rows))["scores"]
     assert isinstance(scores, torch.Tensor)
     return scores
 

@@ -56,7 +56,10 @@ def use_packed_attention(lm: Any) -> None:
 
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    lm.config._attn_implementation = ATTENTION
+    # A trunk that was taken from another model has a config of its own.
+    for part in lm.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = ATTENTION
 
 
 def packed_states(backbone: Any, lengths: Tensor, **entering: Tensor) -> Tensor:
@@ -92,8 +95,11 @@ def _attention(
 
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         longest, offsets = max(bounds.lengths), bounds.offsets
-        causal = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": grouped}
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **causal)[None], None
+        out = varlen_attn(
+            q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped
+        )
+        assert isinstance(out, Tensor)
+        return out[None], None
     sequences = zip(*(x.split(bounds.lengths, dim=2) for x in (query, key, value)), strict=True)
     parts = [
         scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(1, 2)

@@ -56,7 +56,7 @@ def unique_prompts(tokenizer: Any, examples: Sequence[Example], max_prompt: int)
     return [(messages, list(ids)) for ids, messages in found.items()]
 
 
-def text_rows(prompts: Sequence[Sequence[int]], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
+def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
     """Rows of prompt and reply together: ragged `input_ids`, and `prompt_lengths` [B]."""
     input_ids = Ragged.of([*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True))
     return {"input_ids": input_ids, "prompt_lengths": np.array([len(p) for p in prompts], dtype=np.int64)}
