@@ -92,8 +92,9 @@ def _attention(
 
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         longest, offsets = max(bounds.lengths), bounds.offsets
-        causal = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": grouped}
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **causal)[None], None
+        causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": grouped}
+        out: Any = varlen_attn(q, k, v, offsets, offsets, longest, longest, **causal)
+        return out[None], None
     sequences = zip(*(x.split(bounds.lengths, dim=2) for x in (query, key, value)), strict=True)
     parts = [
         scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(1, 2)

@@ -17,6 +17,9 @@ from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.workers.rows import Ragged, Rows
 
+Tokens = Sequence[int] | np.ndarray
+"""Token ids of one text."""
+
 
 def max_prompt_tokens(dataset: Path) -> int:
     """The longest prompt that stages take from a dataset, in tokens."""
@@ -56,13 +59,13 @@ def unique_prompts(tokenizer: Any, examples: Sequence[Example], max_prompt: int)
     return [(messages, list(ids)) for ids, messages in found.items()]
 
 
-def text_rows(prompts: Sequence[Sequence[int]], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
+def text_rows(prompts: Sequence[Tokens], replies: Iterable[Tokens]) -> Rows:
     """Rows of prompt and reply together: ragged `input_ids`, and `prompt_lengths` [B]."""
     input_ids = Ragged.of([*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True))
     return {"input_ids": input_ids, "prompt_lengths": np.array([len(p) for p in prompts], dtype=np.int64)}
 
 
-def with_end_of_turn(reply: Sequence[int] | np.ndarray, eos_token_id: int) -> list[int]:
+def with_end_of_turn(reply: Tokens, eos_token_id: int) -> list[int]:
     """A reply that ends with the end token: the reward model has seen no other."""
     ids = list(reply)
     return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
