@@ -62,14 +62,16 @@ def environment(root: Path) -> Path:
 def as_classifier(trunk: Path, head: Path | None, into: Path) -> Path:
     """A model with a head to one number, as transformers has them: X-ray's reward model, or a new critic."""
     if not into.exists():
-        model = AutoModelForSequenceClassification.from_pretrained(trunk, num_labels=1, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            trunk, num_labels=1, dtype=torch.float32, trust_remote_code=False
+        )
         weights = load_file(head) if head is not None else {}
         with torch.no_grad():
             # Its bias is the same for every reply; transformers' head has none.
             model.score.weight.copy_(weights.get("scalar.weight", torch.zeros_like(model.score.weight)))
-        lm = AutoModelForCausalLM.from_pretrained(trunk, dtype=torch.float32)
+        lm = AutoModelForCausalLM.from_pretrained(trunk, dtype=torch.float32, trust_remote_code=False)
         model.model.load_state_dict(lm.model.state_dict())
-        tokenizer = AutoTokenizer.from_pretrained(trunk)
+        tokenizer = AutoTokenizer.from_pretrained(trunk, trust_remote_code=False)
         model.config.pad_token_id = tokenizer.pad_token_id
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
@@ -136,7 +138,7 @@ def main() -> None:
     with xray.workspace(output, project="ppo-peer", seed=config.seed, runtime=config.runtime):
         chats, sft_model, judge_model = start(config)
         sft, judge, dataset = sft_model.result().path, judge_model.result().path, chats.result().path
-        tokenizer = AutoTokenizer.from_pretrained(sft)
+        tokenizer = AutoTokenizer.from_pretrained(sft, trust_remote_code=False)
         prompts = unique_prompts(tokenizer, read_examples(dataset / "train.jsonl"), max_prompt_tokens(dataset))
         for repeat in range(options.repeats):
             for critic in ("separate", "shared"):

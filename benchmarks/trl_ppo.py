@@ -50,11 +50,15 @@ def only_top_layers(model: Any, trainable_layers: int | None) -> Any:
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(task["policy"], padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(task["policy"], dtype=torch.float32)
-    reference = AutoModelForCausalLM.from_pretrained(task["policy"], dtype=torch.float32)
-    judge = AutoModelForSequenceClassification.from_pretrained(task["reward"], num_labels=1, dtype=torch.float32)
-    critic = AutoModelForSequenceClassification.from_pretrained(task["critic"], num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task["policy"], padding_side="left", trust_remote_code=False)
+    policy = AutoModelForCausalLM.from_pretrained(task["policy"], dtype=torch.float32, trust_remote_code=False)
+    reference = AutoModelForCausalLM.from_pretrained(task["policy"], dtype=torch.float32, trust_remote_code=False)
+    judge = AutoModelForSequenceClassification.from_pretrained(
+        task["reward"], num_labels=1, dtype=torch.float32, trust_remote_code=False
+    )
+    critic = AutoModelForSequenceClassification.from_pretrained(
+        task["critic"], num_labels=1, dtype=torch.float32, trust_remote_code=False
+    )
     layers = task["trainable_layers"]
     config = PPOConfig(
         output_dir=task["output"],

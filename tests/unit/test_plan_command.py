@@ -53,7 +53,7 @@ def test_the_json_contract() -> None:
     # Three devices for what is frozen and the generator, thirty for each of the two that are trained.
     assert content["layout"]["policy"]["dp"] == content["layout"]["critic"]["dp"] == 30
     assert content["limits"] == [
-        "the fullest device needs 63.1 of 77.3 usable GB, most of it policy's activations (27.5 GB)"
+        "the fullest device needs 63.4 of 77.3 usable GB, most of it policy's activations (28.7 GB)"
     ]
     assert content["reasons"] == ["separate: needs 149.1 GB a device, 77.31 GB are usable"]
     assert content["suggestions"] == []
