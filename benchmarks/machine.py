@@ -7,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import psutil
 
@@ -68,4 +69,5 @@ def start_ray(num_cpus: int) -> None:
     """A local Ray that says nothing."""
     import ray
 
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "xray"}
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)

@@ -23,7 +23,15 @@ def cluster() -> Iterator[None]:
     from tests.component.models import RUN_ID
     from xray_runtime.workers.pool import open_worker_pool
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="xray")
+    # `local`: without it a Ray that somebody left running here would be taken.
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="xray",
+    )
     pool = open_worker_pool(RUN_ID)
     yield
     del pool  # it lives as long as its handle

@@ -55,7 +55,7 @@ def test_the_json_contract() -> None:
     assert content["limits"] == [
         "the fullest device needs 63.4 of 77.3 usable GB, most of it policy's activations (28.7 GB)"
     ]
-    assert content["reasons"] == ["separate: needs 149.1 GB a device, 77.31 GB are usable"]
+    assert content["reasons"] == ["separate: needs 149.4 GB a device, 77.31 GB are usable"]
     assert content["suggestions"] == []
 
 
