@@ -65,10 +65,9 @@ def as_classifier(trunk: Path, head: Path | None, into: Path) -> Path:
         model = AutoModelForSequenceClassification.from_pretrained(
             trunk, num_labels=1, dtype=torch.float32, trust_remote_code=False
         )
-        weights = load_file(head) if head is not None else {}
         with torch.no_grad():
-            # Its bias is the same for every reply; transformers' head has none.
-            model.score.weight.copy_(weights.get("scalar.weight", torch.zeros_like(model.score.weight)))
+            # X-ray's head begins at zero too. A bias is the same for every reply; transformers' head has none.
+            model.score.weight.copy_(load_file(head)["weight"] if head else torch.zeros_like(model.score.weight))
         lm = AutoModelForCausalLM.from_pretrained(trunk, dtype=torch.float32, trust_remote_code=False)
         model.model.load_state_dict(lm.model.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(trunk, trust_remote_code=False)
@@ -99,14 +98,14 @@ def fields(section: BaseModel) -> dict[str, Any]:
 
 
 def xray_updates(result: Any, output: Path) -> list[dict[str, float]]:
-    """Seconds (in all and by phase), mean score and KL of each update."""
+    """Seconds (in all and by phase), mean reward and KL of each update."""
     series = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
     phases = [name for name in series if name.startswith("seconds/")]
     updates = []
     for number, (_, seconds) in enumerate(series["seconds/total"]):
         update = {name.removeprefix("seconds/"): series[name][number][1] for name in phases}
-        score, kl = series["reward/mean"][number][1], series["kl/reference_k1"][number][1]
-        updates.append(update | {"seconds": seconds, "score": score, "kl": kl})
+        reward, kl = series["reward/mean"][number][1], series["kl/reference_k1"][number][1]
+        updates.append(update | {"seconds": seconds, "reward": reward, "kl": kl})
     return updates
 
 
@@ -202,8 +201,8 @@ def report(about: str, options: argparse.Namespace, runs: dict[str, list[list[di
                 spread(seconds[name], " s"),
                 ratio(seconds["TRL"], seconds[name]),
                 ", ".join(phases),
-                spread([run[0]["score"] for run in found]),
-                spread([statistics.mean(u["score"] for u in run[-last:]) for run in found]),
+                spread([run[0]["reward"] for run in found]),
+                spread([statistics.mean(u["reward"] for u in run[-last:]) for run in found]),
                 spread([statistics.mean(u["kl"] for u in run[-last:]) for run in found]),
             )
         )

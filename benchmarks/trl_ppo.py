@@ -1,6 +1,6 @@
 """TRL's PPO on the models and prompts of `benchmarks/ppo_peer.py`, in an environment of its own, without X-ray.
 
-python trl_ppo.py TASK.json     # prints a JSON line an update: its seconds, its mean score and KL
+python trl_ppo.py TASK.json     # prints a JSON line an update: its seconds, its mean reward and KL
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Clock(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         now, logs = time.perf_counter(), logs or {}
         if "objective/scores" in logs:
-            line = {"seconds": now - self.last, "score": logs["objective/scores"], "kl": logs["objective/kl"]}
+            line = {"seconds": now - self.last, "reward": logs["objective/scores"], "kl": logs["objective/kl"]}
             print("UPDATE " + json.dumps(line), flush=True)
         self.last = now
 
