@@ -97,7 +97,7 @@ def fields(section: BaseModel) -> dict[str, Any]:
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
 
 
-def xray_updates(result: Any, output: Path) -> list[dict[str, float]]:
+def xray_updates(result: xray.Result, output: Path) -> list[dict[str, float]]:
     """Seconds (in all and by phase), mean reward and KL of each update."""
     series = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
     phases = [name for name in series if name.startswith("seconds/")]

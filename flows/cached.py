@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def take_cached(
         done: called with the name of each stage.
     """
     elsewhere = os.environ.get("PREFECT_API_URL") or os.environ.get("RAY_ADDRESS")
-    if elsewhere or config.runtime.parallel == "auto" or not (output / LIFECYCLE).is_file():
+    if elsewhere or config.runtime.parallel == "auto" or not _completed(output):
         return None
     with recording(config.seed, config.runtime) as graph:
         ends = lifecycle_graph(config)
@@ -68,6 +69,15 @@ def take_cached(
     with record:
         _record(record, found, store, ends, done)
     return record.summary.content
+
+
+def _completed(output: Path) -> bool:
+    """Whether the last run here came to its end: one that did not may be shown at work in Prefect, which must be told."""
+    try:
+        content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("status") == "completed"
 
 
 def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[str, _Found] | None:

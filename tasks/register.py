@@ -37,7 +37,7 @@ def register(
     if evaluation is not None:
         publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
     tracker = Tracker(context.tracking_uri, context.experiment, None)
-    # Decisions are a chain: of two runs in this directory, one comes after the other.
+    # Of two runs in this directory, who moves the alias last must decide last.
     with FileLock(output / LOCKS / "decisions.lock"):
         version = tracker.register(name, registered.checkpoint, registered.mlflow_run_id, ALIAS)
         decide(

@@ -48,7 +48,7 @@ class RunRecord:
         *,
         project: str,
         seed: int,
-        storage: Any = None,
+        storage: str | None = None,
         record: Mapping[str, Any] | None = None,
         gates: Mapping[str, Any] | None = None,
         place: Path | None = None,

@@ -308,8 +308,10 @@ class Workspace(Graph):
     def _start_ahead(self, stage: str) -> None:
         """Start the processes that the next two stages after a computed one will need: importing takes seconds."""
         after = self._taking([stage])
-        for call in [*after, *self._taking([call.name for call in after])]:
-            prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
+        # Nothing is lost where it fails: the stage is done, and the next starts what it lacks.
+        with contextlib.suppress(ray.exceptions.RayError):
+            for call in [*after, *self._taking([call.name for call in after])]:
+                prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
 
     def _taking(self, stages: Sequence[str]) -> list[StageCall]:
         """The stages on their way that take from one of `stages`."""
