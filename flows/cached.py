@@ -72,7 +72,7 @@ def take_cached(
 
 
 def _completed(output: Path) -> bool:
-    """Whether the last run here came to its end: one that did not may be shown at work in Prefect, which must be told."""
+    """Whether the last run here came to its end; if not, Prefect may show it at work, and must be told."""
     try:
         content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.models.location import PACKAGED_MODELS
 from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
 
@@ -48,7 +49,7 @@ HUB_TIMEOUT_S = 20.0
 HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
-class OutsideError(ValueError):
+class OutsideError(ConfigError):
     """What a config names cannot be found or read; one line that names the field."""
 
 
