@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph
 from xray.tasks.output_directory import DIGESTS, LIFECYCLE
-from xray.tasks.results import find_result, show_cached
 from xray.tasks.spec import StageResult
+from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.graph import Graph, StageCall, recording

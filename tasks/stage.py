@@ -119,7 +119,7 @@ class _Job:
 
     def find(self) -> StageResult | None:
         """The result that is there already, shown in this run's lineage."""
-        from xray.tasks.results import find_result, show_cached
+        from xray.tasks.stored_results import find_result, show_cached
 
         result = find_result(self.spec.name, self.key, self._output, self._store)
         if result is None:
@@ -128,7 +128,7 @@ class _Job:
 
     def compute(self, memory: Any) -> StageResult:
         """Run the body and publish what it made."""
-        from xray.tasks.results import keep_result
+        from xray.tasks.stored_results import keep_result
         from xray_runtime.lineage.attestation import attest
         from xray_runtime.lineage.signing import signing_key
         from xray_runtime.report.figures import read_metrics, training_figure

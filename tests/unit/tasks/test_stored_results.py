@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xray.tasks.results import RESULTS, find_result, keep_result
 from xray.tasks.spec import StageResult
+from xray.tasks.stored_results import RESULTS, find_result, keep_result
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.shared import SharedStore, StorageError
