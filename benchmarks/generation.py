@@ -24,10 +24,10 @@ from benchmarks.machine import line, machine, ratio, spread, start_ray, table, t
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
-from xray_runtime.workers.rows import Ragged, Rows
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),

@@ -23,6 +23,7 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
@@ -33,7 +34,6 @@ from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64

@@ -22,12 +22,12 @@ from benchmarks.machine import line, machine, ratio, spread, table
 from xray_runtime.algorithms.logprobs import MAX_LOGITS, chunked_logprobs_and_entropy
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import micro_batches
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.learner import as_tensors
-from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens, take
 
 NUM_ROWS = 32
 """The quickstart's minibatch."""

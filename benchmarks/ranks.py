@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Rows, shard
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, shard
 from xray_runtime.workers.workhorse import RankInfo
 
 PRELOAD = [

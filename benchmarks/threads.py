@@ -26,11 +26,11 @@ from benchmarks.layouts import CONFIG, global_batches, make_model
 from benchmarks.machine import line, machine, ratio, spread, start_ray, table
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Rows, num_response_tokens
 from xray_runtime.models.objectives import Objective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, num_response_tokens
 from xray_runtime.workers.workhorse import SPIN_COUNT, RankInfo
 
 BASE = FreshBase(

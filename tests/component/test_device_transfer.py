@@ -14,11 +14,11 @@ from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
 

@@ -19,6 +19,7 @@ from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.engines.generation.sampling import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.objectives import ReferenceObjective
@@ -28,7 +29,6 @@ from xray_runtime.weights.object_store import WeightTransferError, pack
 from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows, take
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),

@@ -33,6 +33,7 @@ from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.engine import can_be_cut
 from xray_runtime.engines.shard_loading import fill
 from xray_runtime.models import heads
@@ -43,7 +44,6 @@ from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows
 from xray_runtime.workers.workhorse import RankInfo
 
 NUM_UPDATES = 4

@@ -20,6 +20,7 @@ from xray_runtime.config.engines import EngineConfig, LayoutConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
@@ -27,7 +28,6 @@ from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

@@ -22,6 +22,7 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
@@ -33,7 +34,6 @@ from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows
 
 MEGATRON = {"library": "megatron"}
 

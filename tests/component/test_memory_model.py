@@ -15,6 +15,7 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import Ragged
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
@@ -22,7 +23,6 @@ from xray_runtime.planning.workload import trained_so
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
-from xray_runtime.workers.rows import Ragged
 from xray_runtime.workers.workhorse import RankInfo
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

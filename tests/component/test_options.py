@@ -19,10 +19,10 @@ from tests.component.models import open_models
 from tests.component.test_layouts import part
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Rows, num_response_tokens
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Rows, num_response_tokens
 
 NUM_UPDATES = 3
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (1, 2, 3))

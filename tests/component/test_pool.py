@@ -21,6 +21,7 @@ from tests.component.models import RUN_ID, SECONDS, Holder, gone, open_models, p
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.progress import find_progress, open_progress
 from xray_runtime.workers.generator import Generator
@@ -28,7 +29,6 @@ from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
-from xray_runtime.workers.rows import Ragged, Rows
 
 numbers = itertools.count(2)
 

@@ -14,9 +14,9 @@ from tests.component.models import open_models
 from tests.component.test_learner import RUNTIME, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import num_response_tokens
 
 
 def steps(model: Any, numbers: range) -> list[float]:

@@ -14,8 +14,8 @@ import numpy as np
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.data.pairs import Example, Messages
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
-from xray_runtime.workers.rows import Ragged, Rows
 
 
 def max_prompt_tokens(dataset: Path) -> int:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.data.pairs import prompt_text, read_examples
+from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
@@ -23,7 +24,6 @@ from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
-from xray_runtime.workers.rows import Rows
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig

@@ -17,7 +17,7 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.workers.rows import Ragged, Rows
+from xray_runtime.data.rows import Ragged, Rows
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig

@@ -12,10 +12,10 @@ import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.data.gold import load_gold
+from xray_runtime.data.rows import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle, get
-from xray_runtime.workers.rows import Ragged
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig

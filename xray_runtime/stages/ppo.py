@@ -23,6 +23,7 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -37,7 +38,6 @@ from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
-from xray_runtime.workers.rows import Ragged, Rows, num_response_tokens, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig

@@ -14,6 +14,7 @@ from xray_runtime.data.heldout import split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
+from xray_runtime.data.rows import Ragged
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
@@ -23,7 +24,6 @@ from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
-from xray_runtime.workers.rows import Ragged
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage

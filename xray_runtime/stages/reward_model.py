@@ -11,6 +11,7 @@ import numpy as np
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
+from xray_runtime.data.rows import Rows, take
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -20,7 +21,6 @@ from xray_runtime.stages.common import lr_at, text_rows
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
-from xray_runtime.workers.rows import Rows, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.reward_model import RewardConfig

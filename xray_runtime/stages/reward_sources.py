@@ -18,9 +18,9 @@ from xray_runtime.workers.model_spec import ModelSpec
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
     from xray_runtime.data.pairs import Messages
+    from xray_runtime.data.rows import Rows
     from xray_runtime.stages.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
-    from xray_runtime.workers.rows import Rows
 
 
 class RewardSources:

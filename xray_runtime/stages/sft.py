@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import read_examples
+from xray_runtime.data.rows import num_response_tokens, take
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
@@ -15,7 +16,6 @@ from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, t
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
-from xray_runtime.workers.rows import num_response_tokens, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.sft import SFTConfig

@@ -6,8 +6,8 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.data.rows import Rows
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.rows import Rows
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:

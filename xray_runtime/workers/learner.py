@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.data.batching import micro_batches
+from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.rows import Ragged, Rows, num_rows, take
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from xray_runtime.data.rows import Rows
     from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.object_store import WeightUpdate
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from xray_runtime.workers.heartbeat import Heartbeat
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.nodes import WorkerInfo
-    from xray_runtime.workers.rows import Rows
     from xray_runtime.workers.workhorse import RankInfo
 
 P = ParamSpec("P")

@@ -29,6 +29,7 @@ from torch import Tensor
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.config.engines import EngineConfig, TrainingConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Scores, Tensors
 from xray_runtime.models.padding import pad
@@ -39,7 +40,6 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.placement import cluster_machine
 from xray_runtime.workers.protocols import ModelHandle, get
-from xray_runtime.workers.rows import Ragged, Rows, num_rows
 
 Step = Callable[[Any, dict[str, Tensor]], Tensor]
 """(causal LM, rows) → the loss of each row [B]. Rows: `input_ids` [B, S] right-padded, `lengths` [B], any others."""

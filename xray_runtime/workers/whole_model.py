@@ -17,12 +17,12 @@ import ray
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Rows, balance, join, merge, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
-from xray_runtime.workers.rows import Rows, balance, join, merge, num_rows, shard, take
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import RankInfo
 

@@ -19,8 +19,8 @@ import torch
 
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
-from xray_runtime.workers.rows import Ragged, Rows
 
 KL_COEF = 0.5
 PLAIN: dict[str, Any] = {

@@ -19,6 +19,7 @@ import pytest
 from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
 from xray_runtime.stages.kind import Stage
@@ -26,7 +27,6 @@ from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all
-from xray_runtime.workers.rows import Ragged, Rows
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
+from xray_runtime.data.rows import Ragged, Rows, balance, merge, num_response_tokens, num_rows, shard, take
 from xray_runtime.stages.common import text_rows, with_end_of_turn
-from xray_runtime.workers.rows import Ragged, Rows, balance, merge, num_response_tokens, num_rows, shard, take
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)

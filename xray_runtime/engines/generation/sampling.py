@@ -22,8 +22,8 @@ import numpy as np
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.weights.versioned import Tensors, VersionedWeights
-from xray_runtime.workers.rows import Ragged, Rows
 
 if TYPE_CHECKING:
     from xray_runtime.weights.object_store import WeightUpdate
