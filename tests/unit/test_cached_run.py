@@ -1,0 +1,47 @@
+"""When a run may be taken from the store without Prefect and Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xray.flows import cached
+from xray_runtime.config.lifecycle import LifecycleConfig
+
+
+@pytest.mark.parametrize(
+    ("content", "variables", "config", "looks"),
+    [
+        ('{"status": "completed"}', {}, {}, True),
+        # Killed after its last stage: Prefect shows it at work, and only a run with a server can tell it otherwise.
+        ('{"status": "running"}', {}, {}, False),
+        ('{"status": "failed"}', {}, {}, False),
+        ('{"status": "compl', {}, {}, False),
+        ("[]", {}, {}, False),
+        (None, {}, {}, False),
+        # There it shows on a page, and devices are the cluster's.
+        ('{"status": "completed"}', {"PREFECT_API_URL": "http://host:4200/api"}, {}, False),
+        ('{"status": "completed"}', {"RAY_ADDRESS": "host:6379"}, {}, False),
+        ('{"status": "completed"}', {}, {"runtime": {"parallel": "auto"}}, False),
+    ],
+)
+def test_only_a_run_that_ended_here_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    content: str | None,
+    variables: dict[str, str],
+    config: dict[str, Any],
+    looks: bool,
+) -> None:
+    for name in ("PREFECT_API_URL", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if content is not None:
+        (tmp_path / "lifecycle.json").write_text(content)
+    looked: list[Path] = []
+    monkeypatch.setattr(cached, "_find", lambda graph, output, store, until: looked.append(output))
+    assert cached.take_cached(LifecycleConfig.model_validate(config), tmp_path, None, lambda stage: None) is None
+    assert bool(looked) == looks
