@@ -72,9 +72,7 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
             **options,
         )
     except Exception as error:
-        # Readers of damaged files fail each in a way of its own.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"base.model: {model!r} cannot be loaded ({reason})") from error
+        raise unloadable("base.model", model, error) from error
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
         raise ValueError(f"base.model: {model!r} has no weights for {sorted(report['missing_keys'])[0]}")
@@ -83,13 +81,24 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")
+    complete_tokenizer(tokenizer, "base.model", model)
+    return lm, tokenizer
+
+
+def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
+    """Have the end token pad where nothing else does. Raises ValueError where a conversation cannot be written."""
     if tokenizer.chat_template is None:
-        raise ValueError(f"base.model: the tokenizer of {model!r} has no chat template")
+        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"base.model: the tokenizer of {model!r} has no end-of-sequence token")
+        raise ValueError(f"{field}: the tokenizer of {model!r} has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return lm, tokenizer
+
+
+def unloadable(field: str, model: str, error: Exception) -> ValueError:
+    """One line for what readers of damaged files raise, each in a way of its own."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"{field}: {model!r} cannot be loaded ({reason})")
 
 
 def _without_quantization(lm: Any) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from xray_runtime.models.causal_lm import ATTENTION, without_weights
+from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.reward_objective import RewardObjective
@@ -40,8 +40,7 @@ def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
         config = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **NO_CODE)
     except Exception as error:
-        # Readers of damaged files fail each in a way of its own.
-        raise _unloadable(field, model, error) from error
+        raise unloadable(field, model, error) from error
     kind = (config.architectures or [""])[0]
     if kind and not kind.endswith("ForSequenceClassification"):
         _refuse(field, model, f"is a {kind}")
@@ -59,16 +58,11 @@ def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
             **NO_CODE,
         )
     except Exception as error:
-        raise _unloadable(field, model, error) from error
+        raise unloadable(field, model, error) from error
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
         _refuse(field, model, f"has no weights for {min(report['missing_keys'])}")
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template")
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{field}: the tokenizer of {model!r} has no end-of-sequence token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    complete_tokenizer(tokenizer, field, model)
     try:
         reward = as_reward_model(classifier.eval())
     except ValueError as error:
@@ -123,8 +117,3 @@ def _equal_scores(classifier: Any, reward: HeadedLM) -> bool:
 
 def _refuse(field: str, model: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise ValueError(f"{field}: {model!r} is not allowed: it {why}; {ALLOWED}") from cause
-
-
-def _unloadable(field: str, model: str, error: Exception) -> ValueError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"{field}: {model!r} cannot be loaded ({reason})")

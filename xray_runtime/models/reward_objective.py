@@ -13,7 +13,7 @@ from xray_runtime.models.objectives import Scores, Tensors, last_hidden, sequenc
 
 @dataclass(frozen=True)
 class RewardObjective:
-    """One number a reply, read at its last token; trained on pairs (`chosen_*` and `rejected_*` columns)."""
+    """One number a reply, read at its last token; trained on pairs: `input_ids` are chosen, `rejected_ids` not."""
 
     def score(self, module: HeadedLM, rows: Tensors) -> Scores:
         return {"scores": _scores(module, rows)}
