@@ -51,7 +51,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
         ends = lifecycle_graph(config)
         workspace.register(ends.policy, ends.evaluation)
     publish(workspace)
-    return workspace.record.summary.content
+    return workspace.run_record.summary.content
 
 
 def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Workspace:
@@ -69,9 +69,9 @@ def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Works
 
 def publish(workspace: Workspace) -> None:
     """What a finished run made, as artifacts on its page."""
-    text = workspace.record.summary.markdown(workspace.record.tracker.page)
+    text = workspace.run_record.summary.markdown(workspace.run_record.tracker.page)
     create_markdown_artifact(text, key="lifecycle", description=f"{workspace.project}: {workspace.output}")
-    store = open_lineage_store(workspace.output, workspace.record.tracking_uri)
+    store = open_lineage_store(workspace.output, workspace.run_record.tracking_uri)
     for result in workspace.final_results():
         publish_lineage(store, store.graph.nodes[result.sha256])
 

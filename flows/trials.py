@@ -280,7 +280,9 @@ def run_trial(
     value = _value(workspace, "metric", search.until, search.metric)
     if not math.isfinite(value):
         raise ValueError(f"{search.metric} is {value}")
-    StageRun(workspace.record.tracker, workspace.context.run_id).metrics([(0, int(time.time() * 1000), {VALUE: value})])
+    StageRun(workspace.run_record.tracker, workspace.context.run_id).metrics(
+        [(0, int(time.time() * 1000), {VALUE: value})]
+    )
     return value
 
 

@@ -108,7 +108,7 @@ class Workspace(Graph):
         super().__init__(seed, runtime, defaults, shorten=said.shorten)
         self.output = Path(said.output or output).absolute()
         self.project, self.until = project, said.until or until
-        self.record = RunRecord(
+        self.run_record = RunRecord(
             self.output,
             project=project,
             seed=seed,
@@ -159,8 +159,8 @@ class Workspace(Graph):
         node = only_node(self.output)
         if node is None:
             check_servers(node_addresses())
-        stack.enter_context(self.record)
-        self.context = self.record.context(node)
+        stack.enter_context(self.run_record)
+        self.context = self.run_record.context(node)
         # Stages hear of an interruption through its answers; it lasts as long as somebody holds it.
         self.progress = open_progress(self.context.run_id)
         pool = open_worker_pool(self.context.run_id)
@@ -246,7 +246,7 @@ class Workspace(Graph):
         Raises:
             ConfigError: `ref` names none, or one whose audit is not sound.
         """
-        found = checkpoint_from(ref, self.output, self.record.tracking_uri)
+        found = checkpoint_from(ref, self.output, self.run_record.tracking_uri)
         name = f"{found.stage}@{found.sha256[:12]}"
         self._references[name] = found
         return Handle(self, name, TYPES.get(found.type, Artifact), None)
@@ -271,7 +271,7 @@ class Workspace(Graph):
         return self._result(self._tasks.result(handle.name))
 
     def _result(self, stage: StageResult) -> Result:
-        return Result(stage, self.output, self.record.tracking_uri)
+        return Result(stage, self.output, self.run_record.tracking_uri)
 
     def has_ended(self, stage: str) -> bool:
         """Whether a submitted stage is done, or has failed."""
@@ -295,14 +295,14 @@ class Workspace(Graph):
         """Note what a task made; in the thread that follows them."""
         call = self.calls.get(task.name)
         if call is None:
-            self.record.summary.registered(value)
+            self.run_record.summary.registered(value)
             return value
         result = StageResult.model_validate(value)
-        self.record.summary.stage_done(task.number, result, seconds)
+        self.run_record.summary.stage_done(task.number, result, seconds)
         if not result.cached:
             self._start_ahead(task.name)
         if call.kind.output is Evaluation:
-            self.record.summary.evaluated(result.checkpoint.path)
+            self.run_record.summary.evaluated(result.checkpoint.path)
         return result
 
     def _start_ahead(self, stage: str) -> None:

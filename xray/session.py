@@ -70,7 +70,7 @@ def _shown(workspace: Workspace) -> Iterator[None]:
             yield
         finally:
             on_open.reset(token)
-    print_summary(console, workspace.record.summary.content, workspace.output)
+    print_summary(console, workspace.run_record.summary.content, workspace.output)
 
 
 def checkpoint(ref: str) -> Handle:

@@ -123,8 +123,8 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     if not opened:
         raise ConfigError(f"{job.flow}: the flow opened no workspace")
     for workspace in opened:
-        print_summary(console, workspace.record.summary.content, workspace.output)
-    return opened[-1].record.summary.content
+        print_summary(console, workspace.run_record.summary.content, workspace.output)
+    return opened[-1].run_record.summary.content
 
 
 def _run_lifecycle(job: Job, display: Any) -> None:
