@@ -27,7 +27,7 @@ from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import Workhorse
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
@@ -151,7 +151,7 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
         training=config,
         new_head=True,
         trainable_layers=trainable,
-        reference=tiny_model,
+        branches={"reference": BranchSpec(tiny_model)},
     )
     with open_models(RUNTIME, tmp_path, {"cached": shared, "fresh": shared}) as models:
         before = ray.get(models["cached"].score.remote(rows))

@@ -202,7 +202,7 @@ def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
 def test_a_frozen_trunk_is_not_cut() -> None:
     base = PretrainedBase(model="x", trainable_layers=16)
     workload = from_config(two_rows(SEVEN), "cuda")
-    policy = replace(workload.roles[0], top_layers=16, reference_branch=True)
+    policy = replace(workload.roles[0], top_layers=16, branches=1)
     others = [role for role in workload.roles[1:] if role.name != "reference"]
     with pytest.raises(ConfigError, match="nothing fits"):
         choose(replace(workload, roles=(policy, *others), batch_size=2), gpus(8, 32), base)

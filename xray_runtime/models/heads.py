@@ -6,14 +6,15 @@ attention cannot be ours gets rows padded on the right; with causal attention pa
 token ever looks to its right.
 
 A model whose lower layers are frozen is run in two parts, `trunk` and `branch`: the trunk's output is the same for the
-policy at every update and for the reference, so it is computed once a rollout and kept (trlX's "hydra" model).
+policy at every update, for the reference and for reward models trained above the same trunk, so it is computed once a
+rollout and kept (trlX's "hydra" model).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ class HeadedLM(nn.Module):
         lm: a Hugging Face causal LM.
         scalar_head: add a linear head to one number a position (value or reward).
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
-        reference: a causal LM with the same trunk whose top layers are kept, frozen, as the reference branch.
+        branches: frozen models on the same trunk.
         adapters: LoRA adapters in `lm`, which are trained instead of its weights.
 
     Raises:
-        ValueError: `trainable_layers` exceeds the model's layers, or the reference does not share the trunk.
+        ValueError: `trainable_layers` exceeds the model's layers, or a branch does not share the trunk.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HeadedLM(nn.Module):
         *,
         scalar_head: bool = False,
         trainable_layers: int | None = None,
-        reference: Any = None,
+        branches: Iterable[Branch] = (),
         adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
@@ -66,12 +67,9 @@ class HeadedLM(nn.Module):
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
-            for each in (lm, reference) if reference is not None else (lm,):
-                use_packed_attention(each)
+            use_packed_attention(lm)
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
-        self.reference_layers: nn.ModuleList | None = None
-        self.reference_norm: nn.Module | None = None
         if trainable_layers is not None:
             if not built_like_llama(lm):
                 raise ValueError(
@@ -87,11 +85,13 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.model.norm):
                 module.requires_grad_(True)
-        if reference is not None:
-            if not self.has_trunk or not self._same_trunk(reference):
-                raise ValueError("the reference does not share the policy's frozen trunk")
-            self.reference_layers = reference.model.layers[self.frozen_layers :].requires_grad_(False)
-            self.reference_norm = reference.model.norm.requires_grad_(False)
+        self.branches = nn.ModuleList(branches)
+        for branch in self.branches:
+            if not self.has_trunk or not self._same_trunk(branch.whole):
+                raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
+            branch.keep_top(self.frozen_layers)
+            if self.packs:
+                use_packed_attention(branch)
 
     def _same_trunk(self, other: Any) -> bool:
         pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
@@ -164,13 +164,11 @@ class HeadedLM(nn.Module):
         layers = self.lm.model.layers[self.stage.start : self.stage.stop]
         return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, **entering)
 
-    def reference_hidden(self, trunk: Tensor, lengths: Tensor) -> Tensor:
-        """Last hidden states [N, H] of the reference branch."""
-        assert self.reference_layers is not None
-        assert self.reference_norm is not None
+    def branch_hidden(self, branch: Branch, trunk: Tensor, lengths: Tensor) -> Tensor:
+        """Last hidden states [N, H] of a branch."""
         with torch.no_grad():
-            branch = self._part(self.frozen_layers, self.reference_layers, self.reference_norm)
-            return self._run(branch, lengths, inputs_embeds=trunk)
+            part = self._part(self.frozen_layers, branch.layers, branch.norm)
+            return self._run(part, lengths, inputs_embeds=trunk)
 
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
@@ -203,6 +201,29 @@ class HeadedLM(nn.Module):
         assert self.scalar is not None
         out: Tensor = self.scalar(hidden).squeeze(-1)
         return out
+
+
+class Branch(nn.Module):
+    """A frozen model of which a `HeadedLM` with the same trunk keeps what stands above that.
+
+    Args:
+        role: what it scores as.
+        lm: a Hugging Face causal LM.
+        scalar: its head, of a reward model.
+    """
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, role: str, lm: Any, scalar: ScalarHead | None = None) -> None:
+        super().__init__()
+        self.role, self.whole, self.scalar = role, lm, scalar
+        self.requires_grad_(False)
+
+    def keep_top(self, first: int) -> None:
+        """Keep the layers from `first` on, and let go of the others."""
+        self.layers, self.norm = self.whole.model.layers[first:], self.whole.model.norm
+        del self.whole
 
 
 class ScalarHead(nn.Linear):

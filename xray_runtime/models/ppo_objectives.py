@@ -20,21 +20,28 @@ if TYPE_CHECKING:
 class PPOObjective:
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, with a reference branch `ref_logprobs`.
+    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, and of
+    each reward branch one number a row under its role. Rows whose last token was added for reward models alone say so in
+    `added_ends` [B].
     """
 
     config: PPOStageConfig
 
     def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
         logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
         out: Scores = {"logprobs": by_row(logprobs, rows)}
         if module.scalar is not None:
             out |= _values(module, hidden, rows)
-        if module.reference_layers is not None:
-            ref_hidden = module.reference_hidden(rows["trunk"], rows["lengths"])
-            ref_logprobs, _ = response_logprobs(module, ref_hidden, rows, self.config.temperature)
-            out["ref_logprobs"] = by_row(ref_logprobs, rows)
+        for branch in module.branches:
+            seen = rows if branch.scalar is None else judged
+            states = module.branch_hidden(branch, seen["trunk"], seen["lengths"])
+            if branch.scalar is None:
+                ref_logprobs, _ = response_logprobs(module, states, rows, self.config.temperature)
+                out["ref_logprobs"] = by_row(ref_logprobs, rows)
+            else:
+                out[branch.role] = branch.scalar(states[seen["lengths"].cumsum(0) - 1]).squeeze(-1)
         return out
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
@@ -71,6 +78,17 @@ class CriticObjective:
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         loss, stats = _value_loss(module, last_hidden(module, rows), rows, self.config)
         return loss / totals["tokens"], stats | {"value_loss": loss.detach()}
+
+
+def _as_sampled(rows: Tensors) -> Tensors:
+    """The rows without the end tokens that were added to some."""
+    if "added_ends" not in rows:
+        return rows
+    added, lengths = rows["added_ends"], rows["lengths"]
+    keep = torch.ones_like(rows["input_ids"], dtype=torch.bool)
+    keep[lengths.cumsum(0)[added] - 1] = False
+    columns = {name: rows[name][keep] for name in ("input_ids", "trunk") if name in rows}
+    return rows | columns | {"lengths": lengths - added.long()}
 
 
 def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Scores:

@@ -42,6 +42,20 @@ def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
             written.write(name, read.get_tensor(name))
 
 
+def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
+    """Whether two checkpoints differ in nothing but the weights of their `top_layers` upper layers and the final norm."""
+    config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
+    if config != other_config:
+        return False
+    top = [f"model.layers.{n}." for n in range(config["num_hidden_layers"] - top_layers, config["num_hidden_layers"])]
+    above = (*top, "model.norm.")
+    with safe_open(one / WEIGHTS_FILE, framework="pt") as a, safe_open(other / WEIGHTS_FILE, framework="pt") as b:
+        names = {*a.keys()}
+        return names == {*b.keys()} and all(
+            torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in sorted(names) if not name.startswith(above)
+        )
+
+
 class TensorFile:
     """A whole safetensors file whose tensors are overwritten in place."""
 

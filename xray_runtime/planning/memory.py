@@ -216,7 +216,7 @@ def training_memory(
     tokens: int,
     positions: int,
     top_layers: int | None = None,
-    reference_branch: bool = False,
+    branches: int = 0,
     options: Options = PLAIN,
 ) -> Memory:
     """A model under training.
@@ -225,13 +225,13 @@ def training_memory(
         tokens: of one micro-batch.
         positions: of these, how many get logits.
         top_layers: only so many layers are trained, above a frozen trunk (None: all).
-        reference_branch: a frozen copy of the trained layers scores as the reference.
+        branches: so many frozen models keep their top layers on the same trunk.
     """
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
     if top_layers is not None:
         trained = _ceil(top_layers, layout.pp) * shape.layer_parameters(layout.tp) + shape.hidden_size
-        held += trained if reference_branch else 0
+        held += trained * branches
     if options.lora_rank is not None:
         trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained

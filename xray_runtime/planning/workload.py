@@ -71,7 +71,8 @@ class Role:
     scores_tokens: bool = True
     """Log-probabilities of tokens are wanted, so logits are made; a critic or reward model has one number instead."""
     top_layers: int | None = None
-    reference_branch: bool = False
+    branches: int = 0
+    """So many frozen models stand on its trunk."""
     options: Options = PLAIN
     """Of a trained role."""
     in_one_piece: bool = False
@@ -142,7 +143,7 @@ class Workload:
             tokens=tokens,
             positions=positions,
             top_layers=role.top_layers,
-            reference_branch=role.reference_branch,
+            branches=role.branches,
             options=role.options,
         )
         # A trained model scores as well, at another time.
@@ -185,6 +186,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
     if top_layers is not None and top_layers > shape.num_layers:
         raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
     critics = [(stage.lora, stage.critic_engine) for stage in stages if stage.critic_engine is not None]
+    on_trunk = top_layers is not None and config.reward is not None and config.reward_base is None
     weight_bytes, options = trained_so([*((s.lora, s.engine) for s in sections), *critics], device)
 
     def trained(name: str, *, scores_tokens: bool) -> Role:
@@ -195,8 +197,8 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             weight_bytes=weight_bytes,
             scores_tokens=scores_tokens,
             top_layers=top_layers,
-            # With a frozen trunk the reference is a branch on the policy's own trunk.
-            reference_branch=top_layers is not None and scores_tokens,
+            # Above a frozen trunk the reference, and a reward model made of the same base, are branches of the policy.
+            branches=(2 if on_trunk else 1) if top_layers is not None and scores_tokens else 0,
             options=options,
         )
 
@@ -223,7 +225,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             trained("policy", scores_tokens=True),
             *([frozen("reference")] if top_layers is None else []),
             *([trained("critic", scores_tokens=False)] if separate else []),
-            *judges,
+            *(judges if not on_trunk else []),
             generator,
         ),
         evaluated=(frozen("before"), frozen("after"), *judges, generator),

@@ -36,7 +36,7 @@ from xray_runtime.stages.experience import Experience, build_experience, reward_
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold) if config.gold else None
     kl = make_kl_controller(config.kl)
-    rewards = RewardSources(stage, tokenizer)
+    layers = config.trainable_layers
+    rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments = RunningMoments()
 
     with stage.open_models(_models(stage, rewards)) as models:
@@ -115,8 +116,8 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,
             trainable_layers=layers,
-            # With a frozen trunk the reference is a second branch on the policy's own trunk, not a second model.
-            reference=reference if layers is not None else None,
+            # Above a frozen trunk what has the same trunk is a branch of the policy, not another model.
+            branches=rewards.branches | ({"reference": BranchSpec(reference)} if layers is not None else {}),
             adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
         ),
         **rewards.specs(),
@@ -173,13 +174,16 @@ def _score(
     whole = text_rows(prompts, (with_end_of_turn(reply, tokenizer.eos_token_id) for reply in ids))
     roles = [role for role in ("policy", "reference", "critic") if role in models]
     at_once = len(roles) + len(rewards.roles)
-    calls = [models[role].score.remote(rows, at_once) for role in roles]
+    given = dict.fromkeys(roles, rows)
+    if rewards.branches:
+        given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+    calls = [models[role].score.remote(given[role], at_once) for role in roles]
     answers = get_all([*calls, *rewards.requests(models, [m for m, _ in asked], replies, whole, at_once)])
     scores: Rows = {}
     for answer in answers[: len(roles)]:
         scores |= answer
     texts = [prompt_text(messages) for messages, _ in asked]
-    return rows, scores, rewards.scores(answers[len(roles) :], texts, replies)
+    return rows, scores, rewards.scores(answers[len(roles) :], texts, replies, scores)
 
 
 def _check_mismatch(experience: Experience, config: PPOConfig) -> None:

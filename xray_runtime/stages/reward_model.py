@@ -11,7 +11,7 @@ import numpy as np
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import PreferenceExample, read_preferences
-from xray_runtime.data.rows import Rows, take
+from xray_runtime.data.rows import Rows, join, num_rows, take
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -20,7 +20,7 @@ from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import lr_at, text_rows
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import ModelHandle, get, get_all
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.reward_model import RewardConfig
@@ -91,8 +91,10 @@ def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
 
 
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    chosen, rejected = get_all([reward.score.remote({"input_ids": ids}) for ids in rows.values()])
-    return chosen["scores"], rejected["scores"]
+    # Of both sides at once: a model remembers what a frozen trunk gave the rows it scored last.
+    sides, n = [{"input_ids": ids} for ids in rows.values()], num_rows(rows)
+    scores = get(reward.score.remote(join(sides, [range(n), range(n, 2 * n)])))["scores"]
+    return scores[:n], scores[n:]
 
 
 def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:

@@ -34,7 +34,8 @@ class RewardReader:
     def __init__(self, directory: Path, where: str, tokenizer: Any = None) -> None:
         self._where, self._tokenizer = where, load_tokenizer(directory)
         self._whole = json.loads((directory / "reward.json").read_text()).get(READS) == CONVERSATION
-        self._takes_tokens = not self._whole and tokenizer is not None and _same(self._tokenizer, tokenizer)
+        self.takes_tokens = not self._whole and tokenizer is not None and _same(self._tokenizer, tokenizer)
+        """Whether it reads the policy's own tokens."""
         config = json.loads((directory / "config.json").read_text()) if self._whole else {}
         self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
 
@@ -48,7 +49,7 @@ class RewardReader:
         Raises:
             ValueError: the chat template refuses a conversation, or one is longer than the model can read.
         """
-        if self._takes_tokens and tokens is not None:
+        if self.takes_tokens and tokens is not None:
             return tokens
         if not self._whole:
             return text_rows(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies))

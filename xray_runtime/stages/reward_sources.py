@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,10 @@ import torch
 from xray_runtime.algorithms.rewards import weighted_sum
 from xray_runtime.data.gold import load_function
 from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.models.tensor_file import same_trunk
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.reward_reader import RewardReader
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
@@ -28,9 +30,11 @@ class RewardSources:
 
     Args:
         tokenizer: the policy's; None where only texts are judged.
+        trunk: a checkpoint and how many top layers of it are trained, where its model can hold the reward models that
+            share what is below those.
     """
 
-    def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None) -> None:
+    def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None, trunk: tuple[Path, int] | None = None) -> None:
         config: JudgingConfig = stage.config
         self._frozen = config.frozen
         self._models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
@@ -49,13 +53,21 @@ class RewardSources:
             role: RewardReader(self._models[role], f"{stage.name}.{role}", tokenizer) for role in self.moments
         }
 
+        self.branches: dict[str, BranchSpec] = {}
+        """Reward models that stand on `trunk`: they score with the model that has it, in the same tokens."""
+        if trunk is not None:
+            for role, reader in self._readers.items():
+                path = self._models[role]
+                if reader.takes_tokens and same_trunk(path, *trunk):
+                    self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
+
     @property
     def roles(self) -> list[str]:
-        """Roles of the reward models."""
-        return list(self.moments)
+        """Roles of the reward models that are models of their own."""
+        return [role for role in self.moments if role not in self.branches]
 
     def specs(self) -> dict[str, ModelSpec]:
-        """The reward models, to be opened with the stage's other models."""
+        """Those models, to be opened with the stage's others."""
         paths = {role: self._models[role] for role in self.roles}
         return {
             role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
@@ -70,7 +82,7 @@ class RewardSources:
         tokens: Rows | None = None,
         at_once: int | None = None,
     ) -> list[Ref[Rows]]:
-        """Ask every reward model to score the replies; pass the answers to `scores`.
+        """Ask every reward model of its own to score the replies; pass the answers to `scores`.
 
         Args:
             replies: texts.
@@ -78,19 +90,22 @@ class RewardSources:
             at_once: how many models work at the same time; by default these alone.
         """
         share = at_once or len(self.roles)
-        rows = {role: reader.rows(prompts, replies, tokens) for role, reader in self._readers.items()}
+        rows = {role: self._readers[role].rows(prompts, replies, tokens) for role in self.roles}
         return [models[role].score.remote(rows[role], at_once=share) for role in self.roles]
 
     def scores(
-        self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str]
+        self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str], of_branches: Rows | None = None
     ) -> dict[str, torch.Tensor]:
         """Source → raw score of each reply [B], float32.
 
         Args:
             answers: to `requests`.
             prompts: the texts that were asked.
+            of_branches: scores of `branches` by role.
         """
-        found = {role: torch.from_numpy(answer["scores"]) for role, answer in zip(self.roles, answers, strict=True)}
+        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
+        answered = own | {role: (of_branches or {})[role] for role in self.branches}
+        found = {role: torch.from_numpy(answered[role]) for role in self.moments}
         for name, function in self._functions.items():
             found[name] = torch.tensor(function(prompts, replies), dtype=torch.float32)
         return found

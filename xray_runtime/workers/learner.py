@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.engines.topology import Topology
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -45,11 +46,18 @@ class Learner(Workhorse):
         from xray_runtime.engines.training.zero import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, skeleton
-        from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
+        def branch(role: str, model: BranchSpec) -> Branch:
+            lm, scalar = load_model(model.directory), None
+            if model.head is not None:
+                scalar = ScalarHead(lm.config.hidden_size, 1)
+                scalar.load_state_dict(load_file(model.head))
+            return Branch(role, lm, scalar)
+
         self.spec = spec
-        # A frozen trunk is compared with the reference's while both are whole.
+        # A frozen trunk is compared with the branches' while both are whole.
         sharded = spec.trainable_layers is None and Topology.of(spec.layout).cuts
         lm = skeleton(str(spec.directory)) if sharded else load_model(spec.directory)
         lora = None if spec.training is None else spec.training.lora
@@ -57,14 +65,14 @@ class Learner(Workhorse):
             lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
-            reference=None if spec.reference is None else load_model(spec.reference),
+            branches=(branch(role, model) for role, model in spec.branches.items()),
             adapters=None if lora is None else Adapters(lm, lora, spec.directory / WEIGHTS_FILE, spec.adapter_seed),
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
         # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
         module.eval()
-        self._trunks: dict[int, torch.Tensor] = {}
+        self._forget_trunks()
         if spec.training is not None or rank_info.world_size > 1:
             init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
         self.engine: Engine | None = None
@@ -82,14 +90,14 @@ class Learner(Workhorse):
     def unload(self) -> None:
         super().unload()
         self.engine = self.scorer = self.module = None
-        self._trunks = {}
+        self._forget_trunks()
         gc.collect()
 
     def sleep(self) -> None:
         """Free this model's GPU memory for others until `wake_up`; with `runtime.trainer_sleeps`."""
         from xray_runtime.engines.offload import offload
 
-        self._trunks.clear()
+        self._forget_trunks()
         offload()
 
     def wake_up(self) -> None:
@@ -101,8 +109,8 @@ class Learner(Workhorse):
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """The objective's scores of `rows`, in their order; those of response tokens are `Ragged`.
 
-        Remembers the frozen trunk's output of rows that carry an `id`, for the updates that follow. `at_once`: how many
-        models work at the same time, this one included; they share `runtime.threads`.
+        Remembers the frozen trunk's output, for updates on rows with the same `id` and for the next scoring of the same
+        rows. `at_once`: how many models work at the same time, this one included; they share `runtime.threads`.
         """
         with self._share_threads(at_once):
             return self._score(rows)
@@ -110,7 +118,14 @@ class Learner(Workhorse):
     def _score(self, rows: Rows) -> Rows:
         import torch
 
-        self._trunks.clear()
+        if self.module.has_trunk:
+            ids = rows["input_ids"]
+            scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
+            if scored != self._scored:
+                # Row by row it would not be the same: how rows are batched may change the last bits of their states.
+                self._forget_trunks()
+            self._scored = scored
+            rows = {"id": np.arange(len(ids))} | rows
         out: dict[str, list[np.ndarray]] = {}
         batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
         with torch.no_grad():
@@ -176,7 +191,12 @@ class Learner(Workhorse):
         if any(i not in self._trunks for i in ids):
             states = self.scorer.forward(type(self.module).trunk, input_ids, lengths)
             self._trunks |= dict(zip(ids, states.split(lengths.tolist()), strict=True))
-        return torch.cat([self._trunks[i] for i in ids])
+        # Scored rows may be longer, by an end token.
+        return torch.cat([self._trunks[i][:length] for i, length in zip(ids, lengths.tolist(), strict=True)])
+
+    def _forget_trunks(self) -> None:
+        self._trunks: dict[int, torch.Tensor] = {}
+        self._scored = ""
 
     def save_state(self, directory: Path) -> None:
         """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from xray_runtime.models.objectives import Objective
     from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
+
+
+@dataclass(frozen=True)
+class BranchSpec:
+    """A frozen model that another holds above their common trunk."""
+
+    directory: Path
+    head: Path | None = None
+    """File of the scalar head's weights, of a reward model."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,8 @@ class ModelSpec:
     """File of the scalar head's weights; None with `new_head`: a fresh one."""
     new_head: bool = False
     trainable_layers: int | None = None
-    reference: Path | None = None
-    """Checkpoint whose top layers become the reference branch on the shared trunk."""
+    branches: Mapping[str, BranchSpec] = field(default_factory=dict)
+    """Role → frozen model whose top layers become a branch on the shared trunk."""
     adapter_seed: int = 0
     """Of LoRA adapters' first values, where `training` has them."""
 
@@ -58,6 +67,12 @@ class ModelSpec:
 
     def located(self, find: Callable[[Path], Path]) -> ModelSpec:
         """The spec for another node: `find` gives where a directory lies there."""
-        reference = None if self.reference is None else find(self.reference)
-        head = None if self.head is None else find(self.head.parent) / self.head.name
-        return replace(self, directory=find(self.directory), reference=reference, head=head)
+        branches = {
+            role: BranchSpec(find(branch.directory), _located(branch.head, find))
+            for role, branch in self.branches.items()
+        }
+        return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+
+
+def _located(head: Path | None, find: Callable[[Path], Path]) -> Path | None:
+    return None if head is None else find(head.parent) / head.name

@@ -54,7 +54,7 @@ class ZeroEngine:
         self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, fused=True
         )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -81,6 +81,9 @@ class ZeroEngine:
         )
         self.module: Any = self.engine.module
         self.data_parallel = training.engine.data_parallel
+        if not self.stage and self.data_parallel == 1:
+            # It would copy all gradients into one tensor and back, for nobody.
+            self.engine.enable_backward_allreduce = False
         self._norm = 0.0
         self._moments = self._begin_moments()
         # DeepSpeed makes float32 masters of weights that it has already rounded.
@@ -196,7 +199,7 @@ class ZeroEngine:
             swapped = self.stage == 3 and self.optimizer._swappable_optimizer_subgroup(number)
             if swapped:
                 self.optimizer._optimizer_states_and_gradient_swap_in(number)
-            state[tensor] = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+            state[tensor] = {"step": torch.zeros((), device=tensor.device)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
             if swapped:
                 self.optimizer._optimizer_states_and_gradient_swap_out(number)
         if self.stage in (1, 2):
