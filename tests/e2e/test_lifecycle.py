@@ -153,8 +153,9 @@ def test_the_champion_is_served_and_followed_without_a_lost_request(first: Outco
         refused = xray("serve", old.sha256, "--output", str(output), timeout=120)
     assert refused.code == 1
     assert f"refused: {old.name}: the audit found file-changed" in refused.err
-    with serving(output, "champion") as server, Load(server.address, clients=4) as load:
-        wait_for(lambda: len(load.answers) > 8, server)
+    with serving(output, "champion") as server, Load(server.address, clients=6) as load:
+        wait_for(lambda: all(len(shas) > 1 for shas in load.by_client()), server)
+        before = len(load.answers)
         assert {answer.sha256 for answer in load.answers} == {old.sha256}
         roll_back(place, name=name, by="Ada", note="better after all")
         wait_for(lambda: all(shas[-1:] == [new.sha256] for shas in load.by_client()), server)
@@ -166,6 +167,10 @@ def test_the_champion_is_served_and_followed_without_a_lost_request(first: Outco
         assert answers == sorted(answers, key=[old.sha256, new.sha256].index)
     moved = min(answer.received for answer in load.answers if answer.sha256 == new.sha256)
     assert {answer.sha256 for answer in load.answers if answer.sent > moved} == {new.sha256}
+    # Answers of the old one that ended when the new one had answered already: they were under way as it moved.
+    during = [answer for answer in load.answers if answer.sha256 == old.sha256 and answer.received > moved]
+    print(f"answers: {before} before, {len(during)} under way as it moved, {len(load.answers) - after} after")
+    assert during
     assert server.code == 0
     assert server.left == []
 

@@ -1,4 +1,4 @@
-"""Around a served model: the key, the tag on every answer, and which replicas are asked."""
+"""Around a served model: the key, the secret of the front, and the tag on every answer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.serving.middleware import SHA256_HEADER, Tagged, key_digest
-from xray_runtime.serving.router import generation_to_ask
+from xray_runtime.serving.middleware import FRONT_HEADER, SHA256_HEADER, Tagged, key_digest
 
-SHA = "ab" * 32
+SHA, SECRET = "ab" * 32, "cd" * 32
 
 
 async def _answer(scope: Any, receive: Any, send: Any) -> None:
@@ -20,15 +19,15 @@ async def _answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": part != b"two"})
 
 
-def _ask(path: str, key: str | None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def _ask(path: str, key: str | None, front: str = SECRET, **headers: str) -> tuple[int, dict[str, str], bytes]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    given = [(name.encode(), value.encode()) for name, value in headers.items()]
+    given = [(name.encode(), value.encode()) for name, value in {FRONT_HEADER: front, **headers}.items()]
     scope = {"type": "http", "path": path, "headers": given}
-    asyncio.run(Tagged(_answer, SHA, key)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(Tagged(_answer, SHA, key, SECRET)(scope, None, send))  # type: ignore[arg-type]
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], found, b"".join(message["body"] for message in sent[1:])
 
@@ -54,28 +53,18 @@ def test_the_key_opens_and_health_needs_none() -> None:
     assert _ask("/health", key_digest("right"))[0] == 200
 
 
+def test_what_does_not_come_through_the_front_is_not_answered() -> None:
+    for path in ("/v1/models", "/health"):
+        for front in ("", SECRET[:-1], SECRET.upper()):
+            assert _ask(path, None, front)[0] == 401
+            assert _ask(path, key_digest("right"), front, authorization="Bearer right")[0] == 401
+
+
 def test_a_websocket_is_closed() -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    asyncio.run(Tagged(_answer, SHA, None)({"type": "websocket", "path": "/v1/realtime"}, None, send))  # type: ignore[arg-type]
+    asyncio.run(Tagged(_answer, SHA, None, SECRET)({"type": "websocket", "path": "/v1/realtime"}, None, send))  # type: ignore[arg-type]
     assert sent == ["websocket.close"]
-
-
-@pytest.mark.parametrize(
-    ("generations", "asked"),
-    [
-        ([0], 0),  # one of two came up first, and there is no other model
-        ([0, 0], 0),
-        ([0, 0, 1], 0),
-        ([0, 1], 0),  # an old one made room; the new model is not whole
-        ([0, 1, 1], 1),
-        ([0, 0, 1, 1], 1),
-        ([1], 1),  # one of the new has died, and no old one is left
-        ([0, 0, 1, 2, 2], 2),
-    ],
-)
-def test_requests_go_to_the_newest_model_that_is_whole(generations: list[int], asked: int) -> None:
-    assert generation_to_ask(generations, num_replicas=2) == asked

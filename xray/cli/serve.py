@@ -1,7 +1,7 @@
 """`xray serve`: a model behind an OpenAI-compatible server, and the champion wherever it goes.
 
-This process audits, decides and waits; Ray Serve's proxy and replicas answer. What it starts carries its mark and ends
-with it, also by SIGKILL.
+This process audits, decides and waits; HAProxy and the replicas answer. What it starts carries its mark and ends with
+it, also by SIGKILL.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ def serve(
     host: Annotated[str, typer.Option("--host", help=f"Another than loopback needs a key in {API_KEY}.")] = LOOPBACK,
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     replicas: Annotated[int, typer.Option("--replicas", min=1, max=1024, help="Engines that share the work.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, max=64, help="Devices each engine is split over.")
+    ] = 1,
     tracking_uri: Tracking = None,
     public_key: Annotated[
         Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
     ] = None,
 ) -> None:
-    """Serve a model whose audit is sound, OpenAI-compatible, under Ray Serve; follow the champion without a pause.
+    """Serve a model whose audit is sound, OpenAI-compatible; follow the champion without a pause.
 
     Exit codes: 0 stopped (Ctrl-C, SIGTERM), 1 refused, 2 bad input.
     """
@@ -60,7 +63,7 @@ def serve(
         signal.signal(number, signal.default_int_handler)
     # What is started inherits the environment, and has no need of the key.
     key = os.environ.pop(API_KEY, None) or None
-    order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, key)
+    order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
     try:
         name, choice = checked(lambda: _chosen(order))
         mark = start_reaper()
@@ -88,12 +91,13 @@ class _Order:
     host: str
     port: int
     replicas: int
+    tensor_parallel: int
     key: str | None
 
 
 def _chosen(order: _Order) -> tuple[str | None, Choice]:
     """(registered model whose champion is followed, what is served first), audited."""
-    from xray_runtime.serving.choice import champion, fixed, followed, require_sound
+    from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
     if not is_loopback(order.host) and order.key is None:
         raise ConfigError(f"--host: {order.host!r} is not allowed without a key: set {API_KEY}")
@@ -108,6 +112,7 @@ def _chosen(order: _Order) -> tuple[str | None, Choice]:
         assert order.output is not None
         choice = champion(name, order.output, order.tracking_uri)
     saved_config(choice.store.output)
+    require_splittable(choice, order.tensor_parallel)
     require_sound(choice, order.public)
     return name, choice
 
@@ -122,16 +127,14 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
-    # A proxy that a busy machine keeps waiting is not to be replaced: its connections would break.
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+    # Ray has its workers yield to everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        from xray_runtime.serving.server import Server, runs_already
+        from xray_runtime.serving.server import Server
 
-        if runs_already():
-            raise ConfigError("RAY_ADDRESS: Ray Serve runs on this cluster already, and has one port for all")
-        server = Server(order.host, order.port, order.replicas, ray_stays=bool(os.environ.get("RAY_ADDRESS")))
+        server = Server(order.host, order.port, order.replicas, _logs(choice))
         try:
             _serve(server, order, name, choice)
         except KeyboardInterrupt:
@@ -139,6 +142,10 @@ def _run(order: _Order, name: str | None, choice: Choice) -> None:
         finally:
             server.stop()
     _say("stopped")
+
+
+def _logs(choice: Choice) -> Path:
+    return choice.store.output.absolute() / "logs" / "serve"
 
 
 def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> None:
@@ -150,41 +157,37 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
     place = choice.store
     runtime = saved_config(place.output).runtime
 
-    def model(choice: Choice, generation: int) -> ServedModel:
+    def model(choice: Choice) -> ServedModel:
         return ServedModel(
             directory=choice.node.directory.absolute(),
             sha256=choice.node.sha256,
             names=choice.names,
-            generation=generation,
+            tensor_parallel=order.tensor_parallel,
             runtime=runtime,
             device=device(runtime),
             key=key_digest(order.key) if order.key else None,
-            logs=place.output.absolute() / "logs" / "serve",
+            logs=_logs(choice),
         )
 
-    served, generation = model(choice, 0), 0
-    server.deploy(served)
+    server.deploy(model(choice))
     _say(f"serving {choice.title} at http://{clients_address(order.host)}:{order.port}/v1")
     if name is None:
         threading.Event().wait()
         return
-    follower = Follower(name, place.output, place.tracking_uri, order.public, served.sha256)
+    follower = Follower(name, place.output, place.tracking_uri, order.public, choice.node.sha256)
     while True:
         time.sleep(POLL_SECONDS)
         try:
             news = follower.news()
             if news is None:
                 continue
-            generation += 1
             _say(f"{_now()} {news.title} is champion, and sound: loading it")
-            server.deploy(model(news, generation))
+            server.deploy(model(news))
         except NotServedError as error:
             _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {choice.title}", to_errors=True)
-            # Where it was not loaded, this is what Ray Serve goes back to; its replicas are up.
-            server.deploy(served)
             continue
-        choice, served = news, model(news, generation)
-        follower.serving = served.sha256
+        choice = news
+        follower.serving = choice.node.sha256
         _say(f"{_now()} serving {choice.title}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,15 @@ def require_sound(choice: Choice, public: Path | None) -> None:
     broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
+
+
+def require_splittable(choice: Choice, tensor_parallel: int) -> None:
+    """Raises ConfigError where the model's attention heads cannot be split over so many devices."""
+    heads = json.loads((choice.node.directory / "config.json").read_bytes()).get("num_attention_heads", 1)
+    if heads % tensor_parallel:
+        raise ConfigError(
+            f"--tensor-parallel: {tensor_parallel} is not allowed: must divide the model's {heads} attention heads"
+        )
 
 
 class Follower:

@@ -14,6 +14,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SHA256_HEADER = "x-xray-model-sha256"
+FRONT_HEADER = "x-xray-front"
 OPEN_PATHS = ("/health",)
 """Load balancers ask them, and have no key."""
 
@@ -29,10 +30,11 @@ class Tagged:
     Args:
         sha256: the model's; sent with every answer, errors too.
         key: `key_digest` of the key that requests must carry (`Authorization: Bearer KEY`); None lets everybody in.
+        secret: what the front sends along (`FRONT_HEADER`): nobody else is answered, on whatever port this listens.
     """
 
-    def __init__(self, app: App, sha256: str, key: str | None) -> None:
-        self._app, self._sha256, self._key = app, sha256, key
+    def __init__(self, app: App, sha256: str, key: str | None, secret: str) -> None:
+        self._app, self._sha256, self._key, self._secret = app, sha256, key, secret.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -49,7 +51,9 @@ class Tagged:
                 message = {**message, "headers": [*message.get("headers", []), tag]}
             await send(message)
 
-        if self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key):
+        given = dict(scope["headers"]).get(FRONT_HEADER.encode(), b"")
+        allowed = self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key)
+        if allowed and secrets.compare_digest(given, self._secret):
             await self._app(scope, receive, tagged)
         else:
             await _refuse(tagged)

@@ -1,20 +1,25 @@
-"""One replica of a served model: an actor of Ray Serve's with vLLM's server in it."""
+"""One replica of a served model: a Ray actor with vLLM's server in it, on a port of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ray import serve
+import ray
+import uvicorn
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import Tagged
-from xray_runtime.serving.router import GENERATION
 from xray_runtime.store.checkpoints import verify
+
+LOOPBACK = "127.0.0.1"
+KEEP_ALIVE_SECONDS = 3600
+"""Longer than the front keeps a connection: were it closed here, a request could be on its way."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class ServedModel:
     sha256: str
     names: tuple[str, ...]
     """By which requests may call it; answers carry the first."""
-    generation: int
+    tensor_parallel: int
+    """Devices it is split over."""
     runtime: RuntimeConfig
     device: str
     key: str | None
@@ -33,44 +39,44 @@ class ServedModel:
     logs: Path
 
 
-@serve.ingress()
 class Replica:
-    """Ray Serve makes it, waits for `__serve_build_asgi_app__`, and sends requests to the application that returns."""
+    """Answers what comes through the front."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        own = serve.get_replica_context().replica_id.unique_id
-        redirect_output(model.logs / f"{model.sha256[:12]}-{own}.log")
-        _listen_on_loopback()
+    def __init__(self, model: ServedModel, secret: str, front_node: str) -> None:
+        self._model, self._secret, self._front_node = model, secret, front_node
+
+    async def start(self) -> tuple[str, int]:
+        """Load the model; returns (host, port).
+
+        Raises:
+            NotServedError: its files are not those that were audited.
+        """
+        model, context = self._model, ray.get_runtime_context()
+        redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
         # A replica may be started long after the audit, when another has died.
         damages = verify(model.directory, model.sha256)
         if damages:
             raise NotServedError(f"{model.directory.name}: {damages[0]}")
-        error_summary = arguments(model.directory, list(model.names), model.sha256, model.runtime, model.device)
-        self._server = VLLMServer(error_summary, model.runtime, model.device)
+        options = arguments(
+            model.directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
+        )
+        self._engine = VLLMServer(options, model.runtime, model.device)
+        app = Tagged(await self._engine.start(), model.sha256, model.key, self._secret)
+        host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_SECONDS, log_level="warning", access_log=False)
+        server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+        return host, int(listening.getsockname()[1])
 
-    async def __serve_build_asgi_app__(self) -> Any:
-        return Tagged(await self._server.start(), self._model.sha256, self._model.key)
+    async def check(self) -> None:
+        """Raises where the engine has died, or nothing listens any more."""
+        await self._engine.check()
+        if self._serving.done():
+            raise RuntimeError("its HTTP server has ended")
 
-    def record_replica_metadata(self) -> dict[str, int]:
-        """For the router."""
-        return {GENERATION: self._model.generation}
-
-    async def check_health(self) -> None:
-        """Ray Serve replaces a replica whose engine has died."""
-        await self._server.check()
-
-    def __del__(self) -> None:
-        self._server.stop()
-
-
-def _listen_on_loopback() -> None:
-    """Keep a port of Ray Serve's to this machine.
-
-    Each replica opens one on every interface, for calls between deployments, where it unpickles whatever comes. We
-    have one deployment, and requests come to it through Ray.
-    """
-    from ray.serve._private import replica
-
-    add = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, _: add(server, "127.0.0.1:0")
+    async def stop(self) -> None:
+        """End the engine, which is a process of its own."""
+        self._engine.stop()

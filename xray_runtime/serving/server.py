@@ -1,35 +1,38 @@
-"""Ray Serve with one application: a model behind one port, and another in its place without a request lost.
+"""A model behind one port, and another in its place without a request lost.
 
-Another model is Serve's rolling update with room for all its replicas beside the old ones (`max_surge_percent`): they
-load while the old answer, the router moves all requests at once when the last of them is up, and the old ones end when
-their last answer is given.
+Replicas are Ray actors (`replica`), HAProxy is in front of them (`front`). Another model is loaded beside the one that
+answers; when all its replicas are up, all requests go to it at once, and the old ones end with their last answer. A
+replica that dies or hangs is replaced.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import re
-import uuid
+import math
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
-from ray.serve.config import HTTPOptions, RequestRouterConfig
-from ray.serve.schema import LoggingConfig
 
+from xray_runtime.errors import error_summary
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.front import Address, Front
 from xray_runtime.serving.replica import Replica, ServedModel
-from xray_runtime.serving.router import OneModelRouter
 
-APP, DEPLOYMENT = "xray", "model"
-MAX_ONGOING = 1024
-"""Requests a replica takes at a time; vLLM lets those wait that it has no room for."""
-DRAIN_SECONDS = 600
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+DRAIN_SECONDS = 600.0
 """What the last answers of a model that was replaced may take."""
-HEALTH_SECONDS = 60
-"""A replica that says nothing for so long, three times in a row, is replaced."""
+STOP_SECONDS = 60.0
+"""What the last answers may take when the command is told to stop."""
+END_SECONDS = 10.0
+HEALTH_SECONDS = 180.0
+"""A replica that says nothing for so long is replaced."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
+"""Before a replica is replaced, and the one that replaced it, and so on."""
 
 
 class Server:
@@ -37,23 +40,21 @@ class Server:
 
     Args:
         num_replicas: of each model.
-        ray_stays: the cluster is not ours, and Ray Serve would outlive a process that is killed.
+        log_dir: where HAProxy's log is written.
+
+    Raises:
+        NotServedError: nothing can listen on `host` and `port`.
     """
 
-    def __init__(self, host: str, port: int, num_replicas: int, *, ray_stays: bool) -> None:
+    def __init__(self, host: str, port: int, num_replicas: int, log_dir: Path) -> None:
         self._num_replicas = num_replicas
-        # What Serve's client says would stand between the lines of the command.
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-        serve.start(
-            proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port), logging_config=self._quiet
-        )
-        self._ray_stays = ray_stays
-        if ray_stays:
-            self._lease = ray.remote(_Presence).options(num_cpus=0).remote()
-            name = f"xray-serve-keeper-{uuid.uuid4().hex}"
-            keeper = ray.remote(_Keeper).options(name=name, lifetime="detached", num_cpus=0).remote()
-            keeper.keep.remote(self._lease)
+        self._front = Front(host, port, num_replicas, log_dir / "front.log")
+        self._served: _Replicas | None = None
+        self._drained: _Replicas | None = None
+        """The model before, while it finishes what it has begun."""
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
 
     def deploy(self, model: ServedModel) -> None:
         """Serve `model`, in place of the one before, which goes on answering until this one can.
@@ -61,66 +62,154 @@ class Server:
         Raises:
             NotServedError: it cannot be loaded; the one before goes on.
         """
-        options: dict[str, Any] = {"num_cpus": model.runtime.cpus_per_workhorse}
-        if model.device == "cuda":
-            options["num_gpus"] = model.runtime.gpu_memory_fraction
-        deployment = serve.deployment(
-            Replica,
-            name=DEPLOYMENT,
-            num_replicas=self._num_replicas,
-            max_ongoing_requests=MAX_ONGOING,
-            max_surge_percent=100,
-            rolling_update_percentage=1.0,
-            graceful_shutdown_timeout_s=DRAIN_SECONDS,
-            health_check_timeout_s=HEALTH_SECONDS,
-            max_constructor_retry_count=1,
-            ray_actor_options=options,
-            request_router_config=RequestRouterConfig(
-                request_router_class=OneModelRouter, request_router_kwargs={"num_replicas": self._num_replicas}
-            ),
-        )
+        # Memory is for two models, not for three.
+        while self._drained is not None:
+            time.sleep(WATCH_SECONDS)
+        replicas = _Replicas(model, self._num_replicas, self._front)
         try:
-            serve.run(deployment.bind(model), name=APP, logging_config=self._quiet)
-        except RuntimeError as error:
-            message = serve.status().applications[APP].deployments[DEPLOYMENT].message
-            raise NotServedError(f"it cannot be loaded: {_reason(message)}") from error
+            while not replicas.all_up():
+                time.sleep(WATCH_SECONDS)
+            with self._lock:
+                self._front.restart_if_dead()
+                replicas.backend = self._front.move(replicas.addresses())
+                self._served, self._drained = replicas, self._served
+                self._drained_until = time.monotonic() + DRAIN_SECONDS
+        except BaseException:
+            replicas.end()
+            raise
 
     def stop(self) -> None:
         """Take no more requests, and finish those at hand (within a minute)."""
-        # Ending Serve alone ends its proxy at once, with the answers that pass through it.
-        with contextlib.suppress(TimeoutError):
-            serve.delete(APP)
-        if self._ray_stays:
-            serve.shutdown()
+        self._ended.set()
+        self._watching.join()
+        self._front.stop(STOP_SECONDS)
+        for replicas in (self._served, self._drained):
+            if replicas is not None:
+                replicas.end()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            try:
+                with self._lock:
+                    self._tend()
+            except Exception:
+                log.exception("serving goes on, and this will be tried again")
+
+    def _tend(self) -> None:
+        if self._front.restart_if_dead():
+            log.warning("HAProxy had died; it was started again")
+        if self._served is not None:
+            self._served.tend()
+        drained = self._drained
+        if drained is not None:
+            assert drained.backend is not None
+            if self._front.num_requests(drained.backend) == 0 or time.monotonic() > self._drained_until:
+                drained.end()
+                self._drained = None
 
 
-def runs_already() -> bool:
-    """Whether Ray Serve runs on this cluster: its port and its applications are then somebody else's."""
-    from ray.serve.context import _get_global_client
+class _Replicas:
+    """Those of one model."""
 
-    return _get_global_client(raise_if_no_controller_running=False) is not None
+    def __init__(self, model: ServedModel, num_replicas: int, front: Front) -> None:
+        self.backend: str | None = None
+        """Where the front has them, once they are asked."""
+        self._front = front
+        self._replicas = [_Life(model, front.secret) for _ in range(num_replicas)]
+
+    def all_up(self) -> bool:
+        """Raises NotServedError where one of them cannot be loaded."""
+        for replica in self._replicas:
+            replica.poll()
+        return all(replica.address is not None for replica in self._replicas)
+
+    def addresses(self) -> list[Address]:
+        """Of those that are up."""
+        return [replica.address for replica in self._replicas if replica.address is not None]
+
+    def tend(self) -> None:
+        """Replace those that died, and tell the front where they are."""
+        assert self.backend is not None
+        for number, replica in enumerate(self._replicas):
+            try:
+                replica.poll()
+            except NotServedError as error:
+                log.warning("a replica is replaced: %s", error)
+                replica.end()
+            self._front.enter(self.backend, number, replica.address)
+
+    def end(self) -> None:
+        """All at once."""
+        for replica in self._replicas:
+            replica.end()
 
 
-def _reason(text: str) -> str:
-    """The line that says why, of Serve's message, which ends with a traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return (errors or lines)[-1]
+class _Life:
+    """One replica, and after it the one that takes its place.
 
+    Attributes:
+        address: where it listens; None while it loads.
+    """
 
-class _Presence:
-    """Lives as long as the process that made it."""
+    def __init__(self, model: ServedModel, secret: str) -> None:
+        self._model, self._secret, self._wait_s = model, secret, FIRST_WAIT_S
+        self._start()
 
-    async def end(self) -> None:
-        """Answers never."""
-        await asyncio.Event().wait()
+    def _start(self) -> None:
+        model = self._model
+        options: dict[str, Any] = {"num_cpus": model.runtime.cpus_per_workhorse * model.tensor_parallel}
+        if model.device == "cuda":
+            # Of several GPUs Ray gives no parts.
+            whole = model.tensor_parallel > 1
+            options["num_gpus"] = model.tensor_parallel if whole else model.runtime.gpu_memory_fraction
+        node = ray.get_runtime_context().get_node_id()
+        self.address: Address | None = None
+        self._actor = ray.remote(Replica).options(**options).remote(model, self._secret, node)
+        self._placed = False
+        self._ask(self._actor.__ray_ready__.remote(), model.runtime.wait_timeout_s)
 
+    def _ask(self, call: Any, limit_s: float) -> None:
+        self._call, self._deadline = call, time.monotonic() + limit_s
 
-class _Keeper:
-    """Outlives the command, and ends Ray Serve when it has gone."""
+    def poll(self) -> None:
+        """Go on where the last call was answered, or it is time to replace one that ended.
 
-    async def keep(self, lease: Any) -> None:
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            await lease.end.remote()
-        await serve.shutdown_async()
-        ray.actor.exit_actor()
+        Raises:
+            NotServedError: it died, hangs, or there is no room for it.
+        """
+        late = time.monotonic() > self._deadline
+        if self._actor is None:
+            if late:
+                self._start()
+        elif ray.wait([self._call], timeout=0)[0]:
+            self._go_on()
+        elif late:
+            raise NotServedError("it does not answer" if self._placed else "the cluster has no room for it")
+
+    def _go_on(self) -> None:
+        try:
+            answer = ray.get(self._call)
+        except ray.exceptions.RayError as error:
+            raise NotServedError(error_summary(error)) from error
+        if not self._placed:
+            # Loading takes as long as it takes.
+            self._placed = True
+            self._ask(self._actor.start.remote(), math.inf)
+            return
+        if self.address is None:
+            self.address = answer
+        else:
+            self._wait_s = FIRST_WAIT_S
+        self._ask(self._actor.check.remote(), HEALTH_SECONDS)
+
+    def end(self) -> None:
+        """End it; if it is polled again, another takes its place after a while."""
+        if self._actor is None:
+            return
+        if self._placed:
+            # The engine is a process of its own. One that loads does not listen.
+            ray.wait([self._actor.stop.remote()], timeout=END_SECONDS if self.address else 0)
+        ray.kill(self._actor)
+        self._actor = self.address = None
+        self._deadline = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)

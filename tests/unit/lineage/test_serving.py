@@ -107,6 +107,8 @@ def test_bad_input_is_one_line_and_exit_code_2(fresh: Callable[[], Path], monkey
         port = taken.getsockname()[1]
         refused = f"error: --port: {port} is not allowed: Address already in use on 127.0.0.1"
         assert command(output, "ppo-2", "--port", str(port)) == (2, refused)
+    refused = "error: --tensor-parallel: 2 is not allowed: must divide the model's 1 attention heads"
+    assert command(output, "ppo-2", "--tensor-parallel", "2") == (2, refused)
     assert command(output, "nothing")[0] == 2
 
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server as an ASGI application in this process; who listens is not its business."""
+"""vLLM's OpenAI-compatible server as an ASGI application in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm import PREFILL_TOKENS, load_vllm
 
 
-def arguments(directory: Path, names: list[str], sha256: str, runtime: RuntimeConfig, device: str) -> list[str]:
+def arguments(
+    directory: Path, names: list[str], sha256: str, runtime: RuntimeConfig, device: str, tensor_parallel: int
+) -> list[str]:
     """What `vllm serve` would be told to serve the model in `directory` as we do.
 
     Args:
@@ -20,9 +22,11 @@ def arguments(directory: Path, names: list[str], sha256: str, runtime: RuntimeCo
         sha256: goes into every answer as `system_fingerprint`.
         runtime: the share of the device, as for the generator of a lifecycle.
         device: "cpu" or "cuda".
+        tensor_parallel: devices the model is split over.
     """
     options = [str(directory), "--served-model-name", *names, "--load-format", "safetensors"]
     options += ["--fingerprint-mode", "custom", "--fingerprint-value", sha256]
+    options += ["--tensor-parallel-size", str(tensor_parallel)]
     if device == "cuda":
         return [*options, "--dtype", "bfloat16", "--gpu-memory-utilization", str(runtime.gpu_memory_fraction)]
     config = json.loads((directory / "config.json").read_bytes())
@@ -69,7 +73,7 @@ class VLLMServer:
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
-        # vLLM's handler of a dead engine tells its own launcher to stop; here Ray Serve notices through `check`.
+        # vLLM's handler of a dead engine tells its own launcher to stop; here `check` notices.
         app.state.server = SimpleNamespace()
         return app
 

@@ -1,0 +1,112 @@
+"""Ray, vLLM and HAProxy together: a model that is split, a replica that dies, a model that cannot be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.unit.test_front import free_port
+from tests.unit.test_store import IDENTITY
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.serving import NotServedError
+from xray_runtime.serving.middleware import SHA256_HEADER
+from xray_runtime.serving.replica import ServedModel
+from xray_runtime.serving.server import Server
+from xray_runtime.store.checkpoints import Store
+
+PROMPT = [5, 17, 100, 42, 7]
+NEW_TOKENS = 24
+WAIT_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder = tmp_path_factory.mktemp("served")
+    store = Store(folder / "checkpoints")
+    with store.building(IDENTITY.stage, IDENTITY.key) as built:
+        shutil.copytree(tiny_model, built, dirs_exist_ok=True)
+        ref = store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
+    return ServedModel(
+        directory=ref.path,
+        sha256=ref.sha256,
+        names=("tiny",),
+        tensor_parallel=2,
+        runtime=RuntimeConfig(threads=1, generator_memory_gib=0.25),
+        device="cpu",
+        key=None,
+        logs=folder / "logs",
+    )
+
+
+@pytest.fixture
+def served(cluster: None, model: ServedModel) -> Iterator[tuple[Server, str]]:
+    port = free_port()
+    server = Server("127.0.0.1", port, 1, model.logs)
+    server.deploy(model)
+    yield server, f"http://127.0.0.1:{port}/v1/completions"
+    server.stop()
+
+
+def greedy(address: str) -> tuple[str, list[int]]:
+    """sha256 of the model by the header, and the tokens of its answer."""
+    body = {"prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+        content: dict[str, Any] = json.load(answer)
+        return answer.headers[SHA256_HEADER], content["choices"][0]["token_ids"]
+
+
+def processes(name: str) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(name)]
+
+
+@pytest.mark.long
+def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
+    served: tuple[Server, str], model: ServedModel
+) -> None:
+    server, address = served
+    whole = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    expected = whole.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    right = (model.sha256, expected[0, len(PROMPT) :].tolist())
+    assert greedy(address) == right
+    assert len(processes("VLLM::Worker_TP")) == 2
+
+    (replica,) = processes("ray::Replica")
+    with pytest.raises(NotServedError, match="is not the one this checkpoint was published with"):
+        server.deploy(dataclasses.replace(model, sha256="0" * 64))
+    answers, ended = [], threading.Event()
+
+    def client() -> None:
+        while not ended.is_set():
+            asked = time.monotonic()
+            answers.append((asked, time.monotonic(), greedy(address)))
+
+    with ThreadPoolExecutor() as threads:
+        clients = [threads.submit(client) for _ in range(4)]
+        try:
+            time.sleep(1)
+            killed = time.monotonic()
+            replica.kill()
+            deadline = killed + WAIT_SECONDS
+            while not any(asked > killed for asked, *_ in answers) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            ended.set()
+        for done in clients:
+            done.result()
+    assert {answer for *_, answer in answers if answer != right} == set()
+    assert not replica.is_running()
