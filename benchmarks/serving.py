@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from benchmarks.machine import line, machine, spread, table
 from xray_runtime.config.runtime import RuntimeConfig
@@ -47,6 +48,25 @@ class Round:
     """Median of a request's seconds."""
     first_s: float
     """Median of the seconds to the first bytes of the answer."""
+    cpu_ms: float
+    """Milliseconds of a core that all processes of the server took for a token."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    address: str
+    process: psutil.Process
+
+    def cpu_seconds(self) -> float:
+        """Of its processes that are there, since they were started."""
+        total = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spent = process.cpu_times()
+                total += spent.user + spent.system
+        return total
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> tuple[float, float]:
@@ -59,10 +79,13 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> tuple[float
     return first, time.perf_counter() - start
 
 
-async def turn(address: str, clients: int, requests: int, new_tokens: int, stream: bool) -> Round:
+async def turn(server: Server, clients: int, requests: int, new_tokens: int, stream: bool) -> Round:
     """`clients` at a time, `requests` one after the other each."""
     seconds: list[tuple[float, float]] = []
-    async with httpx.AsyncClient(base_url=address, timeout=600, limits=httpx.Limits(max_connections=clients)) as client:
+    before = server.cpu_seconds()
+    async with httpx.AsyncClient(
+        base_url=server.address, timeout=600, limits=httpx.Limits(max_connections=clients)
+    ) as client:
 
         async def one(number: int) -> None:
             for i in range(requests):
@@ -73,12 +96,13 @@ async def turn(address: str, clients: int, requests: int, new_tokens: int, strea
         await asyncio.gather(*(one(number) for number in range(clients)))
         whole = time.perf_counter() - start
     first, latency = (statistics.median(column) for column in zip(*seconds, strict=True))
-    return Round(clients * requests * new_tokens / whole, latency, first)
+    num_tokens = clients * requests * new_tokens
+    return Round(num_tokens / whole, latency, first, 1000 * (server.cpu_seconds() - before) / num_tokens)
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> Iterator[str]:
-    """A server's address, once it is healthy."""
+def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> Iterator[Server]:
+    """A server, once it is healthy."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=os.environ | extra, stdout=file, stderr=file)
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
@@ -89,7 +113,7 @@ def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> 
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
-        yield address
+        yield Server(address, psutil.Process(process.pid))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -129,9 +153,9 @@ def main() -> None:
     settings = environment(runtime, device) | {"OMP_NUM_THREADS": str(runtime.threads)}
     mark = start_reaper()
     print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
-    table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes"], [])
+    table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes", "CPU ms a token"], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        addresses = {
+        servers = {
             PLAIN: stack.enter_context(running(plain, ports[PLAIN], Path(folder) / "vllm.log", settings)),
             OURS: stack.enter_context(running(ours, ports[OURS], Path(folder) / "xray.log", {})),
         }
@@ -139,14 +163,15 @@ def main() -> None:
             found: dict[str, list[Round]] = {PLAIN: [], OURS: []}
             for pair in range(-1, args.pairs):
                 for name in (PLAIN, OURS) if pair % 2 else (OURS, PLAIN):
-                    seen = asyncio.run(turn(addresses[name], args.clients, args.requests, args.new_tokens, stream))
+                    seen = asyncio.run(turn(servers[name], args.clients, args.requests, args.new_tokens, stream))
                     if pair >= 0:  # the first pair warms up
                         found[name].append(seen)
             for name, rounds in found.items():
                 speeds = [seen.tokens_per_s for seen in rounds]
                 ratios = [a / b.tokens_per_s for a, b in zip(speeds, found[PLAIN], strict=True)]
                 row = ["streamed" if stream else "whole", name, spread(speeds), spread(ratios, "×")]
-                line([*row, spread(s.latency_s for s in rounds), spread(s.first_s for s in rounds)])
+                row += [spread(s.latency_s for s in rounds), spread(s.first_s for s in rounds)]
+                line([*row, spread(s.cpu_ms for s in rounds)])
     kill_tagged(mark)
 
 
