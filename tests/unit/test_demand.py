@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
+import xray
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig, LayoutConfig, Section
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -94,6 +95,17 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
         check_graph(graph, "cpu", TWO_CORES)
     with pytest.raises(ConfigError, match=r"^small: its models ask for 1.5 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
         check_graph(graph, "cuda", [{"CPU": 4.0, "GPU": 1.0}])
+
+
+@pytest.mark.parametrize("field", ["generator_sleeps", "trainer_sleeps"])
+def test_what_works_in_turn_cannot_work_at_the_same_time(field: str) -> None:
+    runtime = RuntimeConfig(device="cuda").model_copy(update={field: True})
+    with Graph(runtime=runtime) as graph:
+        chats, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
+        judge = xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
+        xray.ppo(base, prompts=chats, rewards=[judge], lag=1, name="late")
+    with pytest.raises(ConfigError, match=rf"^late\.lag = 1 must be 0 with runtime\.{field} = True"):
+        check_graph(graph, "cuda", [{"CPU": 64.0, "GPU": 64.0}])
 
 
 def test_what_there_is_may_be_filled_to_the_last() -> None:

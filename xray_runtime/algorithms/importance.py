@@ -1,7 +1,9 @@
 """The generator and the trainer compute the same policy with different kernels; these weights make up for it.
 
 Token-level truncated importance sampling (Espeholt et al. 2018; Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training"): w = exp(logp_train_old − logp_rollout), capped, or masked beyond the cap.
+brings you off-policy RL training"): w = exp(logp_train_old − logp_rollout), capped, or masked beyond the cap. Where
+the rollout is of an earlier policy version, w is also the weight of the decoupled objective (Hilton et al. 2021, "Batch
+size-invariance for policy optimization"): proximal policy over behaviour policy.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ def policy_loss(
     −min(ρ A, clip(ρ, 1 ± ε) A) with ρ = exp(logp − old); where A < 0 the loss is at most −c A (c = `dual_clip`).
 
     Args:
-        logprobs, old_logprobs, advantages, mask: one common shape; `old_logprobs` are the trainer's own at rollout.
-        weights: per-token importance weights of the rollout/training mismatch, or None.
+        logprobs, old_logprobs, advantages, mask: one common shape; `old_logprobs` are the trainer's own, before
+            the rollout's first update.
+        weights: per-token importance weights of the trainer's old policy to the one that sampled, or None.
 
     Returns:
         (sum of the loss over valid tokens, sums: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)).

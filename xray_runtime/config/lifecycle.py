@@ -193,6 +193,11 @@ class LifecycleConfig(Section):
             )
         if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
             raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
+        for number, stage in enumerate(self.ppo.stages):
+            try:
+                stage.check_runtime(self.runtime)
+            except ValueError as error:
+                raise ValueError(f"ppo.stages.{number}.{error}") from None
         if self.runtime.parallel == "auto":
             self._nothing_chosen()
         trained = self.reward is not None

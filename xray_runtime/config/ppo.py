@@ -20,6 +20,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import Gold
 
 
@@ -78,6 +79,9 @@ class PPOStageConfig(TrainingConfig):
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities are taken at the same temperature."""
+    lag: Literal[0, 1] = 0
+    """`1`: the next rollout is sampled by the weights of before this iteration's update, while that is at work. Replies
+    are then one update old when they are trained on, which importance weights correct; the first ones are not."""
     epochs: Count = 4
     """Passes over one rollout."""
     minibatch_size: Count = 32
@@ -116,12 +120,13 @@ class PPOStageConfig(TrainingConfig):
     critic_engine: EngineConfig | None = None
     """How a separate critic is trained; None: like the policy."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Weights for the difference between the generator's and the trainer's log-probabilities: `truncate` caps them at
-    `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
+    """Weights for the difference between the generator's and the trainer's log-probabilities, with `lag` also of one
+    update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
     max_mismatch: Positive = 0.1
-    """Largest mean |log-probability difference| between generator and trainer on a fresh rollout; beyond it the
-    generator does not hold the policy's weights, and the stage fails."""
+    """Largest mean |log-probability difference| between generator and trainer at one policy version, over a fresh
+    rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
+    and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
 
     @model_validator(mode="after")
@@ -131,6 +136,11 @@ class PPOStageConfig(TrainingConfig):
                 f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
                 f"{self.prompts_per_iteration}"
             )
+        if self.lag and self.importance_correction == "none":
+            raise ValueError(
+                f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {self.lag}: replies come from "
+                "the policy before an update"
+            )
         check_one_row_each(self.engine, "minibatch_size", self.minibatch_size)
         if self.critic_engine is not None:
             if self.critic == "shared":
@@ -138,6 +148,15 @@ class PPOStageConfig(TrainingConfig):
             check_one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
             check_whole_layers(self.lora, self.critic_engine, "critic_engine")
         return self
+
+    def check_runtime(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError where `lag` does not go with `runtime`."""
+        for field in ("generator_sleeps", "trainer_sleeps"):
+            if self.lag and getattr(runtime, field):
+                raise ValueError(
+                    f"lag = {self.lag} must be 0 with runtime.{field} = True: generator and trainer work at the same "
+                    "time, not in turn on one GPU"
+                )
 
 
 class PPOConfig(PPOStageConfig, JudgingConfig):

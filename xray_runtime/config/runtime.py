@@ -17,8 +17,9 @@ class RuntimeConfig(Section):
     """`auto` takes CUDA where it is present."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
     """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
-    policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. The
-    number of threads changes float rounding."""
+    policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. With
+    a PPO stage's `lag: 1` the generator counts as one of them, and keeps all `threads` itself. The number of threads
+    changes float rounding."""
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from numpy.typing import ArrayLike, DTypeLike
 
 Rows = dict[str, Any]
 """Column name → array [B, …] or `Ragged` of B rows; every column has the same B."""
+OFFSETS = ".offsets"
+"""In files, of a ragged column."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +115,27 @@ def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows
     """Rows out of parts of them, `places` telling where each part's rows belong."""
     order = np.argsort(np.concatenate(places), kind="stable")
     return {name: _concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def save_rows(path: Path, rows: Rows) -> None:
+    """Write `rows` to a file from which `load_rows` reads the same bytes."""
+    from safetensors.numpy import save_file
+
+    arrays: dict[str, np.ndarray] = {}
+    for name, column in rows.items():
+        if isinstance(column, Ragged):
+            arrays |= {f"{name}{OFFSETS}": column.offsets}
+        arrays[name] = np.ascontiguousarray(column.values if isinstance(column, Ragged) else column)
+    save_file(arrays, path)
+
+
+def load_rows(path: Path) -> Rows:
+    """The rows that `save_rows` wrote."""
+    from safetensors.numpy import load_file
+
+    arrays = load_file(path)
+    offsets = {name.removesuffix(OFFSETS): arrays.pop(name) for name in list(arrays) if name.endswith(OFFSETS)}
+    return {name: Ragged(array, offsets[name]) if name in offsets else array for name, array in arrays.items()}
 
 
 def _concatenate(columns: Sequence[Any]) -> Any:

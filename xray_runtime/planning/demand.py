@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
+from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 
@@ -86,6 +87,11 @@ def check_call(call: StageCall, runtime: RuntimeConfig, device: str, nodes: Sequ
         raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA gives memory back")
     if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be given away")
+    if isinstance(call.config, PPOStageConfig):
+        try:
+            call.config.check_runtime(runtime)
+        except ValueError as error:
+            raise ConfigError(f"{call.name}.{error}") from None
     _check_engines(_engines(call.config, call.name), device)
     check(call.name, call_demands(call, runtime, device), nodes)
 

@@ -6,6 +6,9 @@ The loop of `run` is the algorithm; each iteration:
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
     score     policy, reference, critic and reward model score the replies at the same time
     update    several epochs of clipped minibatch steps on policy and critic
+
+With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
+what is left to wait for them.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import Messages, prompt_text, read_examples
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
+from xray_runtime.data.rows import Rows, num_response_tokens, take
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
@@ -35,6 +37,7 @@ from xray_runtime.stages.common import PhaseClock, lr_at, max_prompt_tokens, tex
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.stages.rollouts import Rollouts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -59,31 +62,38 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 
     with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
-        state = Resumable(recorder, trained, cursor=cursor, kl=kl, moments=moments)
+        rollouts = Rollouts(models["generator"], stage, tokenizer, [ids for _, ids in prompts], cursor)
+        state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
             clock = PhaseClock()
             with clock.phase("sync"):
                 if iteration:
                     get(models["generator"].follow.remote(models["policy"], iteration))
+                probed = {"sync/mismatch": rollouts.probe(models["policy"], iteration)} if config.lag else {}
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
-                asked = [prompts[i] for i in cursor.take(config.prompts_per_iteration)]
-                rollout = _generate(models["generator"], stage, tokenizer, asked, iteration)
-                replies = decode_replies(tokenizer, list(rollout["response_ids"]))
+                rollouts.ask(iteration)
+                rollout, sampled = rollouts.take()
+                asked = [prompts[i] for i in rollout.prompts]
+                replies = decode_replies(tokenizer, list(sampled["response_ids"]))
             with clock.phase("score"):
-                rows, scores, sources = _score(models, config, rewards, tokenizer, asked, rollout, replies)
+                rows, scores, sources = _score(models, config, rewards, tokenizer, asked, sampled, replies)
                 scaled = scaled_rewards(config, rewards, sources, moments)
-                experience = build_experience(config, rows, rollout, scores, scaled, kl.coef)
-                _check_mismatch(experience, config)
+                experience = build_experience(config, rows, sampled, scores, scaled, kl.coef)
+                _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
                 sums = _update(models, stage, experience, iteration)
+            with clock.phase("generate"):
+                rollouts.wait()
             kl.update(experience.metrics["kl/reference_k1"], len(asked))
 
             metrics = experience.metrics | reward_metrics(rewards, sources) | _update_metrics(sums)
-            metrics |= {"kl/coef": kl.coef} | clock.metrics()
+            metrics |= {"kl/coef": kl.coef} | probed | clock.metrics()
+            metrics |= {"rollout/version": rollout.version, "rollout/lag": iteration - rollout.version}
             metrics["rollout/distinct_replies"] = len(set(replies)) / len(replies)
             if gold is not None:
                 metrics["reward/gold"] = float(np.mean(gold([prompt_text(m) for m, _ in asked], replies)))
-            metrics["speed/generate_tokens_per_s"] = experience.num_tokens / clock.seconds["generate"]
+            if not config.lag:
+                metrics["speed/generate_tokens_per_s"] = experience.num_tokens / clock.seconds["generate"]
             metrics["speed/score_tokens_per_s"] = experience.num_tokens / clock.seconds["score"]
             metrics["speed/update_tokens_per_s"] = experience.num_tokens * sums["epochs"] / clock.seconds["update"]
             metrics["speed/response_tokens_per_s"] = experience.num_tokens / metrics["seconds/total"]
@@ -145,35 +155,22 @@ def _asleep(models: dict[str, ModelHandle]) -> Iterator[None]:
     get_all([model.wake_up.remote() for model in models.values()])
 
 
-def _generate(
-    generator: ModelHandle,
-    stage: Stage[PPOConfig, PPOInputs],
-    tokenizer: Any,
-    asked: list[tuple[Messages, list[int]]],
-    version: int,
-) -> Rows:
-    config = stage.config
-    sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    seeds = [derive_seed(stage.seed, stage.name, "sample", version, row) for row in range(len(asked))]
-    rows = {"input_ids": Ragged.of(ids for _, ids in asked), "seed": np.array(seeds)}
-    return get(generator.generate.remote(rows, sampling, version))
-
-
 def _score(
     models: dict[str, ModelHandle],
     config: PPOConfig,
     rewards: RewardSources,
     tokenizer: Any,
     asked: list[tuple[Messages, list[int]]],
-    rollout: Rows,
+    sampled: Rows,
     replies: list[str],
 ) -> tuple[Rows, Rows, dict[str, torch.Tensor]]:
     """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
-    prompts, ids = [ids for _, ids in asked], rollout["response_ids"]
+    prompts, ids = [ids for _, ids in asked], sampled["response_ids"]
     rows = text_rows(prompts, ids) | {"id": np.arange(len(ids))}
     whole = text_rows(prompts, (with_end_of_turn(reply, tokenizer.eos_token_id) for reply in ids))
     roles = [role for role in ("policy", "reference", "critic") if role in models]
-    at_once = len(roles) + len(rewards.roles)
+    # With a lag the generator is at work too.
+    at_once = len(roles) + len(rewards.roles) + config.lag
     given = dict.fromkeys(roles, rows)
     if rewards.branches:
         given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
@@ -186,12 +183,11 @@ def _score(
     return rows, scores, rewards.scores(answers[len(roles) :], texts, replies, scores)
 
 
-def _check_mismatch(experience: Experience, config: PPOConfig) -> None:
+def _check_mismatch(mismatch: float, config: PPOConfig) -> None:
     # Checksums say that the bytes arrived; this says that the generator computes the policy with them.
-    mismatch = experience.metrics["rollout/mismatch"]
-    if mismatch > config.max_mismatch:
+    if not mismatch <= config.max_mismatch:  # NaN too
         raise RuntimeError(
-            f"generator and trainer disagree by {mismatch:.3g} nats a token on a fresh rollout (ppo max_mismatch = "
+            f"generator and trainer disagree by {mismatch:.3g} nats a token at one policy version (ppo max_mismatch = "
             f"{config.max_mismatch}): the generator does not hold the policy's weights"
         )
 
@@ -211,7 +207,7 @@ def _update(
             step = (iteration * config.epochs + epoch) * per_epoch + number
             batch = take(experience.rows, index)
             tokens = float(num_response_tokens(batch))
-            at_once = 2 if "critic" in models else 1
+            at_once = (2 if "critic" in models else 1) + config.lag
             lr = lr_at(config, step, planned)
             calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr, at_once)]
             if "critic" in models:

@@ -11,6 +11,7 @@ from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
+    from xray_runtime.stages.rollouts import Rollouts
 
 
 class Resumable:
@@ -20,11 +21,14 @@ class Resumable:
 
     Args:
         models: role → WholeModel, the trained ones.
+        rollouts: sampled, and not yet trained on.
         parts: name → dataclass whose fields are its whole state (data cursor, KL controller, moments).
     """
 
-    def __init__(self, recorder: Recorder, models: Mapping[str, ModelHandle], **parts: Any) -> None:
-        self._recorder, self._models, self._parts = recorder, models, parts
+    def __init__(
+        self, recorder: Recorder, models: Mapping[str, ModelHandle], rollouts: Rollouts | None = None, **parts: Any
+    ) -> None:
+        self._recorder, self._models, self._rollouts, self._parts = recorder, models, rollouts, parts
 
     def restore(self) -> int:
         """Go back to the newest snapshot; returns how many steps are done."""
@@ -32,6 +36,8 @@ class Resumable:
         if snapshot is None:
             return 0
         get_all([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])
+        if self._rollouts is not None:
+            self._rollouts.load_state(snapshot.directory)
         for name, part in self._parts.items():
             for field in fields(part):
                 setattr(part, field.name, snapshot.state[name][field.name])
@@ -45,3 +51,5 @@ class Resumable:
 
     def _save(self, directory: Path) -> None:
         get_all([model.save_state.remote(directory / role) for role, model in self._models.items()])
+        if self._rollouts is not None:
+            self._rollouts.save_state(directory)

@@ -181,6 +181,15 @@ REFUSED = [
     ("reward: {batch_size: 1, engine: {num_workhorses: 2}}", "reward: batch_size = 1 must be at least engine.num_"),
     ("ppo: {stages: [{minibatch_size: 48}]}", "ppo.stages.0: minibatch_size = 48 must divide prompts_per_iteration"),
     ("ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}", "ppo.stages.0: minibatch_size = 1 must be"),
+    ("ppo: {stages: [{lag: 2}]}", "ppo.stages.0.lag: 2 is not allowed"),
+    (
+        "ppo: {stages: [{lag: 1, importance_correction: none}]}",
+        "ppo.stages.0: importance_correction = 'none' must be 'truncate' or 'mask' with lag = 1",
+    ),
+    (
+        "{ppo: {stages: [{}, {lag: 1}]}, runtime: {device: cuda, generator_sleeps: true}}",
+        "ppo.stages.1.lag = 1 must be 0 with runtime.generator_sleeps = True: generator and trainer work at the same",
+    ),
     ("gold: null", "gold must be set when preferences.source is 'gold'"),
     ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
     ("base: {kind: fresh, max_positions: 60}", "data.max_prompt_tokens + the longest reply = 64 must be at most"),

@@ -19,12 +19,13 @@ import pytest
 from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_jsonl
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
+from xray_runtime.stages.rollouts import PROBE_ROWS
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all
 
@@ -36,19 +37,41 @@ REPLIES, MINIBATCH = 4, 2
 MAX_NEW_TOKENS = 4
 
 
-class Method(Generic[P, T]):
-    """A method whose answer is ready when it is called."""
+class Later(Ready[T]):
+    """An answer that is there at a point of the world's time: whoever gets it before waits until then."""
 
-    def __init__(self, function: Callable[P, T]) -> None:
-        self._function = function
+    def __init__(self, world: World, at: float, answer: T) -> None:
+        vars(self).update(world=world, at=at, answer=answer)
+
+    @property
+    def value(self) -> T:  # type: ignore[override]
+        self.world.now = max(self.world.now, self.at)
+        return self.answer
+
+
+class Method(Generic[P, T]):
+    """A method of one model, which runs its calls one after the other and takes `World.seconds` for each."""
+
+    def __init__(self, model: FakeModel, name: str, function: Callable[P, T]) -> None:
+        self._model, self._name, self._function = model, name, function
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ready[T]:
-        return Ready(self._function(*args, **kwargs))
+        model, world = self._model, self._model.world
+        answer = self._function(*args, **kwargs)
+        work = num_rows(args[0]) if self._name in ("score", "train", "generate") else 1
+        if self._name == "generate":
+            work *= args[1].max_new_tokens
+        model.busy_until = max(model.busy_until, world.now) + work * world.seconds.get(self._name, 0.0)
+        return Later(world, model.busy_until, answer)
 
 
 @dataclass
 class World:
     """What all models of one attempt share."""
+
+    now: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Method → how long it takes for a row, `generate` for a token that may be sampled."""
 
     calls: list[str] = field(default_factory=list)
     """Role and method of each call, in order; of `follow` and `generate` also the version."""
@@ -62,6 +85,8 @@ class World:
     """Number of the update → mean KL a token to the rollout's policy that the policy reports."""
     generator_off_by: float = 0.0
     """How much its log-probabilities differ from the policy's."""
+    surer_by: float = 0.0
+    """What a minibatch step adds to the policy's log-probabilities, and a sync to the generator's."""
 
 
 def logprob(tokens: np.ndarray) -> np.ndarray:
@@ -87,11 +112,18 @@ class FakeModel:
     def __init__(self, role: str, world: World, eos_token_id: int) -> None:
         self.role, self.world, self.eos_token_id = role, world, eos_token_id
         self.version = self.updates = 0
-        self.score, self.train = Method(self._score), Method(self._train)
-        self.generate, self.follow = Method(self._generate), Method(self._follow)
-        self.save, self.save_state, self.load_state = Method(self._save), Method(self._save_state), Method(self._load)
-        self.sleep, self.wake_up = Method(lambda: self._note("sleep")), Method(lambda: self._note("wake_up"))
-        self.load_weights = Method(lambda update: pytest.fail("PPO syncs by `follow`"))
+        self.busy_until = 0.0
+        self.score, self.train = Method(self, "score", self._score), Method(self, "train", self._train)
+        self.generate, self.follow = Method(self, "generate", self._generate), Method(self, "follow", self._follow)
+        self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
+        self.load_state = Method(self, "load_state", self._load)
+        self.sleep = Method(self, "sleep", lambda: self._note("sleep"))
+        self.wake_up = Method(self, "wake_up", lambda: self._note("wake_up"))
+        self.load_weights = Method(self, "load_weights", lambda update: pytest.fail("PPO syncs by `follow`"))
+
+    @property
+    def surer(self) -> float:
+        return self.world.surer_by * self.updates
 
     def _note(self, what: str) -> None:
         self.world.calls.append(f"{self.role} {what}")
@@ -99,14 +131,15 @@ class FakeModel:
     def _follow(self, policy: ModelHandle, version: int) -> None:
         assert policy.role == "policy"  # type: ignore[attr-defined]
         self._note(f"follow {version}")
-        self.version = version
+        self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
 
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
-        self._note(f"generate {version}")
+        probe = num_rows(rows) != REPLIES
+        self._note(f"{'probe' if probe else 'generate'} {version}")
         assert version == self.version
         self.world.seeds += rows["seed"].tolist()
         tokens = Ragged.of([20 + seed % 50, sampling.eos_token_id] for seed in rows["seed"])
-        logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by)
+        logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by + self.surer)
         ended = np.ones(len(tokens), bool)
         return {"response_ids": tokens, "rollout_logprobs": Ragged(logprobs, tokens.offsets), "ended": ended}
 
@@ -122,7 +155,8 @@ class FakeModel:
             return {"ref_logprobs": Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets)}
         zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
         values = {"values": zeros, "final_values": np.zeros(len(logprobs), np.float32)}
-        return values if self.role == "critic" else {"logprobs": logprobs} | values
+        own = Ragged(logprobs.values + np.float32(self.surer), logprobs.offsets)
+        return values if self.role == "critic" else {"logprobs": own} | values
 
     def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         self._note("train")
@@ -244,6 +278,41 @@ def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
     assert world.shares == [3, 3, 3, 1, 1] * 2
 
 
+def test_the_order_of_calls_where_replies_are_sampled_beside_updates(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World()
+    recorder = attempt(inputs, tmp_path / "out", world, lag=1, iterations=3)
+    scores = ["policy score", "reference score", "rewards.0 score"]
+    updates = ["policy train"] * (REPLIES // MINIBATCH)
+    assert world.calls == [
+        *["generator probe 0", "policy score", "generator generate 0", "generator generate 0", *scores, *updates],
+        *["generator follow 1", "generator probe 1", "policy score", "generator generate 1", *scores, *updates],
+        *["generator follow 2", "generator probe 2", "policy score", *scores, *updates],
+        "policy save out",
+    ]
+    # Nothing is sampled twice, and no weights change while replies are sampled.
+    assert len(set(world.seeds)) == 3 * REPLIES + 3 * PROBE_ROWS
+    # A probe is scored by the policy alone; the generator works beside all else.
+    assert world.shares == [1, 4, 4, 4, 2, 2] * 3
+    assert [point["rollout/version"] for point in recorder.points] == [0, 0, 1]
+    assert [point["rollout/lag"] for point in recorder.points] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("epochs", "trainer"), [(1, 120.0), (4, 360.0)], ids=["generator slower", "trainer slower"])
+def test_beside_each_other_an_iteration_takes_the_longer_of_the_two(
+    inputs: PPOInputs, tmp_path: Path, epochs: int, trainer: float
+) -> None:
+    """Time is counted: 64 tokens of 4 replies take 256, scores of 4 replies 40, an epoch of 4 replies 80."""
+    seconds = {"generate": 1.0, "score": 10.0, "train": 20.0}
+    taken = {}
+    for lag in (0, 1):
+        world = World(seconds=seconds)
+        attempt(inputs, tmp_path / str(lag), world, lag=lag, iterations=5, epochs=epochs, max_new_tokens=64)
+        taken[lag] = world.now
+    assert taken[0] == 5 * (256 + trainer)
+    # A probe: 4 tokens of 8 replies, and the policy's scores of them. The first rollout and the last update are alone.
+    assert taken[1] == 5 * (32 + 80) + 256 + 4 * max(256, trainer) + trainer
+
+
 def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_path: Path) -> None:
     world = World()
     recorder = attempt(inputs, tmp_path / "out", world, iterations=1, critic="separate", critic_lr=0.5, lr=0.25)
@@ -298,16 +367,36 @@ def test_updates_end_early_where_the_policy_has_moved_too_far(inputs: PPOInputs,
     assert world.calls.count("policy train") == 9
 
 
-def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, tmp_path: Path) -> None:
-    world = World(generator_off_by=0.2)
-    with pytest.raises(RuntimeError, match=r"disagree by 0\.2 nats a token"):
-        attempt(inputs, tmp_path / "out", world)
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("off_by", "says"), [(0.2, r"0\.2"), (float("nan"), "nan")])
+def test_a_generator_that_does_not_hold_the_policy_is_found(
+    inputs: PPOInputs, tmp_path: Path, lag: int, off_by: float, says: str
+) -> None:
+    world = World(generator_off_by=off_by)
+    with pytest.raises(RuntimeError, match=f"disagree by {says} nats a token"):
+        attempt(inputs, tmp_path / "out", world, lag=lag)
     assert not world.batches
 
 
-def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path) -> None:
-    whole, resumed = World(), World()
-    fields: dict[str, Any] = {"iterations": 3, "epochs": 2, "reward_scaling": "running"}
+def test_what_an_update_changed_is_weighed_and_not_taken_for_wrong_weights(inputs: PPOInputs, tmp_path: Path) -> None:
+    # Each update makes the policy 0.3 nats surer of every token. Replies one update old: weights e^0.3, and no error.
+    world = World(surer_by=0.3 / (REPLIES // MINIBATCH))
+    recorder = attempt(inputs, tmp_path / "out", world, lag=1, iterations=3)
+    assert [point["rollout/mismatch"] for point in recorder.points] == pytest.approx([0.0, 0.3, 0.3], abs=1e-6)
+    assert [point["sync/mismatch"] for point in recorder.points] == pytest.approx([0.0] * 3, abs=1e-6)
+    weights = [batch[1]["weights"].values for batch in world.batches]
+    np.testing.assert_allclose(np.concatenate(weights[:2]), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(np.concatenate(weights[2:]), 1.3498588, rtol=1e-6)
+    # The proximal policy of the clipped ratio is the one that learns, not the one that sampled.
+    last = world.batches[-1][1]
+    tokens = np.concatenate([ids[n:] for ids, n in zip(last["input_ids"], last["prompt_lengths"], strict=True)])
+    np.testing.assert_allclose(last["old_logprobs"].values, logprob(tokens) + 0.6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
+    whole, resumed = World(surer_by=0.1), World(surer_by=0.1)
+    fields: dict[str, Any] = {"iterations": 3, "epochs": 2, "reward_scaling": "running", "lag": lag}
     first = attempt(inputs, tmp_path / "whole", whole, **fields)
     # After the last step the checkpoint itself comes next.
     assert [snapshot.step for snapshot in first.snapshots] == [1, 2]

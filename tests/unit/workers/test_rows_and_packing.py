@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.data.rows import Ragged, Rows, balance, merge, num_response_tokens, num_rows, shard, take
+from xray_runtime.data.rows import (
+    Ragged,
+    Rows,
+    balance,
+    load_rows,
+    merge,
+    num_response_tokens,
+    num_rows,
+    save_rows,
+    shard,
+    take,
+)
 from xray_runtime.stages.common import text_rows, with_end_of_turn
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
@@ -50,6 +62,15 @@ def test_ragged_by_hand() -> None:
     none = Ragged.of([], np.float32)
     assert (len(none), list(none), none.dense().shape, none.values.dtype) == (0, [], (0, 0), np.float32)
     assert Ragged.of([[], []]).dense().shape == (2, 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path, count: int) -> None:
+    rows = table(count) | {"part": np.arange(2 * count)[::2]}
+    save_rows(tmp_path / "rows.safetensors", rows)
+    found = load_rows(tmp_path / "rows.safetensors")
+    assert found.keys() == rows.keys()
+    assert_same({name: found[name] for name in rows}, rows)
 
 
 @given(sequences=SEQUENCES, data=st.data())

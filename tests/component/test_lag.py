@@ -1,0 +1,163 @@
+"""PPO with `lag: 1` over real engines: rollout and update are at work together, and the bytes do not show it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from tests.component.models import open_models
+from tests.unit.stages.test_ppo_loop import FakeRecorder
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.rows import Rows
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.stages.artifacts import Dataset, Model
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import PPOInputs
+from xray_runtime.stages.ppo import run
+from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.workers.generator import Generator
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.workhorse import Workhorse
+
+ITERATIONS, REPLIES, MAX_NEW_TOKENS = 4, 4, 6
+RUNTIME = RuntimeConfig(threads=2, device="cpu")
+MEETING = "meeting"
+PATIENCE_SECONDS = 60.0
+
+
+@ray.remote(num_cpus=0)
+class Meeting:
+    """Counts what has begun, and who met whom."""
+
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self.met: list[tuple[str, int]] = []
+
+    def begin(self, what: str) -> int:
+        self.begun[what] += 1
+        return self.begun[what]
+
+    def has_begun(self, what: str) -> int:
+        return self.begun[what]
+
+    def meet(self, who: str, number: int) -> None:
+        self.met.append((who, number))
+
+    def all_met(self) -> list[tuple[str, int]]:
+        return self.met
+
+
+def await_other(me: str, number: int, other: str, other_number: int) -> None:
+    """Stay at work until the other's call of that number is at work too. It stays until this one is, so both are."""
+    meeting = ray.get_actor(MEETING)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while ray.get(meeting.has_begun.remote(other)) < other_number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{other} {other_number} did not begin while {me} {number} was at work")
+        time.sleep(0.01)
+    ray.get(meeting.meet.remote(me, number))
+
+
+class SlowGenerator(Generator):
+    """Every rollout but the first lasts until the update that it is beside has begun."""
+
+    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+        # What a probe asks for is shorter.
+        if sampling.max_new_tokens == MAX_NEW_TOKENS:
+            number = ray.get(ray.get_actor(MEETING).begin.remote("rollout"))
+            if number > 1:
+                await_other("rollout", number, "update", number - 1)
+        return super().generate(rows, sampling, version)
+
+
+@dataclass(frozen=True)
+class SlowGeneratorSpec(GeneratorSpec):
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        return SlowGenerator
+
+
+@dataclass(frozen=True)
+class SlowObjective(PPOObjective):
+    """Every update but the last lasts until the rollout that is beside it has begun."""
+
+    def loss(
+        self, module: HeadedLM, rows: dict[str, torch.Tensor], totals: dict[str, float]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        number = ray.get(ray.get_actor(MEETING).begin.remote("update"))
+        if number < ITERATIONS:
+            await_other("update", number, "rollout", number + 1)
+        return super().loss(module, rows, totals)
+
+
+def slowed(config: PPOConfig, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same models, of which generator and policy wait for each other."""
+    generator = specs["generator"]
+    return {
+        "generator": SlowGeneratorSpec(generator.directory, generator.max_length, generator.config),
+        "policy": replace(specs["policy"], objective=SlowObjective(config)),
+    }
+
+
+def attempt(model: Path, root: Path, *, slow: bool = False, newest: Snapshot | None = None) -> FakeRecorder:
+    """Run the stage, one update an iteration; a snapshot after each."""
+    config = PPOConfig(
+        lag=1,
+        iterations=ITERATIONS,
+        prompts_per_iteration=REPLIES,
+        minibatch_size=REPLIES,
+        epochs=1,
+        lr=1e-2,
+        max_new_tokens=MAX_NEW_TOKENS,
+        trainable_layers=1,
+        truncated="penalize",
+        reward_scaling="none",
+        rewards=[RewardTerm(function="length")],
+        generator=GeneratorConfig(engine="transformers"),
+    )
+    root.mkdir()
+    texts = ["hello there", "how are you", "fine thanks", "hello", "are you fine", "thanks"]
+    examples = [Example(str(i), "c", [{"role": "user", "content": text}], "fine") for i, text in enumerate(texts)]
+    write_jsonl(root / "train.jsonl", examples)
+    (root / "dataset.json").write_text('{"max_prompt_tokens": 32}')
+
+    @contextlib.contextmanager
+    def opened(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        with open_models(RUNTIME, root / "logs", slowed(config, specs) if slow else specs) as models:
+            yield models
+
+    functions = {"length": lambda prompts, replies: [len(reply) / 10 for reply in replies]}
+    inputs = PPOInputs(Model(model), Dataset(root))
+    recorder = FakeRecorder(root, newest)
+    run(Stage("ppo", 3, config, inputs, RUNTIME, opened, functions), root / "out", recorder)  # type: ignore[arg-type]
+    return recorder
+
+
+def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    meeting = Meeting.options(name=MEETING).remote()
+    whole = attempt(tiny_model, tmp_path / "whole", slow=True)
+    # Rollout 1 is there before anything is learned, the last update has none beside it.
+    pairs = [("rollout", n + 1) for n in range(1, ITERATIONS)] + [("update", n) for n in range(1, ITERATIONS)]
+    assert sorted(ray.get(meeting.all_met.remote())) == sorted(pairs)
+    assert [point["rollout/version"] for point in whole.points] == [0, 0, 1, 2]
+    assert max(point["sync/mismatch"] for point in whole.points) < 1e-4
+    # An update lies between the policy that sampled and the one that learns; the weights of the loss are made of it.
+    assert min(point["rollout/mismatch"] for point in whole.points[1:]) > 1e-3
+
+    resumed = attempt(tiny_model, tmp_path / "resumed", newest=whole.snapshots[1])
+    assert len(resumed.points) == ITERATIONS - 2
+    weights = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]

@@ -1,0 +1,129 @@
+"""The rollouts of a PPO stage, from the prompts that are asked to the replies that are trained on.
+
+With `lag: 1` ("one-step-off") the generator samples rollout i + 1 as version i, the policy after i updates, while all
+models score rollout i and the policy learns from it. The first two rollouts are version 0's, every other is one update
+old. No weights change while one is sampled: it depends on prompts, seeds and one whole version, never on what was
+faster. Three policies then meet in the loss:
+
+    behaviour   version i − 1 in the generator, which sampled      `rollout_logprobs`
+    proximal    version i in the trainer, before the update        `old_logprobs`, where the clipped ratio is 1
+    current     the one that is updated                            `logprobs`
+
+It is the decoupled objective of Hilton, Cobbe and Schulman (2021, "Batch size-invariance for policy optimization"),
+which AReaL (Fu et al. 2025) trains with too: the clipped loss against the proximal policy, each token weighted by
+proximal over behaviour. Those are the very weights that correct for the generator's kernels, capped alike
+(`algorithms.importance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import text_rows
+from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.data.batching import Cursor
+    from xray_runtime.stages.kind import Stage
+    from xray_runtime.stages.kinds import PPOInputs
+
+PROBE_ROWS, PROBE_TOKENS = 8, 4
+"""Replies that a probe asks for, and their length: few, since nothing is sampled and learned meanwhile."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One reply to each of an iteration's prompts, sampled or being sampled."""
+
+    version: int
+    """Policy version, the number of updates before it, that samples."""
+    prompts: list[int]
+    """Which prompts are asked."""
+    replies: Ref[Rows]
+    """What `Generation.generate` returns."""
+
+
+class Rollouts:
+    """Rollouts that are asked for and not yet trained on.
+
+    Args:
+        prompts: token ids of every prompt.
+        cursor: which prompts are next.
+    """
+
+    def __init__(
+        self,
+        generator: ModelHandle,
+        stage: Stage[PPOConfig, PPOInputs],
+        tokenizer: Any,
+        prompts: Sequence[list[int]],
+        cursor: Cursor,
+    ) -> None:
+        config = stage.config
+        self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
+        self._sampling = Sampling(
+            config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id
+        )
+        self._pending: list[Rollout] = []
+
+    def ask(self, iteration: int) -> None:
+        """Have all that `iteration` and the `lag` after it train on sampled by policy version `iteration`, as far as it
+        was not asked for before."""
+        config = self._stage.config
+        end = min(iteration + config.lag + 1, config.iterations)
+        for number in range(iteration + len(self._pending), end):
+            prompts = self._cursor.take(config.prompts_per_iteration)
+            replies = self._sample(prompts, self._sampling, iteration, "sample", number)
+            self._pending.append(Rollout(iteration, prompts, replies))
+
+    def wait(self) -> None:
+        """Wait until all that was asked for is sampled."""
+        get_all([rollout.replies for rollout in self._pending])
+
+    def take(self) -> tuple[Rollout, Rows]:
+        """The rollout that was asked for first, and its replies."""
+        rollout = self._pending.pop(0)
+        return rollout, get(rollout.replies)
+
+    def probe(self, policy: ModelHandle, version: int) -> float:
+        """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
+
+        Over the first tokens of some replies, every replica and every rank taking part. A whole rollout that is sampled
+        beside an update cannot be compared: when it arrives, the policy is another.
+        """
+        ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
+        num_rows = max(PROBE_ROWS, *ranks)
+        asked = [row % len(self._prompts) for row in range(num_rows)]
+        sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
+        replies = get(self._sample(asked, sampling, version, "probe", version))
+        scores = get(policy.score.remote(text_rows([self._prompts[i] for i in asked], replies["response_ids"])))
+        return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
+
+    def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Ref[Rows]:
+        seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
+        rows = {"input_ids": Ragged.of(self._prompts[i] for i in prompts), "seed": np.array(seeds)}
+        return self._generator.generate.remote(rows, sampling, version)
+
+    def save_state(self, directory: Path) -> None:
+        """Write what is asked for and not trained on into `directory`, once it is sampled: no later attempt has the
+        weights that sample it."""
+        for number, rollout in enumerate(self._pending):
+            count = len(rollout.prompts)
+            about = {"prompt": np.array(rollout.prompts), "version": np.full(count, rollout.version)}
+            save_rows(directory / f"rollout-{number}.safetensors", get(rollout.replies) | about)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save_state` wrote."""
+        for path in sorted(directory.glob("rollout-*.safetensors")):
+            rows = load_rows(path)
+            prompts, version = rows.pop("prompt").tolist(), int(rows.pop("version")[0])
+            self._pending.append(Rollout(version, prompts, Ready(rows)))
