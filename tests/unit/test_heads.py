@@ -86,14 +86,16 @@ def test_the_reference_branch_is_the_reference(make_lm: MakeLM, trainable: int) 
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     module.hidden(IDS, LENGTHS).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close(module.branch_hidden(module.branches[0], module.trunk(IDS, LENGTHS), LENGTHS), expected, rtol=0, atol=0)
+    again = module.branch_hidden(module.branches[0], module.trunk(IDS, LENGTHS), LENGTHS)
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("trainable", [1, 2, 3])
 def test_only_the_top_learns(make_lm: MakeLM, trainable: int) -> None:
     lm = make_lm(1)
     reference = with_other_top(lm, trainable)
-    module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, branches=[Branch("reference", reference)]).double()
+    branches = [Branch("reference", reference)]
+    module = HeadedLM(lm, scalar_head=True, trainable_layers=trainable, branches=branches).double()
     assert module.scalar is not None
     torch.nn.init.ones_(module.scalar.weight)
     module.scalars(module.hidden(IDS, LENGTHS)).square().sum().backward()

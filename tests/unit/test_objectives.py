@@ -202,6 +202,38 @@ def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: A
     assert stats["clip_count"] == stats["dual_clip_count"] == stats["approx_kl_sum"] == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "totals", "expected"),
+    [
+        ({}, {"tokens": 4.0}, 0.5485809),
+        ({"loss_mean": "replies"}, {"rows": 2.0}, -0.0414137),
+        ({"loss": "gspo", "loss_mean": "replies"}, {"rows": 2.0}, -0.0581159),
+        ({"loss": "cispo", "clip_range_high": 4.0}, {"tokens": 4.0}, -0.5667855),
+        ({"loss_mean": "fixed", "max_new_tokens": 4}, {"rows": 2.0}, 0.5485809 * 4 / 8),
+    ],
+    ids=["tokens", "replies", "gspo", "cispo", "fixed"],
+)
+def test_losses_and_their_means_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+    make_lm: MakeLM,
+    as_rows: AsRows,
+    fields: dict[str, Any],
+    totals: dict[str, float],
+    expected: float,
+) -> None:
+    """Replies of one and of three tokens, A = 1 and −1, log-probabilities and ratios as in the test."""
+    logprobs, moved = torch.tensor([-1.0, -1, -2, -0.5]).double(), torch.tensor([0.2, 0.1, -0.2, 0.4]).double()
+    monkeypatch.setattr(
+        "xray_runtime.models.ppo_objectives.response_logprobs", lambda *_: (logprobs, torch.zeros_like(logprobs))
+    )
+    rows = as_rows([([5], [6]), ([5, 6], [7, 8, 9])])
+    rows |= {"old_logprobs": logprobs - moved, "advantages": torch.tensor([1.0, -1, -1, -1]).double()}
+    rows["weights"] = torch.ones(4).double()
+    config = PPOStageConfig(**({"clip_range_high": 0.28, "dual_clip": None} | fields))
+    loss, _ = PPOObjective(config).loss(HeadedLM(make_lm(1)), rows, totals)
+    assert loss.item() == pytest.approx(expected, abs=1e-7)
+
+
 def test_entropy_and_value_terms_are_added_with_their_weights(make_lm: MakeLM, as_rows: AsRows) -> None:
     lm = make_lm(1)
     rows = rollout(as_rows(PAIRS), seed=4)
@@ -290,7 +322,8 @@ def test_branches_score_as_their_models_alone(make_lm: MakeLM, as_rows: AsRows) 
     whole = PPOObjective(config).score(headed(make_lm(1)), rows)
     # Reward models read an end token that some of the sampled replies lack.
     added = [number % 2 == 0 for number in range(len(PAIRS))]
-    ended = as_rows([(prompt, [*reply, 3] if add else reply) for (prompt, reply), add in zip(PAIRS, added, strict=True)])
+    pairs = zip(added, PAIRS, strict=True)
+    ended = as_rows([(prompt, [*reply, 3] if add else reply) for add, (prompt, reply) in pairs])
     scores = RewardObjective().score(judge, ended)["scores"]
     branches = [
         Branch("reference", with_other_top(1.5)),

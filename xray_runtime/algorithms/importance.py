@@ -24,15 +24,19 @@ def importance_weights(
     *,
     mode: Literal["truncate", "mask", "none"],
     cap: float,
+    level: Literal["token", "reply"] = "token",
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights [B, T] and what they say of the mismatch.
+    """Weights [B, T] and what they say of the mismatch. `level` "reply": w is the geometric mean over a reply.
 
     Stats: `mean_abs_diff` and `max_abs_diff` of log-probabilities, `effective_sample_share` = (Σw)² / (n Σw²),
     `capped_share` of tokens whose weight exceeded `cap`.
     """
     valid = mask.to(train_logprobs.dtype)
     diff = (train_logprobs - rollout_logprobs) * valid
-    raw = clamp_log_ratio(diff).exp()
+    log_weights = diff
+    if level == "reply":
+        log_weights = (diff.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)) * valid
+    raw = clamp_log_ratio(log_weights).exp()
     over = (raw > cap) & mask.bool()
     if mode == "truncate":
         weights = raw.clamp(max=cap)

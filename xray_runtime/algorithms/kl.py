@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import KLConfig
 
+KLEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this before they are exponentiated or squared."""
 
@@ -24,7 +25,7 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token estimate of KL(policy ‖ reference), any shape, in nats."""
     r = clamp_log_ratio(logprobs - ref_logprobs)
     if estimator == "k1":

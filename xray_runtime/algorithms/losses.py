@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.kl import clamp_log_ratio, kl_estimate
+from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
+
+PolicyLoss = Literal["ppo", "gspo", "cispo"]
 
 
 def policy_loss(
@@ -17,25 +21,41 @@ def policy_loss(
     clip_range: float,
     dual_clip: float | None,
     weights: Tensor | None = None,
+    clip_range_high: float | None = None,
+    kind: PolicyLoss = "ppo",
+    replies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate (Schulman et al. 2017), with the dual clip of Ye et al. 2020.
+    """A surrogate of the policy gradient, by `kind`, with ρ = exp(logp − old).
 
-    −min(ρ A, clip(ρ, 1 ± ε) A) with ρ = exp(logp − old); where A < 0 the loss is at most −c A (c = `dual_clip`).
+    `ppo`: −min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) (Schulman et al. 2017); where A < 0 it is at most −c A (c =
+    `dual_clip`, Ye et al. 2020). `gspo`: the same with the geometric mean of ρ over a reply in place of ρ (Zheng et al.
+    2025). `cispo`: −sg(min(ρ, 1 + ε_high)) A logp: the weight is clipped, no token loses its gradient (MiniMax 2025).
 
     Args:
         logprobs, old_logprobs, advantages, mask: one common shape; `old_logprobs` are the trainer's own, before
             the rollout's first update.
         weights: per-token importance weights of the trainer's old policy to the one that sampled, or None.
+        clip_range_high: ε_high; None: ε.
+        replies: which reply each token is of, from 0, for `gspo`; shapes are then [R] and nothing is masked.
 
     Returns:
         (sum of the loss over valid tokens, sums: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)).
     """
     valid = mask.to(logprobs.dtype)
-    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
-    plain, clipped = ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
-    loss = -torch.minimum(plain, clipped)
+    log_ratio = clamp_log_ratio(logprobs - old_logprobs)
+    if kind == "gspo":
+        assert replies is not None
+        log_ratio = reply_means(log_ratio, replies)
+    ratio, high = log_ratio.exp(), 1 + (clip_range if clip_range_high is None else clip_range_high)
+    plain = ratio * advantages
+    if kind == "cispo":
+        clipped = ratio.clamp(max=high) * advantages
+        loss = -clipped.detach() * logprobs
+    else:
+        clipped = ratio.clamp(1 - clip_range, high) * advantages
+        loss = -torch.minimum(plain, clipped)
     dual = torch.zeros_like(mask, dtype=torch.bool)
-    if dual_clip is not None:
+    if dual_clip is not None and kind != "cispo":
         bound = -dual_clip * advantages
         dual = (advantages < 0) & (loss > bound)
         loss = torch.where(dual, bound, loss)
@@ -43,11 +63,28 @@ def policy_loss(
         loss = loss * weights
     with torch.no_grad():
         stats = {
-            "clip_count": ((clipped < plain) * valid).sum(),
+            "clip_count": ((clipped != plain if kind == "cispo" else clipped < plain) * valid).sum(),
             "dual_clip_count": (dual * valid).sum(),
             "approx_kl_sum": (kl_estimate(old_logprobs, logprobs, "k3") * valid).sum(),
         }
     return (loss * valid).sum(), stats
+
+
+def reply_means(x: Tensor, replies: Tensor) -> Tensor:
+    """Of each token of [R] the mean of `x` over its reply; `replies` [R] are numbers from 0."""
+    size = int(replies.max()) + 1 if len(replies) else 0
+    sums = x.new_zeros(size).index_add(0, replies, x)
+    return (sums / torch.bincount(replies, minlength=size).clamp(min=1))[replies]
+
+
+def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token terms whose expected gradient is that of KL(policy ‖ reference), any shape.
+
+    An estimator alone has another one as a loss: k1's is 0, k3's that of the reverse KL. ρ k with ρ = exp(logp − old)
+    differentiated has the right one for k1 and k3; k2 alone has it, weighted by ρ once the policy has moved.
+    """
+    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
+    return (ratio.detach() if estimator == "k2" else ratio) * kl_estimate(logprobs, ref_logprobs, estimator)
 
 
 def value_loss(

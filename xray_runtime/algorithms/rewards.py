@@ -7,6 +7,12 @@ from collections.abc import Mapping
 import torch
 
 
+def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
+    """DAPO's soft punishment (Yu et al. 2025) of replies of `lengths` [B]: 0 up to `max_tokens` − `buffer`, then
+    linearly to −1 at `max_tokens`."""
+    return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
+
+
 def weighted_sum(
     scores: Mapping[str, torch.Tensor],
     weights: Mapping[str, float],

@@ -156,8 +156,8 @@ class LifecycleConfig(Section):
     def _layouts(self) -> Self:
         _cut("frozen", self.frozen, self.base)
         for number, stage in enumerate(self.ppo.stages):
-            field = f"ppo.stages.{number}.prompts_per_iteration"
-            check_one_row_each(self.frozen, field, stage.prompts_per_iteration, "frozen")
+            field = f"ppo.stages.{number}.prompts_per_iteration × samples_per_prompt"
+            check_one_row_each(self.frozen, field, stage.rollout_size, "frozen")
         check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
         for name, engine in self.engines.items():
             _cut(name, engine, self.base)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +21,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
+from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import Gold
 
@@ -66,16 +68,24 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Per-token estimator in the penalty: k1 = logp − ref, k2 = ½(logp − ref)²,
     k3 = e^(ref−logp) − 1 + (logp − ref)."""
+    place: Literal["reward", "loss"] = "reward"
+    """`reward`: subtracted from the reward, token by token, or as a whole where a group's replies are compared; `loss`:
+    a term of the policy's loss, whose expected gradient is the KL's for each estimator."""
 
 
 class PPOStageConfig(TrainingConfig):
-    """One PPO stage; each starts from the checkpoint of the one before."""
+    """One stage of policy gradients; each starts from the checkpoint of the one before."""
 
+    method: Method = "ppo"
+    """A published method: defaults for the fields below. `ppo`, `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
+    `reinforce++`, `reinforce++_baseline`; `docs/methods.md` has their papers and settings."""
     lr: Positive = 3e-4
     iterations: Count = 20
     """Rollout-and-update rounds."""
     prompts_per_iteration: Annotated[int, Field(ge=2)] = 64
-    """Replies sampled in one iteration, one a prompt."""
+    """Prompts of one iteration."""
+    samples_per_prompt: Count = 1
+    """Replies to each of them: the group that `advantages` compares."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities are taken at the same temperature."""
@@ -88,6 +98,17 @@ class PPOStageConfig(TrainingConfig):
     """Replies in one optimizer step, over all Workhorses."""
     clip_range: Fraction = 0.2
     """Policy ratio is clipped to 1 ± this."""
+    clip_range_high: Positive | None = None
+    """Another bound upwards, 1 + this (clip-higher); None: `clip_range`."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """`ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`: each token's
+    gradient, weighted by its ratio cut at 1 + `clip_range_high`."""
+    loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
+    """What the policy's loss, its entropy bonus and its KL term are means over: all tokens of a minibatch; its replies,
+    of each of which the mean over tokens is taken; or replies × `max_new_tokens`, which knows no lengths."""
+    advantages: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++"] = "gae"
+    """`gae`: by a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
+    `reinforce++` takes the rewards still to come."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on the loss where the advantage is negative (Ye et al. 2020); None: off."""
     value_clip_range: Positive = 0.2
@@ -108,13 +129,16 @@ class PPOStageConfig(TrainingConfig):
     """What a reply cut off at max_new_tokens gets. `bootstrap`: no score, since a cut is no terminal state, but the
     critic's value of where it was cut. `penalize`: its score as if it had ended, minus `truncation_penalty`."""
     truncation_penalty: NonNegative = 1.0
+    overlong_buffer: Count | None = None
+    """A reply's last so many of `max_new_tokens` tokens cost up to 1, linearly (DAPO's soft overlong punishment)."""
     reward_scaling: Literal["reward_model", "running", "none"] = "reward_model"
     """`reward_model`: by the mean and deviation stored with the reward model; `running`: by this stage's own running
     moments; `none`: as scored."""
     reward_clip: Positive | None = 5.0
     """Bound on the absolute scaled reward; None: off."""
     critic: Literal["shared", "separate"] = "shared"
-    """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model."""
+    """With `advantages: gae`. `shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its
+    own, from the SFT model."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
     critic_engine: EngineConfig | None = None
@@ -123,18 +147,49 @@ class PPOStageConfig(TrainingConfig):
     """Weights for the difference between the generator's and the trainer's log-probabilities, with `lag` also of one
     update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
+    importance_level: Literal["token", "reply"] = "token"
+    """`reply`: one weight for all tokens of a reply, the geometric mean of theirs."""
     max_mismatch: Positive = 0.1
     """Largest mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
     and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
 
+    @property
+    def rollout_size(self) -> int:
+        """Replies of one iteration."""
+        return self.prompts_per_iteration * self.samples_per_prompt
+
+    @property
+    def critics(self) -> Literal["shared", "separate", "none"]:
+        """Where values come from."""
+        return self.critic if self.advantages == "gae" else "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_method(cls, given: Any) -> Any:
+        return with_method(given) if isinstance(given, Mapping) else given
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        if self.prompts_per_iteration % self.minibatch_size:
+        if self.rollout_size % self.minibatch_size:
             raise ValueError(
-                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration = "
-                f"{self.prompts_per_iteration}"
+                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt = "
+                f"{self.rollout_size}"
+            )
+        if self.advantages in ("grpo", "dr_grpo", "rloo") and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} must be at least 2 with advantages = "
+                f"{self.advantages!r}: replies to one prompt are compared"
+            )
+        if self.critics == "none" and self.truncated == "bootstrap":
+            raise ValueError(
+                f"truncated = 'bootstrap' must be 'penalize' with advantages = {self.advantages!r}: there is no critic "
+                "to say what a reply that was cut off is worth"
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_buffer = {self.overlong_buffer} must be at most max_new_tokens = {self.max_new_tokens}"
             )
         if self.lag and self.importance_correction == "none":
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.losses import policy_loss, value_loss
+from xray_runtime.algorithms.losses import kl_loss, policy_loss, value_loss
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, response_positions
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 class PPOObjective:
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, and of
-    each reward branch one number a row under its role. Rows whose last token was added for reward models alone say so in
+    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of each
+    reward branch one number a row under its role. Rows whose last token was added for reward models alone say so in
     `added_ends` [B].
+
+    `loss` needs `tokens` or, by `loss_mean`, `rows` in `totals`, and `kl_coef` for a KL in the loss.
     """
 
     config: PPOStageConfig
@@ -45,25 +47,35 @@ class PPOObjective:
         return out
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        hidden = last_hidden(module, rows)
-        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
-        ones = torch.ones_like(logprobs)
+        config, hidden = self.config, last_hidden(module, rows)
+        logprobs, entropy = response_logprobs(module, hidden, rows, config.temperature)
+        lengths = rows["lengths"] - rows["prompt_lengths"]
+        share = torch.ones_like(logprobs)
+        if config.loss_mean == "replies":
+            share = share / lengths.repeat_interleave(lengths)
         loss, stats = policy_loss(
             logprobs,
             rows["old_logprobs"],
             rows["advantages"],
-            ones,
-            clip_range=self.config.clip_range,
-            dual_clip=self.config.dual_clip,
-            weights=rows["weights"],
+            torch.ones_like(logprobs),
+            clip_range=config.clip_range,
+            clip_range_high=config.clip_range_high,
+            dual_clip=config.dual_clip,
+            weights=rows["weights"] * share,
+            kind=config.loss,
+            replies=torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths),
         )
         stats |= {"policy_loss": loss.detach(), "entropy_sum": entropy.sum().detach()}
-        loss = loss - self.config.entropy_coef * entropy.sum()
+        loss = loss - config.entropy_coef * (entropy * share).sum()
+        if config.kl.place == "loss":
+            kl = kl_loss(logprobs, rows["old_logprobs"], rows["ref_logprobs"], config.kl.estimator)
+            loss = loss + totals["kl_coef"] * (kl * share).sum()
+        loss = loss / _mean_over(config, totals)
         if module.scalar is not None:
-            value, value_stats = _value_loss(module, hidden, rows, self.config)
-            loss = loss + self.config.value_coef * value
+            value, value_stats = _value_loss(module, hidden, rows, config)
+            loss = loss + config.value_coef * value / totals["tokens"]
             stats |= value_stats | {"value_loss": value.detach()}
-        return loss / totals["tokens"], stats
+        return loss, stats
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,13 @@ def _as_sampled(rows: Tensors) -> Tensors:
     keep[lengths.cumsum(0)[added] - 1] = False
     columns = {name: rows[name][keep] for name in ("input_ids", "trunk") if name in rows}
     return rows | columns | {"lengths": lengths - added.long()}
+
+
+def _mean_over(config: PPOStageConfig, totals: dict[str, float]) -> float:
+    """What sums over the whole minibatch, of `tokens` tokens in `rows` replies, are divided by."""
+    if config.loss_mean == "tokens":
+        return totals["tokens"]
+    return totals["rows"] * (config.max_new_tokens if config.loss_mean == "fixed" else 1)
 
 
 def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Scores:

@@ -43,7 +43,7 @@ def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
-    """Whether two checkpoints differ in nothing but the weights of their `top_layers` upper layers and the final norm."""
+    """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm."""
     config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
     if config != other_config:
         return False

@@ -218,7 +218,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         judges = [frozen("reward", shape=judged_by, scores_tokens=False)]
     elif config.reward is not None or config.reward_ref is not None:
         judges = [frozen("reward", scores_tokens=False)]
-    separate = any(stage.critic == "separate" for stage in stages)
+    separate = any(stage.critics == "separate" for stage in stages)
     response = _longest_reply(config)
     return Workload(
         roles=(
@@ -234,7 +234,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         batch_size=min(
             [s.batch_size for s in (config.sft, config.reward) if s is not None] + [s.minibatch_size for s in stages]
         ),
-        rollout_size=max(stage.prompts_per_iteration for stage in stages),
+        rollout_size=max(stage.rollout_size for stage in stages),
         micro_batch_tokens=max(engine.micro_batch_tokens for engine in config.engines.values()),
         reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
         generator_replicas=config.runtime.generator_replicas,

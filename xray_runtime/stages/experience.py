@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from xray_runtime.algorithms.advantages import gae, masked_mean, place_rewards, whiten
+from xray_runtime.algorithms.groups import group_advantages, tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import weighted_sum
+from xray_runtime.algorithms.rewards import overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, Rows
 
@@ -29,8 +30,8 @@ class Experience:
     """One rollout ready for updates."""
 
     rows: Rows
-    """`input_ids`, `prompt_lengths`, `id`, and for each response token `old_logprobs`, `values`, `advantages`,
-    `returns`, `weights`."""
+    """`input_ids`, `prompt_lengths`, `id`, and for each response token `old_logprobs`, `advantages`, `weights`, with a
+    critic `values` and `returns`, with the KL in the loss `ref_logprobs`."""
     num_tokens: int
     """Response tokens in it."""
     metrics: dict[str, float]
@@ -49,25 +50,37 @@ def build_experience(
     Args:
         rows: prompt and reply tokens.
         rollout: the generator's `rollout_logprobs` of each response token and `ended` [B].
-        scores: `logprobs`, `ref_logprobs`, `values` of each response token, `final_values` [B].
+        scores: `logprobs` and `ref_logprobs` of each response token; of a critic `values` of each, `final_values` [B].
         rewards: of each reply [B], scaled (`scaled_rewards`).
         kl_coef: weight of the per-token penalty.
     """
-    ragged = (rollout["rollout_logprobs"], *(scores[name] for name in ("logprobs", "ref_logprobs", "values")))
+    ragged = (rollout["rollout_logprobs"], *(scores[name] for name in ("logprobs", "ref_logprobs")))
     # Advantages run over all replies at a time, from their last tokens to their first: here alone rows are padded.
-    rollout_logprobs, logprobs, ref_logprobs, values = (torch.from_numpy(column.dense()) for column in ragged)
+    rollout_logprobs, logprobs, ref_logprobs = (torch.from_numpy(column.dense()) for column in ragged)
     mask, offsets = torch.from_numpy(ragged[0].mask()), ragged[0].offsets
-    ended, final_values = torch.from_numpy(rollout["ended"]), torch.from_numpy(scores["final_values"])
-    bootstrap = torch.zeros_like(final_values)
+    ended, has_critic = torch.from_numpy(rollout["ended"]), config.critics != "none"
+    values, bootstrap = torch.zeros_like(logprobs), torch.zeros_like(rewards)
+    if has_critic:
+        values = torch.from_numpy(scores["values"].dense())
     if config.truncated == "bootstrap":
         # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
-        bootstrap = torch.where(ended, 0.0, final_values)
+        bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores["final_values"]))
         rewards = rewards * ended
     else:
         rewards = rewards - config.truncation_penalty * (~ended)
-    penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
-    token_rewards = place_rewards(rewards, penalties, mask)
-    advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=config.gae_lambda)
+    if config.overlong_buffer is not None:
+        rewards = rewards + overlong_penalty(mask.sum(-1), config.max_new_tokens, config.overlong_buffer)
+    in_reward = kl_coef if config.kl.place == "reward" else 0.0
+    penalties = in_reward * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
+    groups = torch.arange(len(rewards)) // config.samples_per_prompt
+    if config.advantages in ("gae", "reinforce++"):
+        token_rewards = place_rewards(rewards, penalties, mask)
+        lam = config.gae_lambda if has_critic else 1.0
+        advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=lam)
+    else:
+        compared = rewards - (penalties * mask).sum(-1)
+        of_reply = group_advantages(compared, groups, config.advantages)
+        advantages = returns = of_reply.to(values.dtype)[:, None] * mask
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
     weights, mismatch = importance_weights(
@@ -76,23 +89,19 @@ def build_experience(
         mask,
         mode=config.importance_correction,
         cap=config.importance_cap,
+        level=config.importance_level,
     )
     kl = kl_summary(logprobs, ref_logprobs, mask)
-    columns = {
-        "old_logprobs": logprobs,
-        "values": values,
-        "advantages": advantages,
-        "returns": returns,
-        "weights": weights,
-    }
+    columns = {"old_logprobs": logprobs, "advantages": advantages, "weights": weights}
+    if has_critic:
+        columns |= {"values": values, "returns": returns}
+    if config.kl.place == "loss":
+        columns["ref_logprobs"] = ref_logprobs
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         "kl/reference_k1": kl["k1"],
         "kl/reference_k3": kl["k3"],
-        "value/mean": float(masked_mean(values, mask)),
-        "value/return": float(masked_mean(returns, mask)),
-        "value/explained_variance": explained_variance(values, returns, mask),
         "rollout/length": float(mask.sum(-1).float().mean()),
         "rollout/truncated": float((~ended).float().mean()),
         "rollout/mismatch": mismatch["mean_abs_diff"],
@@ -100,6 +109,14 @@ def build_experience(
         "rollout/effective_sample_share": mismatch["effective_sample_share"],
         "rollout/capped_share": mismatch["capped_share"],
     }
+    if has_critic:
+        metrics |= {
+            "value/mean": float(masked_mean(values, mask)),
+            "value/return": float(masked_mean(returns, mask)),
+            "value/explained_variance": explained_variance(values, returns, mask),
+        }
+    if config.samples_per_prompt > 1:
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
     made = {name: Ragged(column[mask].float().numpy(), offsets) for name, column in columns.items()}
     return Experience(rows | made, int(mask.sum()), metrics)
 

@@ -1,4 +1,4 @@
-"""Stage `ppo`: proximal policy optimization of the policy against the reward model, near the reference.
+"""Stage `ppo`: policy gradients against the reward, near the reference: PPO, and what needs no critic (GRPO, RLOO, …).
 
 The loop of `run` is the algorithm; each iteration:
 
@@ -81,7 +81,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 experience = build_experience(config, rows, sampled, scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
-                sums = _update(models, stage, experience, iteration)
+                sums = _update(models, stage, experience, iteration, kl.coef)
             with clock.phase("generate"):
                 rollouts.wait()
             kl.update(experience.metrics["kl/reference_k1"], len(asked))
@@ -114,7 +114,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
-    layers, shared_critic = config.trainable_layers, config.critic == "shared"
+    layers, shared_critic = config.trainable_layers, config.critics == "shared"
     head = policy / VALUE_HEAD
     max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_new_tokens
     models: dict[str, ModelSpec | GeneratorSpec] = {
@@ -134,7 +134,7 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
     }
     if layers is None:
         models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
-    if not shared_critic:
+    if config.critics == "separate":
         trained = policy / "critic"
         models["critic"] = ModelSpec(
             trained if trained.exists() else reference,
@@ -193,11 +193,15 @@ def _check_mismatch(mismatch: float, config: PPOConfig) -> None:
 
 
 def _update(
-    models: dict[str, ModelHandle], stage: Stage[PPOConfig, PPOInputs], experience: Experience, iteration: int
+    models: dict[str, ModelHandle],
+    stage: Stage[PPOConfig, PPOInputs],
+    experience: Experience,
+    iteration: int,
+    kl_coef: float,
 ) -> dict[str, float]:
     """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`."""
     config = stage.config
-    num_rows = config.prompts_per_iteration
+    num_rows = config.rollout_size
     per_epoch = num_rows // config.minibatch_size
     planned = config.iterations * config.epochs * per_epoch
     sums: dict[str, float] = {"updates": 0.0, "tokens": 0.0, "stopped_early": 0.0}
@@ -209,10 +213,11 @@ def _update(
             tokens = float(num_response_tokens(batch))
             at_once = (2 if "critic" in models else 1) + config.lag
             lr = lr_at(config, step, planned)
-            calls = [models["policy"].train.remote(batch, {"tokens": tokens}, lr, at_once)]
+            totals = {"tokens": tokens, "rows": float(len(index)), "kl_coef": kl_coef}
+            calls = [models["policy"].train.remote(batch, totals, lr, at_once)]
             if "critic" in models:
                 critic_lr = lr_at(config, step, planned, peak=config.critic_lr)
-                calls.append(models["critic"].train.remote(batch, {"tokens": tokens}, critic_lr, at_once))
+                calls.append(models["critic"].train.remote(batch, totals, critic_lr, at_once))
             policy, *critic = get_all(calls)
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
             for name, value in (stats | {"updates": 1.0, "tokens": tokens}).items():
@@ -238,7 +243,7 @@ def _update_metrics(sums: dict[str, float]) -> dict[str, float]:
         "value/loss": "value_loss",
         "value/clip_fraction": "value_clip_count",
     }
-    metrics = {name: sums[key] / tokens for name, key in per_token.items()}
+    metrics = {name: sums[key] / tokens for name, key in per_token.items() if key in sums}
     metrics |= {"policy/grad_norm": sums["grad_norm"] / updates, "policy/lr": sums["lr"]}
     if "critic_grad_norm" in sums:
         metrics["value/grad_norm"] = sums["critic_grad_norm"] / updates

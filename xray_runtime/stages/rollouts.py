@@ -42,12 +42,12 @@ PROBE_ROWS, PROBE_TOKENS = 8, 4
 
 @dataclass(frozen=True)
 class Rollout:
-    """One reply to each of an iteration's prompts, sampled or being sampled."""
+    """The replies to an iteration's prompts, sampled or being sampled; those to one prompt follow one another."""
 
     version: int
     """Policy version, the number of updates before it, that samples."""
     prompts: list[int]
-    """Which prompts are asked."""
+    """Which prompt each reply is to."""
     replies: Ref[Rows]
     """What `Generation.generate` returns."""
 
@@ -81,7 +81,8 @@ class Rollouts:
         config = self._stage.config
         end = min(iteration + config.lag + 1, config.iterations)
         for number in range(iteration + len(self._pending), end):
-            prompts = self._cursor.take(config.prompts_per_iteration)
+            asked = self._cursor.take(config.prompts_per_iteration)
+            prompts = [prompt for prompt in asked for _ in range(config.samples_per_prompt)]
             replies = self._sample(prompts, self._sampling, iteration, "sample", number)
             self._pending.append(Rollout(iteration, prompts, replies))
 

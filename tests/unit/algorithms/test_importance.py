@@ -89,3 +89,14 @@ def test_nothing_valid(shape: tuple[int, int]) -> None:
     assert not weights.any()
     assert weights.shape == shape
     assert set(stats.values()) == {0.0}
+
+
+def test_one_weight_a_reply_is_the_geometric_mean() -> None:
+    # Ratios 1.5, ½ and 3: their product is 2.25. The second row has one token, a masked one counts nothing.
+    train = torch.tensor([[1.5, 0.5, 3.0], [4.0, 9.0, 9.0]]).log()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    weights, stats = importance_weights(train, torch.zeros(2, 3), mask, mode="truncate", cap=2.0, level="reply")
+    torch.testing.assert_close(weights, torch.tensor([[1.3103707] * 3, [2.0, 0, 0]]))
+    assert stats["capped_share"] == 0.25
+    dropped, _ = importance_weights(train, torch.zeros(2, 3), mask, mode="mask", cap=2.0, level="reply")
+    torch.testing.assert_close(dropped[1], torch.zeros(3))

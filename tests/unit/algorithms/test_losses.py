@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from xray_runtime.algorithms.losses import policy_loss, value_loss
+from xray_runtime.algorithms.kl import KLEstimator
+from xray_runtime.algorithms.losses import kl_loss, policy_loss, value_loss
 from xray_runtime.algorithms.pairwise import pairwise_loss
 
 
@@ -229,3 +230,67 @@ def test_padding_changes_nothing(seed: int, extra: int) -> None:
     torch.testing.assert_close(
         value_loss(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2), plain_value
     )
+
+
+def test_clip_higher_by_hand() -> None:
+    logprobs = f64([math.log(x) for x in (1.25, 1.3, 0.7, 0.7, 5.0)]).requires_grad_()
+    advantages = f64([1, 1, -1, 1, -1])
+    losses = [
+        policy_loss(
+            logprobs[i : i + 1],
+            f64([0.0]),
+            advantages[i : i + 1],
+            torch.ones(1),
+            clip_range=0.2,
+            clip_range_high=0.28,
+            dual_clip=3.0,
+        )[0]
+        for i in range(5)
+    ]
+    assert torch.stack(losses).tolist() == pytest.approx([-1.25, -1.28, 0.8, -0.7, 3.0])
+    assert torch.autograd.grad(torch.stack(losses).sum(), logprobs)[0].tolist() == pytest.approx([-1.25, 0, 0, -0.7, 0])
+
+
+def test_gspo_by_hand() -> None:
+    logprobs = f64([0.1, -0.2, 0.4]).requires_grad_()
+    loss, _ = policy_loss(
+        logprobs,
+        f64([0, 0, 0]),
+        f64([1, 1, 1]),
+        torch.ones(3),
+        clip_range=0.2,
+        dual_clip=None,
+        weights=f64([1 / 3] * 3),
+        kind="gspo",
+        replies=torch.tensor([0, 0, 0]),
+    )
+    # The geometric mean of the ratios, once a reply: exp(0.1), and a third of it for each token.
+    assert loss.item() == pytest.approx(-1.1051709)
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-0.3683903] * 3)
+
+
+def test_cispo_by_hand() -> None:
+    old = f64([-1, -2, -0.5])
+    logprobs = (old + f64([1.25, 0.5, 6.0]).log()).requires_grad_()
+    loss, stats = policy_loss(
+        logprobs, old, f64([1, 1, 1]), torch.ones(3), clip_range=0.2, clip_range_high=4.0, dual_clip=3.0, kind="cispo"
+    )
+    weights = f64([1.25, 0.5, 5.0])
+    assert loss.item() == pytest.approx(-(weights * logprobs.detach()).sum().item())
+    # No token loses its gradient, the cut one neither.
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx((-weights).tolist())
+    assert stats["clip_count"].item() == 1
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(estimator: KLEstimator, moved: float) -> None:
+    """Over both tokens of a policy (.75, .25) against (.5, .5), sampled by itself or by an older one."""
+    logits = f64([math.log(3.0), 0.0]).requires_grad_()
+    logprobs, reference = torch.log_softmax(logits, -1), f64([0.5, 0.5]).log()
+    old = torch.log_softmax(logits.detach() + f64([moved, 0.0]), -1)
+    expected = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
+    assert expected[0].item() == pytest.approx(0.2059898, abs=1e-7)
+    terms = kl_loss(logprobs, old, reference, estimator)
+    got = torch.autograd.grad((old.exp() * terms).sum(), logits)[0]
+    torch.testing.assert_close(got, expected)

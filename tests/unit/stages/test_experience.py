@@ -280,3 +280,43 @@ def test_what_comes_from_the_object_store_is_only_read() -> None:
     made = {name: column for name, column in experience.rows.items() if name not in data[0]}
     assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
     assert all(c.values.dtype == np.float32 and tuple(c.lengths) == LENGTHS for c in made.values())
+
+
+def without_critic(**options: Any) -> Experience:
+    """Of the replies above, both to one prompt."""
+    rows, rollout, scored = inputs()
+    scored = {name: column for name, column in scored.items() if "value" not in name}
+    fields = {"samples_per_prompt": 2, "truncated": "penalize", "truncation_penalty": 1.0} | options
+    return build(data=(rows, rollout, scored), **fields)
+
+
+def test_replies_to_one_prompt_are_compared() -> None:
+    # Scores 2 and 5 − 1. The KL of whole replies is ½ − 1 = −½ and 0 nats, half of which is charged: 2.25 against 4.
+    in_reward = without_critic(advantages="rloo")
+    assert column(in_reward, "advantages") == [[-1.75] * 2, [1.75] * 3]
+    assert not {"values", "returns", "ref_logprobs"} & set(in_reward.rows)
+    assert not any(name.startswith("value/") for name in in_reward.metrics)
+    assert in_reward.metrics["rollout/tied_groups"] == 0.0
+    in_loss = without_critic(advantages="dr_grpo", kl=KLConfig(place="loss"))
+    assert column(in_loss, "advantages") == [[-1.0] * 2, [1.0] * 3]
+    assert column(in_loss, "ref_logprobs") == [[-1.5, -1], [-1, -2, 0]]
+    tied = without_critic(rewards=[2.0, 3.0], advantages="grpo", kl=KLConfig(place="loss"))
+    assert column(tied, "advantages") == [[0.0] * 2, [0.0] * 3]
+    assert tied.metrics["rollout/tied_groups"] == 1.0
+
+
+def test_reinforce_takes_what_is_still_to_come() -> None:
+    # Rewards: −¼, 2 + ½ of row 0; 0, −½, 4 + ½ of row 1, the KL in them. Nothing is discounted.
+    plain = without_critic(advantages="reinforce++", gamma=1.0, samples_per_prompt=1)
+    assert column(plain, "advantages") == [[2.25, 2.5], [4.0, 4.0, 4.5]]
+    white = without_critic(advantages="reinforce++", gamma=1.0, samples_per_prompt=1, whiten_advantages=True)
+    flat = [x for row in column(white, "advantages") for x in row]
+    assert statistics.fmean(flat) == pytest.approx(0.0, abs=1e-6)
+    assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_long_replies_pay_for_their_last_tokens() -> None:
+    # Of at most 4 tokens the last 2 cost up to 1: 2 tokens nothing, 3 tokens ½.
+    fields: dict[str, Any] = {"overlong_buffer": 2, "max_new_tokens": 4, "kl": KLConfig(place="loss")}
+    experience = without_critic(advantages="dr_grpo", **fields)
+    assert column(experience, "advantages") == [[-0.75] * 2, [0.75] * 3]

@@ -245,7 +245,7 @@ def test_fields_are_refused_as_in_yaml(graph: Graph) -> None:
         "preferences.source: \"dpo\" is not allowed: must be one of 'gold', 'ratings', 'dataset', 'judgements'"
     )
     assert refused(lambda: xray.ppo(base, data, minibatch_size=48, rewards=[brevity])) == (
-        "ppo: minibatch_size = 48 must divide prompts_per_iteration = 64"
+        "ppo: minibatch_size = 48 must divide prompts_per_iteration × samples_per_prompt = 64"
     )
 
 

@@ -331,6 +331,34 @@ def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_pat
     assert recorder.points[0]["value/grad_norm"] == 3.0
 
 
+def test_groups_are_compared_without_a_critic(inputs: PPOInputs, tmp_path: Path) -> None:
+    """Two prompts with two replies each: the same four rows as above, and each group's advantages sum to 0."""
+    world = World()
+    recorder = attempt(
+        inputs, tmp_path / "out", world, iterations=1, method="grpo", prompts_per_iteration=2, samples_per_prompt=2
+    )
+    assert world.calls == [
+        "generator generate 0",
+        *["policy score", "reference score", "rewards.0 score"],
+        *["policy train"] * (REPLIES // MINIBATCH),
+        "policy save out",
+    ]
+    advantages: dict[bytes, list[float]] = {}
+    for _, rows, totals, _ in world.batches:
+        assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
+        assert not {"values", "returns"} & set(rows)
+        for ids, prompt, of_tokens in zip(rows["input_ids"], rows["prompt_lengths"], rows["advantages"], strict=True):
+            assert of_tokens[0] == of_tokens[1]
+            advantages.setdefault(ids[:prompt].tobytes(), []).append(float(of_tokens[0]))
+    assert [len(group) for group in advantages.values()] == [2, 2]
+    # Of two replies the better one gets 1/√2, however much better it is; equal ones get nothing.
+    for group in advantages.values():
+        assert sorted(group) in ([0.0, 0.0], pytest.approx([-(0.5**0.5), 0.5**0.5]))
+    assert any(group[0] for group in advantages.values())
+    assert 0.0 <= recorder.points[0]["rollout/tied_groups"] < 1.0
+    assert "value/mean" not in recorder.points[0]
+
+
 def test_trained_models_sleep_while_replies_are_sampled(inputs: PPOInputs, tmp_path: Path) -> None:
     world = World()
     attempt(inputs, tmp_path / "out", world, iterations=1, runtime=RuntimeConfig(trainer_sleeps=True))
@@ -344,7 +372,7 @@ def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_p
     assert [point["kl/coef"] for point in recorder.points] == pytest.approx([0.105, 0.11025])
     # What an iteration's rewards were charged with is the weight before: of the one score and −0.1 · 1.1 a token.
     _, rows, totals, _ = recorder_batches(inputs, tmp_path)[0]
-    assert totals == {"tokens": 2.0 * MINIBATCH}
+    assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
     expected = np.clip(words(rows) % 5, -5, 5) - 2 * 0.11
     np.testing.assert_allclose(rows["returns"].dense()[:, 0], expected, rtol=1e-5)
 

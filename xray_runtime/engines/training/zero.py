@@ -199,7 +199,8 @@ class ZeroEngine:
             swapped = self.stage == 3 and self.optimizer._swappable_optimizer_subgroup(number)
             if swapped:
                 self.optimizer._optimizer_states_and_gradient_swap_in(number)
-            state[tensor] = {"step": torch.zeros((), device=tensor.device)} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+            state[tensor] = {key: torch.zeros_like(tensor) for key in MOMENTS}
+            state[tensor]["step"] = torch.zeros((), device=tensor.device)
             if swapped:
                 self.optimizer._optimizer_states_and_gradient_swap_out(number)
         if self.stage in (1, 2):

@@ -1,0 +1,44 @@
+"""Published methods as settings."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from xray_runtime.config.methods import METHODS, Method
+from xray_runtime.config.ppo import PPOStageConfig
+
+
+def test_every_method_is_there_and_valid() -> None:
+    assert set(get_args(Method)) == set(METHODS)
+    for name, settings in METHODS.items():
+        config = PPOStageConfig(method=name)  # type: ignore[arg-type]
+        for field, value in settings.items():
+            found: Any = getattr(config, field)
+            assert found == value if field != "kl" else {k: getattr(found, k) for k in value} == value
+        assert (config.critics == "none") == (name != "ppo")
+
+
+def test_what_is_written_out_counts_more() -> None:
+    config = PPOStageConfig(method="grpo", samples_per_prompt=4, kl={"coef": 0.5})  # type: ignore[arg-type]
+    assert (config.samples_per_prompt, config.advantages) == (4, "grpo")
+    assert (config.kl.coef, config.kl.place, config.kl.controller) == (0.5, "loss", "fixed")
+    # As it is recorded, it is read again.
+    assert PPOStageConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"advantages": "grpo", "truncated": "penalize"}, "samples_per_prompt = 1 must be at least 2"),
+        ({"method": "grpo", "truncated": "bootstrap"}, "truncated = 'bootstrap' must be 'penalize'"),
+        ({"method": "dapo", "overlong_buffer": 99}, "overlong_buffer = 99 must be at most max_new_tokens = 16"),
+        ({"method": "rloo", "prompts_per_iteration": 6, "minibatch_size": 7}, "must divide .* = 24"),
+        ({"method": "gepo"}, "method"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PPOStageConfig(**fields)

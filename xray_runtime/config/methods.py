@@ -1,0 +1,76 @@
+"""Published methods as settings of a PPO stage: what `method` sets where the config says nothing else.
+
+What is ours in all of them: the loss is weighted by the mismatch of generator and trainer (`importance_*`), scores are
+scaled by the reward model's moments, equal scores of a group give exactly 0, and a reply that is cut off loses
+`truncation_penalty` where a method needs no critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Method = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline"]
+
+_NO_KL: dict[str, Any] = {"controller": "fixed", "coef": 0.0}
+_GROUPS: dict[str, Any] = {
+    "advantages": "grpo",
+    "samples_per_prompt": 8,
+    "epochs": 1,
+    "dual_clip": None,
+    "whiten_advantages": False,
+    "truncated": "penalize",
+}
+
+METHODS: Mapping[str, dict[str, Any]] = {
+    # Schulman et al. 2017 with a critic and a KL penalty in the reward, as Ziegler et al. 2019 and trlX have it.
+    "ppo": {},
+    # Shao et al. 2024, DeepSeekMath: scores of a group in its deviations, means by reply, KL in the loss. Ours: the KL
+    # term carries ρ, without which k3 has the gradient of the reverse KL.
+    "grpo": _GROUPS
+    | {"loss_mean": "replies", "kl": {"controller": "fixed", "coef": 0.04, "place": "loss", "estimator": "k3"}},
+    # Liu et al. 2025, "Understanding R1-Zero-like training": neither deviation nor length divides.
+    "dr_grpo": _GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": _NO_KL},
+    # Yu et al. 2025: clip-higher, means over tokens, soft punishment of overlong replies, no KL. Not here: sampling
+    # again in place of groups that teach nothing.
+    "dapo": _GROUPS | {"clip_range_high": 0.28, "overlong_buffer": 4, "kl": _NO_KL},
+    # Zheng et al. 2025: the ratio of a whole reply, of which the clip range is some thousandths.
+    "gspo": _GROUPS
+    | {
+        "loss": "gspo",
+        "clip_range": 3e-4,
+        "clip_range_high": 4e-4,
+        "loss_mean": "replies",
+        "importance_level": "reply",
+        "kl": _NO_KL,
+    },
+    # MiniMax 2025 (M1): the weight is clipped, not the gradient.
+    "cispo": _GROUPS | {"loss": "cispo", "clip_range_high": 4.0, "kl": _NO_KL},
+    # Ahmadian et al. 2024, "Back to basics": the others' mean as baseline, KL of the whole reply in the reward.
+    "rloo": _GROUPS
+    | {"advantages": "rloo", "samples_per_prompt": 4, "loss_mean": "replies", "kl": {"controller": "fixed"}},
+    # Hu 2025: no critic and no groups; a token's advantage is what is still to come, whitened over the rollout.
+    "reinforce++": _GROUPS
+    | {
+        "advantages": "reinforce++",
+        "samples_per_prompt": 1,
+        "whiten_advantages": True,
+        "kl": {"controller": "fixed", "coef": 0.01},
+    },
+    # Hu 2025: the group's mean subtracted first, KL (k2) in the loss.
+    "reinforce++_baseline": _GROUPS
+    | {
+        "advantages": "dr_grpo",
+        "whiten_advantages": True,
+        "kl": {"controller": "fixed", "coef": 0.01, "place": "loss", "estimator": "k2"},
+    },
+}
+
+
+def with_method(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields `given` on top of those that its `method` sets."""
+    defaults = METHODS.get(str(given.get("method", "ppo")), {})
+    merged = {**defaults, **given}
+    if isinstance(given.get("kl"), Mapping):
+        merged["kl"] = {**defaults.get("kl", {}), **given["kl"]}
+    return merged
