@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PPOObjective:
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of each
-    reward branch one number a row under its role. Rows whose last token was added for reward models alone say so in
+    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
+    each reward branch a number a row under its role. Rows whose last token was added for reward models alone say so in
     `added_ends` [B].
 
     `loss` needs `tokens` or, by `loss_mean`, `rows` in `totals`, and `kl_coef` for a KL in the loss.
