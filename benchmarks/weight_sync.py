@@ -56,10 +56,12 @@ def in_generator(directory: Path, generator: Any) -> dict[str, float]:
     from safetensors.torch import load_file
 
     sampler = generator._engine._sampler
-    tensors = getattr(generator, "tensors", None)
-    if tensors is None:
-        tensors = generator.tensors = {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}
-        generator.copies = [np.empty(t.numel() * t.element_size(), np.uint8) for t in tensors.values()]
+    # Read once: the process may have been another model's before.
+    if getattr(generator, "directory", None) != directory:
+        generator.directory = directory
+        generator.tensors = {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}
+        generator.copies = [np.empty(t.numel() * t.element_size(), np.uint8) for t in generator.tensors.values()]
+    tensors = generator.tensors
     seconds = {}
 
     def clock(name: str, work: Any) -> None:

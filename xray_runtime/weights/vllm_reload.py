@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -32,6 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import (
     SKIP_LOAD_TENSORS,
     CopyCounter,
     restore_layer_on_meta,
+    to_meta_tensor,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
@@ -70,6 +72,7 @@ class Reloader:
         """`names`, and the tensors that lie in one layer with any of them."""
         return names.union(*(self._names[layer] for name in names for layer in self._layers.get(name, ())))
 
+    @torch.no_grad()
     def load(self, tensors: Tensors, dtype: torch.dtype) -> None:
         """Load `tensors`; where it fails, layers already reloaded keep what is new, and `close` is to be called.
 
@@ -93,6 +96,13 @@ class Reloader:
         self._finish(loaded, dtype)
 
     def _reload(self, layer: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
+            # Nothing is laid out anew (a norm, say): into the tensors that the layer computes with.
+            for call in self._calls[layer]:
+                parameter, arguments = getattr(layer, call.parameter), call.bound(tensors[call.name])
+                arguments.arguments["param"] = parameter
+                _get_original_loader(parameter)(*arguments.args, **arguments.kwargs)
+            return
         info = get_layerwise_info(layer)
         info.kernel_tensors = get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
@@ -133,8 +143,10 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
             (slot,) = [key for key, value in bound.arguments.items() if id(value) in names]
             call = Call(names[id(bound.arguments[slot])], parameter, signature, dict(bound.arguments), slot)
             calls.setdefault(layer, []).append(call)
+            # Biases keep their values (vLLM never takes them away), and those of a trial load are none.
+            bound.arguments["param"] = to_meta_tensor(bound.arguments["param"])
             with CopyCounter() as counter:
-                answer = loader(*args, **kwargs)
+                answer = loader(*bound.args, **bound.kwargs)
             copied += counter.copied_numel
             return answer
 
