@@ -1,18 +1,18 @@
-"""A weight sync through the object store, against one memcpy of the same bytes.
+"""A weight sync from trainer to generator, against one memcpy of the same bytes and vLLM's own load of them.
 
-    python -m benchmarks.weight_sync [--mib 128]
+    python -m benchmarks.weight_sync [--mib 0 128]
 
-Parts of a sync: `pack` in the trainer (checksums, copy into the object store), `verify` and `load` in the generator, a
-transformers model in another process. Beside it the memory at each part's peak, the object store's not counted.
+Through the product's actors: `follow` of a vLLM generator, from a policy in another process, from call to answer.
+Beside it, in the generator's process and from its own memory: vLLM's layer-wise reload of the same tensors, and the
+load that a sync ends with. All in turns. 0 MiB: the quickstart's policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,95 +20,125 @@ import numpy as np
 import ray
 
 from benchmarks.loading import make
-from benchmarks.machine import MIB, machine, ratio, spread, start_ray, table, times
+from benchmarks.machine import MIB, line, machine, ratio, spread, start_ray, table
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sft import SFTConfig
+from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.opening import model_opener
+from xray_runtime.workers.pool import open_worker_pool
+
+RUN_ID = "benchmark"
+REPEATS = 15
+WARM_UP = 4
+"""Rounds that do not count: both buffers are mapped, and Ray's workers know each other."""
 
 
-class Generator:
-    """The other side: a model that takes updates."""
+def quickstart(directory: Path) -> None:
+    """A random Llama of the quickstart's shape."""
+    import transformers
 
-    def __init__(self, directory: Path) -> None:
-        import torch
+    config = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=160,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
-        from xray_runtime.engines.generation.sampling import Place
-        from xray_runtime.engines.generation.transformers_generate import TransformersSampler
-        from xray_runtime.weights.versioned import VersionedWeights
 
-        torch.set_num_threads(1)
-        self._held = VersionedWeights(directory, TransformersSampler(directory, Place("cpu")).write)
+def in_generator(directory: Path, generator: Any) -> dict[str, float]:
+    """Seconds of a memcpy of the model's tensors, of vLLM's own reload and of ours, in the generator's process."""
+    from safetensors.torch import load_file
 
-    def verify(self, update: Any) -> float:
-        from xray_runtime.weights.object_store import verify
+    sampler = generator._engine._sampler
+    # Read once: the process may have been another model's before.
+    if getattr(generator, "directory", None) != directory:
+        generator.directory = directory
+        generator.tensors = {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}
+        generator.copies = [np.empty(t.numel() * t.element_size(), np.uint8) for t in generator.tensors.values()]
+    tensors = generator.tensors
+    seconds = {}
 
+    def clock(name: str, work: Any) -> None:
         start = time.perf_counter()
-        verify(update)
-        return time.perf_counter() - start
+        work()
+        seconds[name] = time.perf_counter() - start
 
-    def load(self, update: Any) -> tuple[float, float]:
-        """Seconds, and MiB of memory at the peak."""
-        start = time.perf_counter()
-        self._held.load(update)
-        seconds = time.perf_counter() - start
-        return seconds, peak_mib(lambda: self._held.load(update))
+    def memcpy() -> None:
+        for copy, tensor in zip(generator.copies, tensors.values(), strict=True):
+            np.copyto(copy, tensor.view(-1).numpy().view(np.uint8))
 
-
-def anonymous_bytes() -> int:
-    """Memory of this process that is no file's: the object store, through which the weights go, is one."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
+    clock("memcpy", memcpy)
+    clock("vLLM's load", lambda: sampler._llm.collective_rpc(vllm_load, args=(tensors,)))
+    clock("our load", lambda: sampler.write(iter(tensors.items()), 0))
+    return seconds
 
 
-def peak_mib(work: Callable[[], object]) -> float:
-    """MiB beside the object store that this process holds more at `work`'s peak."""
-    done, seen = threading.Event(), [0.0]
-    before = anonymous_bytes()
+def vllm_load(worker: Any, tensors: dict[str, Any]) -> None:
+    """vLLM's reload of a running model, as its own weight-transfer engines do it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    def watch() -> None:
-        while not done.wait(0.005):
-            seen.append((anonymous_bytes() - before) / MIB)
+    model = worker.weight_transfer_engine.model
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    work()
-    done.set()
-    watcher.join()
-    return max(seen)
+
+def measure(directory: Path) -> tuple[float, dict[str, list[float]]]:
+    """MiB of weights, and seconds by part."""
+    size = (directory / "model.safetensors").stat().st_size / MIB
+    specs: dict[str, Any] = {
+        "generator": GeneratorSpec(directory, 64),
+        "policy": ModelSpec(directory, SFTObjective(), training=SFTConfig()),
+    }
+    found: dict[str, list[float]] = {}
+    runtime = RuntimeConfig(threads=1, device="cpu")
+    with model_opener(runtime, directory.parent / "logs", RUN_ID)(specs) as models:
+        generator: Any = models["generator"]
+
+        def load(model: Any) -> dict[str, float]:
+            seconds: dict[str, float] = ray.get(
+                model._workhorses[0].__ray_call__.remote(partial(in_generator, directory))
+            )
+            return seconds
+
+        for number in range(WARM_UP + REPEATS):
+            start = time.perf_counter()
+            ray.get(generator.follow.remote(models["policy"], number + 1))
+            seconds = {"sync": time.perf_counter() - start} | ray.get(generator.__ray_call__.remote(load))
+            if number >= WARM_UP:
+                for name, value in seconds.items():
+                    found.setdefault(name, []).append(value)
+    return size, found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, default=128)
+    parser.add_argument("--mib", type=int, nargs="+", default=[0, 128])
     args = parser.parse_args()
     start_ray(num_cpus=2)
-    import torch
-
-    from xray_runtime.models.causal_lm import load_model
-    from xray_runtime.weights.object_store import BUCKET_BYTES, pack
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder), args.mib)
-        lm = load_model(folder)
-        generator = ray.remote(Generator).options(num_cpus=0).remote(Path(folder))
-        size = sum(p.numel() * p.element_size() for p in lm.parameters())
-        print(f"{machine()}; {size / MIB:.0f} MiB of weights, buckets of {BUCKET_BYTES / MIB:.0f} MiB\n")
-        source, target = np.ones(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
-        memcpy = times(lambda: np.copyto(target, source))
-        update = pack(lm.named_parameters(), version=1)
-        packing = times(lambda: pack(lm.named_parameters(), version=1))
-        pack_peak = peak_mib(lambda: pack(lm.named_parameters(), version=1))
-        verifying = [ray.get(generator.verify.remote(update)) for _ in range(6)][1:]
-        loads = [ray.get(generator.load.remote(update)) for _ in range(6)][1:]
-
-        loading = [seconds for seconds, _ in loads]
-        whole = [p + s for p, s in zip(packing, loading, strict=True)]
-        rows = [
-            ["memcpy", spread(memcpy, " s"), "1×", ""],
-            ["pack", spread(packing, " s"), ratio(packing, memcpy), f"{pack_peak:.0f}"],
-            ["verify", spread(verifying, " s"), ratio(verifying, memcpy), ""],
-            ["load (verify and write)", spread(loading, " s"), ratio(loading, memcpy), spread((m for _, m in loads))],
-            ["pack and load", spread(whole, " s"), ratio(whole, memcpy), ""],
-        ]
-        table(["part", "time", "÷ memcpy", "extra MiB at its peak"], rows)
+    pool = open_worker_pool(RUN_ID)
+    print(f"{machine()}\n")
+    table(["MiB", "memcpy, ms", "vLLM's load, ms", "our load, ms", "sync, ms", "sync ÷ (memcpy + vLLM's load)"], [])
+    for mib in args.mib:
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder) / "model"
+            if mib:
+                make(directory, mib)
+            else:
+                quickstart(directory)
+            size, found = measure(directory)
+        own = [a + b for a, b in zip(found["memcpy"], found["vLLM's load"], strict=True)]
+        parts = [spread(1000 * s for s in found[n]) for n in ("memcpy", "vLLM's load", "our load", "sync")]
+        line([f"{size:.1f}", *parts, ratio(found["sync"], own)])
+    del pool  # it lives as long as its handle
 
 
 if __name__ == "__main__":

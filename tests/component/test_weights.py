@@ -1,9 +1,12 @@
-"""Transfers of weights through Ray's object store: whole or not at all, in bounded memory."""
+"""Transfers of weights by the object store and by shared memory: whole or not at all, in bounded memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +17,19 @@ import ray
 import torch
 from safetensors.torch import save_file
 
+from tests.component.models import gone, pid_of
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights import object_store
-from xray_runtime.weights.object_store import WeightTransferError, WeightUpdate, pack, unpack, verify
+from xray_runtime.weights.object_store import (
+    Memory,
+    ObjectStore,
+    WeightTransferError,
+    WeightUpdate,
+    pack,
+    unpack,
+    verify,
+)
+from xray_runtime.weights.shared_memory import SharedReader, SharedWriter
 from xray_runtime.weights.versioned import WEIGHTS_FILE, StaleWeightsError, Tensors, VersionedWeights
 from xray_runtime.weights.zero_copy import open_shared, share
 
@@ -51,18 +64,25 @@ def engine(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> En
     return Engine(tmp_path)
 
 
+@pytest.fixture(params=[ObjectStore, SharedWriter])
+def memory(request: pytest.FixtureRequest) -> Memory:
+    return request.param()
+
+
 def weights(value: float, names: tuple[str, ...] = NAMES) -> dict[str, torch.Tensor]:
     return {name: torch.full((16,), float(value)) for name in names}
 
 
-def test_weights_survive_the_trip_in_several_buckets(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_survive_the_trip_in_several_buckets(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, memory: Memory
+) -> None:
     monkeypatch.setattr(object_store, "BUCKET_BYTES", 1000)
     sent = {f"w{i}": torch.randn(i + 1, 37, dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 4)}
     sent["transposed"] = torch.randn(3, 5).T
     sent["one number"] = torch.tensor(2.5)
-    update = pack(sent.items(), version=5)
+    update, reader = pack(sent.items(), 5, memory), SharedReader()
     assert len(update.buckets) > 2
-    arrived = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
+    arrived = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket, reader)}
     assert arrived.keys() == sent.keys()
     assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == sent[name].dtype for name in sent)
     assert update.num_bytes == sum(t.numel() * t.element_size() for t in sent.values())
@@ -101,10 +121,10 @@ def test_a_damaged_or_lost_bucket_touches_nothing(engine: Engine, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_load_that_breaks_off_is_undone_and_can_be_tried_again(engine: Engine, name: str) -> None:
-    engine.held.load(pack(weights(1).items(), version=1))
-    engine.held.load(pack(weights(2, ("c",)).items(), version=2))
-    update = pack(weights(3).items(), version=3)
+def test_a_load_that_breaks_off_is_undone_and_can_be_tried_again(engine: Engine, name: str, memory: Memory) -> None:
+    engine.held.load(pack(weights(1).items(), 1, memory))
+    engine.held.load(pack(weights(2, ("c",)).items(), 2, memory))
+    update = pack(weights(3).items(), 3, memory)
     engine.fails_at, engine.failures = name, 1
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.held.load(update)
@@ -128,15 +148,103 @@ def test_an_engine_that_cannot_go_back_refuses_until_it_is_whole_again(engine: E
     assert engine.values() == [2, 0, 0, 0]
 
 
-def test_a_load_can_be_reverted_until_it_is_used(engine: Engine) -> None:
-    engine.held.load(pack(weights(1, ("b",)).items(), version=1))
+def test_a_load_can_be_reverted_until_it_is_used(engine: Engine, memory: Memory) -> None:
+    engine.held.load(pack(weights(1, ("b",)).items(), 1, memory))
     engine.held.use(1)
-    engine.held.load(pack(weights(2).items(), version=2))
+    engine.held.load(pack(weights(2).items(), 2, memory))
+    for value in (3, 4):  # nobody takes these over
+        pack(weights(value).items(), value, memory)
     engine.held.revert()
     engine.held.use(1)
     assert engine.values() == [0, 1, 0, 0]
     with pytest.raises(StaleWeightsError, match="nothing to go back to"):
         engine.held.revert()
+
+
+def test_two_updates_take_turns_in_memory_that_is_mapped_once(engine: Engine) -> None:
+    writer = SharedWriter()
+    files = set()
+    for version in range(1, 9):
+        update = pack(weights(version).items(), version, writer)
+        files |= {bucket.ref.inode for bucket in update.buckets}
+        engine.held.load(update)
+        engine.held.use(version)
+        assert engine.values() == [version] * 4
+    # Two buckets an update: two updates. The writer's mappings and the reader's are both in this process.
+    assert len(files) == 4
+    assert sorted(mapped_files(files)) == sorted([*files, *files])
+    engine.held.forget()
+    assert sorted(mapped_files(files)) == sorted(files)
+
+
+def test_what_a_follower_does_not_take_over_stays_as_it_was(engine: Engine) -> None:
+    """Another follower of the same trainer goes on while this one fails, and goes back."""
+    writer, other = SharedWriter(), SharedReader()
+    engine.held.load(pack(weights(1).items(), 1, writer))
+    engine.held.use(1)
+    for version in range(2, 6):
+        update = pack(weights(version).items(), version, writer)
+        verify(update, other)
+        engine.fails_at, engine.failures = "c", 1
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.held.load(update)
+        other.keep([bucket.ref for bucket in update.buckets])
+        assert engine.values() == [1, 1, 1, 1]
+
+
+def test_shared_memory_ends_with_those_who_use_it(engine: Engine) -> None:
+    """A trainer and a reader are killed in turn: what was taken over stays, nothing else does, and no name anywhere."""
+
+    @ray.remote(num_cpus=0, max_restarts=0)
+    class Process:
+        def __init__(self) -> None:
+            self._writer, self._reader = SharedWriter(), SharedReader()
+
+        def export(self, version: int) -> WeightUpdate:
+            return pack(weights(version).items(), version, self._writer)
+
+        def hold(self, update: WeightUpdate) -> None:
+            verify(update, self._reader)
+
+    before = set(Path("/dev/shm").iterdir())
+    trainer, reader = Process.remote(), Process.remote()
+    first = ray.get(trainer.export.remote(1))
+    ray.get(reader.hold.remote(first))
+    ray.get(trainer.export.remote(2))
+    third = ray.get(trainer.export.remote(3))
+    assert third.buckets[0].ref != first.buckets[0].ref  # the reader holds it
+    os.kill(pid_of(reader), signal.SIGKILL)
+    time.sleep(0.1)
+    ray.get(trainer.export.remote(4))
+    fifth = ray.get(trainer.export.remote(5))
+    engine.held.load(fifth)
+    assert {bucket.ref for bucket in first.buckets} <= {
+        bucket.ref for version in (6, 7) for bucket in ray.get(trainer.export.remote(version)).buckets
+    }
+    files = {bucket.ref.inode for bucket in fifth.buckets}
+    lost, pid = ray.get(trainer.export.remote(8)), pid_of(trainer)
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    with pytest.raises(WeightTransferError, match=r"weights from a on are lost \(FileNotFoundError\)"):
+        engine.held.load(lost)
+    # A write that breaks off is undone with the dead trainer's bytes; its successor is followed, and they are let go.
+    engine.fails_at, engine.failures = "b", 1
+    writer = SharedWriter()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.held.load(pack(weights(9).items(), 9, writer))
+    assert engine.values() == [5, 5, 5, 5]
+    assert set(mapped_files(files)) == files
+    engine.held.load(pack(weights(9).items(), 9, writer))
+    engine.held.use(9)
+    assert engine.values() == [9, 9, 9, 9]
+    assert mapped_files(files) == []
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def mapped_files(inodes: set[int]) -> list[int]:
+    """Those of a writer's files that this process has mapped, as often as it has."""
+    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:weights" in line)
+    return [int(words[4]) for words in lines if int(words[4]) in inodes]
 
 
 def test_a_transfer_takes_one_bucket_of_memory(cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ OWNERS = {
         "xray_runtime/engines/offload.py",
         "xray_runtime/engines/generation/vllm_server.py",
         "xray_runtime/weights/vllm_transfer.py",
+        "xray_runtime/weights/vllm_reload.py",
         "xray_runtime/weights/device_transfer.py",
     },
     "deepspeed": {

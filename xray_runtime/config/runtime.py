@@ -33,8 +33,9 @@ class RuntimeConfig(Section):
     """CUDA only: while replies are sampled, what is trained keeps its weights and optimizer states in host memory and
     gives its GPU memory to the generator."""
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
-    """How weights go from the trainer to the generator. `plasma`: Ray's object store; `ipc`: the same GPUs, shared;
-    `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where both are."""
+    """How weights go from the trainer to the generator. `plasma`: shared memory on one machine, else Ray's object
+    store; `ipc`: the same GPUs, shared; `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where
+    both are."""
     parallel: Literal["as_written", "auto"] = "as_written"
     """`auto`: every engine's layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's
     memory model before anything starts; the run's config.yaml records what was chosen."""

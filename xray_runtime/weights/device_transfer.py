@@ -25,7 +25,8 @@ Transport = Literal["plasma", "nccl", "ipc"]
 class Device:
     """Where a Workhorse computes. `gpu` is the physical device's UUID; None: on CPU."""
 
-    host: str
+    machine: str
+    """See `shared_memory.machine`."""
     gpu: str | None = None
 
 

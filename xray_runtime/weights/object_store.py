@@ -1,15 +1,15 @@
-"""Weights on their way from a trainer to generators, through Ray's object store ("plasma").
+"""Weights on their way from a trainer to generators: in memory they share on one machine, else by Ray's object store.
 
-The trainer packs its tensors into buckets, each one contiguous array in the object store; on the same machine readers
-map it without a copy. Order of a sync:
+The trainer packs its tensors into buckets, each one contiguous array, which readers on that machine map without a copy.
+Order of a sync:
 
-1. the trainer exports `version`: gather a tensor, checksum it, pack it, `ray.put` what fills a bucket;
+1. the trainer exports `version`: gather a tensor, pack it, checksum it, publish what fills a bucket;
 2. each generator maps every bucket and verifies *all* checksums, before it touches its weights;
 3. only then are the weights loaded and the generator's version becomes `version`.
 
-A transfer that fails in 1 or 2 leaves the generator wholly as it was; `held.py` sees to 3. Either way it can simply be
-tried again. Extra memory: one bucket in the trainer, the layer being laid out in the generator, and in the object store
-the update itself, which has to lie there whole before any of it may be loaded, and the one before, to go back to.
+A transfer that fails in 1 or 2 leaves the generator wholly as it was; `versioned.py` sees to 3. Either way it can be
+tried again. Extra memory: the layer being laid out in the generator; the update itself, which has to lie there whole
+before any of it may be loaded, and the one before, to go back to; by the object store, one bucket in the trainer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
+
+from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
 
 BUCKET_BYTES = 64 * 2**20
 """Largest bucket (a larger tensor gets one of its own), and so the extra memory that packing takes."""
@@ -50,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors packed into one object-store array of bytes."""
+    """Tensors packed into one array of bytes: `SharedBytes`, or a reference into the object store."""
 
     ref: Any
     entries: tuple[TensorEntry, ...]
@@ -68,58 +70,78 @@ class WeightUpdate:
         return sum(entry.num_bytes for bucket in self.buckets for entry in bucket.entries)
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
-    """Put `tensors` into the object store, bucket by bucket.
+class Memory(Protocol):
+    """Where a trainer packs buckets."""
 
-    Beside the object store it takes one bucket of memory, however many there are, and a copy of one tensor where that
-    is not contiguous or not on the CPU.
+    def begin(self) -> None:
+        """An update follows."""
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Memory of `num_bytes` or more for a bucket."""
+
+    def put(self, num_bytes: int) -> Any:
+        """Publish the first `num_bytes` of what was taken last; where readers find them."""
+
+
+class ObjectStore:
+    """Ray's: it copies, so one bucket's memory serves all of an update."""
+
+    def begin(self) -> None:
+        self._packed = np.empty(0, dtype=np.uint8)
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        if num_bytes > self._packed.size:
+            self._packed = np.empty(num_bytes, dtype=np.uint8)
+        return self._packed
+
+    def put(self, num_bytes: int) -> Any:
+        import ray
+
+        return ray.put(self._packed[:num_bytes])
+
+
+def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memory | None = None) -> WeightUpdate:
+    """Put `tensors` into `memory` (None: the object store), bucket by bucket.
+
+    Beside that memory it takes no other for tensors that are gathered one by one; the object store takes a bucket.
     """
-    import ray
-
+    memory = memory or ObjectStore()
+    memory.begin()
     buckets: list[Bucket] = []
-    packed = np.empty(0, dtype=np.uint8)
     entries: list[TensorEntry] = []
+    packed = np.empty(0, dtype=np.uint8)
     offset = 0
-
-    def put() -> None:
-        nonlocal entries, offset
-        if entries:
-            # The object store copies, so the buffer is free for the next bucket.
-            buckets.append(Bucket(ray.put(packed[:offset]), tuple(entries)))
-        entries, offset = [], 0
-
     for name, tensor in tensors:
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        space = -(-raw.size // ALIGNMENT) * ALIGNMENT
-        if offset + space > BUCKET_BYTES:
-            put()
-        if offset + space > packed.size:
-            # The first buffer, or one for a tensor larger than a bucket.
-            packed = np.empty(max(BUCKET_BYTES, space), dtype=np.uint8)
-        packed[offset : offset + raw.size] = raw
+        size = tensor.numel() * tensor.element_size()
+        space = -(-size // ALIGNMENT) * ALIGNMENT
+        if entries and offset + space > BUCKET_BYTES:
+            buckets.append(Bucket(memory.put(offset), tuple(entries)))
+            entries, offset = [], 0
+        if not entries:
+            packed = memory.take(max(BUCKET_BYTES, space))
+        raw = packed[offset : offset + size]
+        torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         dtype = str(tensor.dtype).removeprefix("torch.")
-        checksum = xxhash.xxh3_128_hexdigest(raw.data)
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, raw.size, checksum))
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, size, xxhash.xxh3_128_hexdigest(raw.data)))
         offset += space
-    put()
+    if entries:
+        buckets.append(Bucket(memory.put(offset), tuple(entries)))
     return WeightUpdate(version, tuple(buckets))
 
 
-def unpack(bucket: Bucket, *, check: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(
+    bucket: Bucket, shared: SharedReader | None = None, *, check: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The bucket's tensors as read-only views of the mapped memory, each verified (`check`) as it is handed out.
+
+    Args:
+        shared: maps buckets in shared memory; keeps the views valid.
 
     Raises:
         WeightTransferError: the bucket is lost, a tensor's bytes do not match its checksum, or its size does not match
             its shape.
     """
-    import ray
-
-    try:
-        packed = ray.get(bucket.ref, timeout=GET_SECONDS)
-    except ray.exceptions.RayError as error:
-        raise WeightTransferError(
-            f"weights from {bucket.entries[0].name} on are lost ({type(error).__name__})"
-        ) from error
+    packed = _packed(bucket, shared)
     with warnings.catch_warnings():
         # The mapped memory is read-only and torch says so; loaders only read it.
         warnings.simplefilter("ignore", UserWarning)
@@ -135,8 +157,22 @@ def unpack(bucket: Bucket, *, check: bool = True) -> Iterator[tuple[str, torch.T
         yield entry.name, mapped[entry.offset : entry.offset + entry.num_bytes].view(dtype).reshape(entry.shape)
 
 
-def verify(update: WeightUpdate) -> None:
+def verify(update: WeightUpdate, shared: SharedReader | None = None) -> None:
     """Check every tensor of `update` as it arrived here. Raises WeightTransferError."""
     for bucket in update.buckets:
-        for _ in unpack(bucket):
+        for _ in unpack(bucket, shared):
             pass
+
+
+def _packed(bucket: Bucket, shared: SharedReader | None) -> np.ndarray:
+    import ray
+
+    try:
+        if isinstance(bucket.ref, SharedBytes):
+            assert shared is not None
+            return shared.read(bucket.ref)
+        packed: np.ndarray = ray.get(bucket.ref, timeout=GET_SECONDS)
+        return packed
+    except (ray.exceptions.RayError, OSError) as error:
+        first = bucket.entries[0].name
+        raise WeightTransferError(f"weights from {first} on are lost ({type(error).__name__})") from error

@@ -1,7 +1,7 @@
 """vLLM's side of the weight transfer: one engine for its native interface, whichever way the weights come.
 
 From Ray's object store they are handed over as tensors; from GPU to GPU vLLM's own `nccl` or `ipc` engine receives
-them. vLLM's layer-wise reload fuses and lays out incoming Hugging Face weights as a load from disk would; a layer
+them. Either way vLLM's own code fuses and lays out incoming Hugging Face weights as a load from disk would; a layer
 that receives nothing keeps what it had.
 """
 
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -21,7 +25,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.weights.vllm_reload import Reloader, close, record
 
 BACKEND = "xray"
 
@@ -48,6 +54,8 @@ class XrayWeightTransferEngine(WeightTransferEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _direct: WeightTransferEngine | None = None
+    _reloading = False
+    """vLLM's own reload is under way."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -56,11 +64,33 @@ class XrayWeightTransferEngine(WeightTransferEngine):
             self._direct = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
             self._direct.init_transfer_engine(self._direct.parse_init_info(init_info.info))
 
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        with safe_open(Path(self.vllm_config.model_config.model) / WEIGHTS_FILE, framework="pt") as tensors:
+            return {name: torch.Size(tensors.get_slice(name).get_shape()) for name in sorted(tensors.keys())}
+
+    @cached_property
+    def _reloader(self) -> Reloader | None:
+        """None: only vLLM's own reload knows how to load this model."""
+        with set_current_vllm_config(self.vllm_config):
+            return record(self.model, self._shapes)
+
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names`, and all that must be loaded with them: vLLM's own reload fills up half a layer with anything."""
+        return names | set(self._shapes) if self._reloader is None else self._reloader.with_siblings(names)
+
     def start_weight_update(self) -> None:
-        self._abandon()
-        initialize_layerwise_reload(self.model)
+        # vLLM counts the elements that arrive: what an update broken off left open would be counted twice.
+        close(self.model)
+        self._reloading = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.direct is None and self._reloader is not None:
+            self._reloader.load(update_info.tensors, self.vllm_config.model_config.dtype)
+            return
+        if not self._reloading:
+            initialize_layerwise_reload(self.model)
+            self._reloading = True
         if update_info.direct is not None:
             assert self._direct is not None
             self._direct.receive_weights(self._direct.parse_update_info(update_info.direct))
@@ -69,6 +99,8 @@ class XrayWeightTransferEngine(WeightTransferEngine):
             model.load_weights(update_info.tensors)
 
     def finish_weight_update(self) -> None:
+        if not self._reloading:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         # An output layer tied to the embedding receives nothing of its own, so the reload leaves it the copy that CPU
         # kernels packed from the *old* embedding. Pack it again.
@@ -80,17 +112,6 @@ class XrayWeightTransferEngine(WeightTransferEngine):
         if self._direct is not None:
             self._direct.shutdown()
             self._direct = None
-
-    def _abandon(self) -> None:
-        """Give layers that an update broken off half-way left open their tensors back, and forget what had arrived.
-
-        vLLM counts the elements that arrive: what was left would be counted twice.
-        """
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                _place_kernel_tensors(layer, info)
-                info.reset()
 
 
 def register() -> None:

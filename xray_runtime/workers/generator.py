@@ -40,6 +40,11 @@ class Generator(Workhorse):
             place = Place(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
             self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, place)
 
+    def unload(self) -> None:
+        super().unload()
+        if self._engine is not None:
+            self._engine.forget()
+
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and load `update`; returns the version now held."""
         assert self._engine is not None

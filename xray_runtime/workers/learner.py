@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from xray_runtime.engines.engine import Engine, MicroBatch
     from xray_runtime.weights.device_transfer import Transport
     from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.protocols import WorkhorseHandle
 
 
 class Learner(Workhorse):
     """One rank of a model that is trained, or only scored."""
+
+    _shared: SharedWriter | None = None
 
     def load_libraries(self) -> None:
         """Import the libraries that take seconds, before there is a model."""
@@ -91,6 +94,7 @@ class Learner(Workhorse):
         super().unload()
         self.engine = self.scorer = self.module = None
         self._forget_trunks()
+        self._shared = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -208,13 +212,19 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int) -> WeightUpdate | None:
-        """This pipeline stage's trained weights under their Hugging Face names; None but on one of its ranks."""
+    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+        """This pipeline stage's trained weights under their Hugging Face names; None but on one of its ranks.
+
+        Args:
+            shared: by memory that readers on this machine map, not by the object store.
+        """
         from xray_runtime.weights.object_store import pack
+        from xray_runtime.weights.shared_memory import SharedWriter
 
         tensors = self._weights(head=False)
         if self.engine is not None and self.engine.writes:
-            return pack(tensors, version)
+            self._shared = self._shared or SharedWriter()
+            return pack(tensors, version, self._shared if shared else None)
         for _ in tensors:
             pass
         return None

@@ -46,6 +46,8 @@ class WholeModel:
     def __init__(self, role: str, runtime: RuntimeConfig, log_dir: Path) -> None:
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
         self._workhorses: list[WorkhorseHandle] = []
+        self._ways: dict[WholeModelHandle, tuple[Transport, bool]] = {}
+        """Policy → how its weights come, and whether it is on this generator's machine."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
@@ -129,9 +131,10 @@ class WholeModel:
         replies = self._get(calls)
         return join([replies[first] for _, first in answers], [load for load, _ in answers])
 
-    def export_weights(self, version: int) -> WeightUpdate:
-        """The policy's trainable weights as version `version`, in the object store."""
-        updates = [u for u in self._call(lambda w: w.export_weights.remote(version)) if u is not None]
+    def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
+        """The policy's trainable weights as version `version`: in memory that all on this machine share, or in the
+        object store."""
+        updates = [u for u in self._call(lambda w: w.export_weights.remote(version, shared)) if u is not None]
         return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
@@ -152,10 +155,13 @@ class WholeModel:
     def follow(self, policy: WholeModelHandle, version: int) -> None:
         """Bring this generator to `policy`'s weights as `version`, by the shortest way between their devices."""
         assert isinstance(self._spec.layout, GeneratorConfig)
-        theirs, ours = get(policy.where.remote()), self.where()
-        transport = choose(self._runtime.weight_transfer, self._spec.layout, theirs, ours)
+        if policy not in self._ways:
+            theirs, ours = get(policy.where.remote()), self.where()
+            transport = choose(self._runtime.weight_transfer, self._spec.layout, theirs, ours)
+            self._ways[policy] = transport, len({device.machine for device in [*theirs, *ours]}) == 1
+        transport, shared = self._ways[policy]
         if transport == "plasma":
-            self.load_weights(get(policy.export_weights.remote(version)))
+            self.load_weights(get(policy.export_weights.remote(version, shared)))
         else:
             per_replica = len(self._workhorses) // self._num_replicas
             get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))

@@ -108,13 +108,13 @@ class Workhorse(FileReceiver):
 
     def where(self) -> Device:
         """The device it holds."""
-        import ray
         import torch
 
         from xray_runtime.weights.device_transfer import Device
+        from xray_runtime.weights.shared_memory import machine
 
         on_gpu = self.device.type == "cuda"
-        return Device(ray.util.get_node_ip_address(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
+        return Device(machine(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
     def worker_info(self) -> WorkerInfo:
         """Which process it is, and on which node."""

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from safetensors import safe_open
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.versioned import Tensors, VersionedWeights
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ class Sampler(Protocol):
     def write(self, tensors: Tensors, version: int) -> None:
         """Put whole tensors into the model, by their Hugging Face names; see `weights.versioned.Write`."""
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names`, and the tensors that must be written together with any of them."""
+
 
 class Generation:
     """A sampler and the policy version it holds.
@@ -81,7 +86,7 @@ class Generation:
     ) -> None:
         self._shape = _shape(directory, max_length, config)
         self._sampler = _open(directory, max_length, config, runtime, place)
-        self._held = VersionedWeights(directory, self._sampler.write)
+        self._held = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
 
     @property
     def version(self) -> int:
@@ -95,6 +100,10 @@ class Generation:
     def restart(self, directory: Path) -> None:
         """Hold the weights of `directory` as version 0, as if started on it."""
         self._held.restart(directory)
+
+    def forget(self) -> None:
+        """Let go of the updates that came; the next call is `restart`."""
+        self._held.forget()
 
     def load(self, update: WeightUpdate) -> None:
         """Take over `update`'s weights, whole or not at all; see `VersionedWeights.load`."""
@@ -146,6 +155,8 @@ def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: Ru
     return TransformersSampler(directory, place)
 
 
-def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[str, int, GeneratorConfig]:
-    known = (directory / "model.safetensors").is_file()
-    return (directory / "config.json").read_text() if known else str(directory), max_length, config
+def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:
+    if not (directory / WEIGHTS_FILE).is_file():
+        return directory, max_length, config
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as tensors:
+        return (directory / "config.json").read_text(), sorted(tensors.keys()), max_length, config

@@ -31,6 +31,9 @@ class TransformersSampler:
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        return names
+
     def write(self, tensors: Tensors, version: int) -> None:
         own = dict(self._lm.named_parameters())
         with torch.no_grad():

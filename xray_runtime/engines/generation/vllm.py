@@ -118,6 +118,10 @@ class VLLMSampler:
             replies.append(Reply(ids, [step[token].logprob for step, token in steps]))
         return replies
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        together: set[str] = self._llm.collective_rpc(_layers_of, args=(names,))[0]
+        return together
+
     def write(self, tensors: Tensors, version: int) -> None:
         self.receive("start", {}, version)
         self._llm.update_weights({"update_info": {"tensors": tensors}})
@@ -139,6 +143,11 @@ class VLLMSampler:
             self._llm.update_weights({"update_info": {"direct": info}})
         else:
             self._llm.finish_weight_update(str(version))
+
+
+def _layers_of(worker: Any, names: set[str]) -> set[str]:
+    together: set[str] = worker.weight_transfer_engine.layers_of(names)
+    return together
 
 
 def _close_session(worker: Any) -> None:
