@@ -85,7 +85,7 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.model.norm):
                 module.requires_grad_(True)
-        self.branches = nn.ModuleList(branches)
+        self.branches: Any = nn.ModuleList(branches)
         for branch in self.branches:
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
@@ -217,7 +217,8 @@ class Branch(nn.Module):
 
     def __init__(self, role: str, lm: Any, scalar: ScalarHead | None = None) -> None:
         super().__init__()
-        self.role, self.whole, self.scalar = role, lm, scalar
+        self.role, self.scalar = role, scalar
+        self.whole: Any = lm
         self.requires_grad_(False)
 
     def keep_top(self, first: int) -> None:

@@ -73,7 +73,7 @@ def build_experience(
     in_reward = kl_coef if config.kl.place == "reward" else 0.0
     penalties = in_reward * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
     groups = torch.arange(len(rewards)) // config.samples_per_prompt
-    if config.advantages in ("gae", "reinforce++"):
+    if config.advantages == "gae" or config.advantages == "reinforce++":
         token_rewards = place_rewards(rewards, penalties, mask)
         lam = config.gae_lambda if has_critic else 1.0
         advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=lam)

@@ -32,6 +32,11 @@ class Learner(Workhorse):
 
     _shared: SharedWriter | None = None
 
+    _trunks: dict[int, torch.Tensor]
+    """Row's id → what the frozen trunk gave it."""
+    _scored: str
+    """Digest of the rows they are of."""
+
     def load_libraries(self) -> None:
         """Import the libraries that take seconds, before there is a model."""
         from xray_runtime.engines.training.zero import load_deepspeed
@@ -53,7 +58,8 @@ class Learner(Workhorse):
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
         def branch(role: str, model: BranchSpec) -> Branch:
-            lm, scalar = load_model(model.directory), None
+            lm: Any = load_model(model.directory)
+            scalar = None
             if model.head is not None:
                 scalar = ScalarHead(lm.config.hidden_size, 1)
                 scalar.load_state_dict(load_file(model.head))
@@ -199,8 +205,7 @@ class Learner(Workhorse):
         return torch.cat([self._trunks[i][:length] for i, length in zip(ids, lengths.tolist(), strict=True)])
 
     def _forget_trunks(self) -> None:
-        self._trunks: dict[int, torch.Tensor] = {}
-        self._scored = ""
+        self._trunks, self._scored = {}, ""
 
     def save_state(self, directory: Path) -> None:
         """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""

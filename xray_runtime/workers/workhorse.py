@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.processes import redirect_output
@@ -81,7 +81,8 @@ class Workhorse(FileReceiver):
         torch.set_num_threads(self.runtime.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling what `empty` returns would show reads of it, of which there are none, at 1,000 fills a step.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False
         torch.manual_seed(0)
 
     @contextlib.contextmanager
