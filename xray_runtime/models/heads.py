@@ -85,13 +85,14 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.model.norm):
                 module.requires_grad_(True)
-        self.branches: Any = nn.ModuleList(branches)
-        for branch in self.branches:
+        held = list(branches)
+        for branch in held:
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
+        self.branches: Any = nn.ModuleList(held)
 
     def _same_trunk(self, other: Any) -> bool:
         pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
