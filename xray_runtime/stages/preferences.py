@@ -83,6 +83,7 @@ def _from_dataset(
     stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences
 ) -> tuple[Iterator[PreferenceExample], dict[str, float]]:
     """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
+    records: Iterable[tuple[str, dict[str, Any]]]
     if isinstance(config, JudgedPreferences):
         assert stage.inputs.judgements is not None
         judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)

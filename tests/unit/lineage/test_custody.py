@@ -266,13 +266,18 @@ def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     lifecycle = Lifecycle(output).whole()
     lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "prompts": "prepare"})
     lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "prompts": "prepare"})
+    # Tokens of a dataset are no checkpoint, and go with it.
+    tokens = [Path(f"{lifecycle.done[stage].path}.tokens-") for stage in ("prepare", "trial")]
+    for directory in tokens:
+        directory.mkdir()
     place = open_lineage_store(output, None)
     plan = plan_prune(place, [])
     assert [node.manifest.stage for node in plan.remove] == ["trial-2", "trial"]
     assert plan.bytes == len(b"trial") + len(b"trial 2")
     assert plan_prune(place, [resolve("trial-2", output, None)[1]]).remove == []
     prune(place, plan)
-    assert len(list((output / "checkpoints").iterdir())) == 8
+    assert [directory.exists() for directory in tokens] == [True, False]
+    assert len(list((output / "checkpoints").iterdir())) == 8 + 1
     assert broken(output) == []
 
 
