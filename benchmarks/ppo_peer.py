@@ -28,10 +28,10 @@ from benchmarks.machine import line, machine, ratio, spread, table
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
-from xray_runtime.data.pairs import read_examples
+from xray_runtime.data.pairs import TRAIN
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 TRL = "trl==1.11.0"
@@ -138,7 +138,7 @@ def main() -> None:
         chats, sft_model, judge_model = start(config)
         sft, judge, dataset = sft_model.result().path, judge_model.result().path, chats.result().path
         tokenizer = AutoTokenizer.from_pretrained(sft, trust_remote_code=False)
-        prompts = unique_prompts(tokenizer, read_examples(dataset / "train.jsonl"), max_prompt_tokens(dataset))
+        prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
         for repeat in range(options.repeats):
             for critic in ("separate", "shared"):
                 policy = xray.ppo(

@@ -29,6 +29,7 @@ from unittest.mock import patch
 from benchmarks.machine import line, machine
 from xray.deployments.server_home import ServerHome
 from xray.deployments.status import service_status
+from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -201,10 +202,13 @@ def files(stage: str, number: int) -> dict[str, bytes]:
 
     def rows(side: str) -> bytes:
         prompts = [[{"role": "user", "content": f"{side} {number} {i}"}] for i in range(4)]
-        return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode()
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / f"{side}.arrow"
+            write_pairs(path, Example, (Example(str(i), str(i), p, "yes") for i, p in enumerate(prompts)))
+            return path.read_bytes()
 
     if stage == "prepare":
-        return {"train.jsonl": rows("train"), "heldout.jsonl": rows("heldout"), "stats.json": b"{}"}
+        return {"train.arrow": rows("train"), "heldout.arrow": rows("heldout"), "stats.json": b"{}"}
     if stage == "evaluate":
         asked = [f"heldout {number} {i}" for i in range(2)]
         numbers = {"samples": 2, "judge": "gold", "win_rate": 0.6, "win_rate_ci95": [0.5, 0.7], "kl": 1.0}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from xray.tasks.out_of_memory import run_in_memory
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.errors import StageOutOfMemoryError
 from xray_runtime.stages.artifacts import Dataset, Model
 from xray_runtime.stages.kind import Stage
@@ -77,7 +77,7 @@ def dataset(root: Path) -> Path:
     for name, count in (("train", ROWS), ("heldout", 8)):
         prompts = [[{"role": "user", "content": text(20)}] for _ in range(count)]
         examples = [Example(str(i), str(i), p, text(int(rng.integers(10, 28)))) for i, p in enumerate(prompts)]
-        write_jsonl(data / f"{name}.jsonl", examples)
+        write_pairs(data / f"{name}.arrow", Example, examples)
     (data / "dataset.json").write_text(json.dumps({"max_prompt_tokens": 32}))
     return data
 

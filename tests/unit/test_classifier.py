@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, Messages, write_jsonl
+from xray_runtime.data.pairs import Example, Messages, write_pairs
 from xray_runtime.data.tokenizing import encode_conversations, train_tokenizer
 from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.classifier import load_classifier
@@ -202,7 +202,7 @@ def test_heldout_replies_give_mean_and_deviation(make: Make, tmp_path: Path, tok
     replies = [f"fine thanks {'today ' * n}" for n in range(8)]
     examples = [Example(str(n), "c", PROMPTS[0], reply) for n, reply in enumerate(replies)]
     too_long = Example("long", "c", [{"role": "user", "content": "how are you " * 40}], "hello")
-    write_jsonl(data / "heldout.jsonl", [too_long, *examples])
+    write_pairs(data / "heldout.arrow", Example, [too_long, *examples])
     (data / "dataset.json").write_text('{"max_prompt_tokens": 32}')
     notes = reward_base(source, out, data)
     expected = transformers_scores(source, encode_conversations(tokenizer, [PROMPTS[0]] * 8, replies))

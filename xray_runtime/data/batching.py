@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 
+from xray_runtime.data.permutation import permuted
 from xray_runtime.seeding import derive_seed
 
 
@@ -33,7 +34,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = Fal
 
 @dataclass
 class Cursor:
-    """An endless walk over `num_rows` rows, in a new seeded order each epoch. The fields are the whole state."""
+    """An endless walk over `num_rows` rows, in a new seeded order each epoch. The fields are all that it remembers."""
 
     num_rows: int
     seed: int
@@ -45,20 +46,15 @@ class Cursor:
             raise ValueError("there are no rows to draw from")
         if self.epoch < 0 or not 0 <= self.position < self.num_rows:
             raise ValueError(f"there is no position {self.position} of epoch {self.epoch} in {self.num_rows} rows")
-        self._order: tuple[int, np.ndarray] | None = None
 
     def take(self, n: int) -> list[int]:
         """The next `n` row indices, running on into the next epoch where this one ends."""
         taken: list[int] = []
         while len(taken) < n:
-            if self._order is None or self._order[0] != self.epoch:
-                generator = np.random.default_rng(derive_seed(self.seed, "epoch", self.epoch))
-                self._order = (self.epoch, generator.permutation(self.num_rows))
-            part = self._order[1][self.position : self.position + n - len(taken)]
-            taken += part.tolist()
-            self.position += len(part)
-            if self.position == self.num_rows:
-                self.epoch, self.position = self.epoch + 1, 0
+            end = min(self.position + n - len(taken), self.num_rows)
+            seed = derive_seed(self.seed, "epoch", self.epoch)
+            taken += permuted(np.arange(self.position, end), self.num_rows, seed).tolist()
+            self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
         return taken
 
     def state(self) -> dict[str, int]:

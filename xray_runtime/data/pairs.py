@@ -1,22 +1,31 @@
-"""The two record types of X-ray's datasets and their files.
+"""The two record types of X-ray's datasets and their files, which may be larger than memory.
 
 A prompt is a list of messages, `{"role": "system" | "user" | "assistant", "content": str}`, the last one the user's.
-Files are JSON Lines: one record a line, in a fixed field order, so equal data are equal bytes.
+
+A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
+`datasets.load_dataset("arrow", data_files=path)`. Its record batches hold `BATCH_ROWS` rows each, the last one what is
+left, so that row i is found without an index. Equal data are equal bytes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
 
 Messages = list[dict[str, str]]
 
+TRAIN, HELDOUT = "train.arrow", "heldout.arrow"
+"""The two sides of a dataset."""
 
-@dataclass(frozen=True)
-class Example:
+BATCH_ROWS = 256
+
+
+class Example(NamedTuple):
     """A prompt and the reply a person gave."""
 
     id: str
@@ -25,8 +34,7 @@ class Example:
     response: str
 
 
-@dataclass(frozen=True)
-class PreferenceExample:
+class PreferenceExample(NamedTuple):
     """A prompt and two replies, one preferred."""
 
     id: str
@@ -35,30 +43,139 @@ class PreferenceExample:
     rejected: str
 
 
-def write_jsonl(path: Path, records: Iterable[Example | PreferenceExample]) -> int:
-    """Write records; returns how many."""
-    count = 0
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for record in records:
-            file.write(json.dumps(vars(record), ensure_ascii=False) + "\n")
-            count += 1
-    return count
+P = TypeVar("P", Example, PreferenceExample)
+
+# Offsets of 64 bits: no batch is too large, however long its texts.
+TEXT = pa.large_string()
+MESSAGE = pa.struct([pa.field("role", TEXT, nullable=False), pa.field("content", TEXT, nullable=False)])
+PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
+SCHEMAS = {
+    of: pa.schema([pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=False) for name in of._fields])
+    for of in (Example, PreferenceExample)
+}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+class PairsWriter(Generic[P]):
+    """Writes a file of pairs, holding at most a batch of them. To be used in a `with` block."""
+
+    def __init__(self, path: Path, of: type[P]) -> None:
+        self.count = 0
+        self._schema = SCHEMAS[of]
+        self._waiting: list[P] = []
+        self._file = pa.ipc.new_file(str(path), self._schema)
+
+    def append(self, pair: P) -> None:
+        self._waiting.append(pair)
+        self.count += 1
+        if len(self._waiting) == BATCH_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        columns = [self._column(name) for name in self._schema.names]
+        self._file.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._waiting = []
+
+    def _column(self, name: str) -> pa.Array:
+        values: list[Any] = [getattr(pair, name) for pair in self._waiting]
+        if name != "prompt":
+            return pa.array(values, TEXT)
+        messages = [message for prompt in values for message in prompt]
+        parts = [pa.array([message[part] for message in messages], TEXT) for part in ("role", "content")]
+        offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+        return pa.LargeListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(MESSAGE)), PROMPT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._waiting:
+            self._write()
+        self._file.close()
 
 
-def read_examples(path: Path) -> list[Example]:
-    """The prompt/reply pairs of a file that `write_jsonl` wrote."""
-    return [Example(**record) for record in _lines(path)]
+def write_pairs(path: Path, of: type[P], pairs: Iterable[P]) -> int:
+    """Write a file of pairs; returns how many."""
+    with PairsWriter(path, of) as writer:
+        for pair in pairs:
+            writer.append(pair)
+    return writer.count
 
 
-def read_preferences(path: Path) -> list[PreferenceExample]:
-    """The preference pairs of a file that `write_jsonl` wrote."""
-    return [PreferenceExample(**record) for record in _lines(path)]
+class Pairs(Sequence[P]):
+    """The pairs of a file, read when they are asked for: a batch of them is in memory at a time.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no file of such pairs, or damaged; also later, when what is damaged is reached.
+    """
+
+    def __init__(self, path: Path, of: type[P]) -> None:
+        self._path = path
+        self._of: type[P] = of
+        # Plain reads, not a map: a walk through the whole file does not fill the process with its pages.
+        source = pa.OSFile(str(path))
+        try:
+            self._file = pa.ipc.open_file(source)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(str(error)) from error
+        if self._file.schema != SCHEMAS[of]:
+            raise self._damaged(f"its columns are {', '.join(self._file.schema.names)}")
+        self._num_batches = self._file.num_record_batches
+        rest = self._read(self._num_batches - 1).num_rows if self._num_batches else 0
+        self._len = BATCH_ROWS * (self._num_batches - 1) + rest if self._num_batches else 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"{self._path}: there is no row {row}")
+        number, place = divmod(row % len(self), BATCH_ROWS)
+        return self._decoded(self._read(number).slice(place, 1))[0]
+
+    def __iter__(self) -> Iterator[P]:
+        for batch in self.batches():
+            yield from batch
+
+    def batches(self) -> Iterator[list[P]]:
+        """All pairs in order, `BATCH_ROWS` at a time."""
+        for number in range(self._num_batches):
+            yield self._decoded(self._read(number))
+
+    def prompt_texts(self) -> Iterator[str]:
+        """`prompt_text` of every row, in order."""
+        for number in range(self._num_batches):
+            for prompt in self._read(number).column("prompt").to_pylist():
+                yield prompt_text(prompt)
+
+    def _read(self, number: int) -> pa.RecordBatch:
+        try:
+            batch = self._file.get_batch(number)
+            # The file may be anybody's: offsets out of bounds would read beyond its end.
+            batch.validate(full=True)
+        except (pa.ArrowException, OSError, MemoryError) as error:
+            raise self._damaged(str(error)) from error
+        if not 0 < batch.num_rows <= BATCH_ROWS or (batch.num_rows < BATCH_ROWS and number < self._num_batches - 1):
+            raise self._damaged(f"batch {number} has {batch.num_rows} rows")
+        return batch
+
+    def _decoded(self, batch: pa.RecordBatch) -> list[P]:
+        return [self._of(**row) for row in batch.to_pylist()]
+
+    def _damaged(self, reason: str) -> ValueError:
+        return ValueError(f"{self._path}: no file of {self._of.__name__}s, or damaged ({' '.join(reason.split())})")
+
+
+def pairs_of(path: Path) -> Pairs[Example] | Pairs[PreferenceExample]:
+    """The pairs of a file of either type. Raises ValueError as `Pairs`."""
+    try:
+        return Pairs(path, Example)
+    except ValueError:
+        return Pairs(path, PreferenceExample)
 
 
 def prompt_text(prompt: Messages) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
+from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, prompt_text
-from xray_runtime.data.sources import preference, read_records
+from xray_runtime.data.sources import preference
 from xray_runtime.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -133,17 +134,22 @@ def split_ratings(
     return drawn[False], heldout, stats
 
 
-def from_dataset(config: DatasetPreferences) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """Your own pairs, cleaned, and counts of what was dropped and why.
+def from_dataset(
+    records: Iterable[tuple[str, dict[str, Any]]], max_pairs: int | None, counts: dict[str, float]
+) -> Iterator[PreferenceExample]:
+    """Your own pairs, cleaned.
+
+    Args:
+        records: as `read_records` gives them.
+        max_pairs: to take at most.
+        counts: told how many pairs there are, and what was dropped and why; complete after the last pair.
 
     Raises:
-        ValueError: the data cannot be read, or a row is of the wrong form.
+        ValueError: a row is of the wrong form.
     """
-    pairs: list[PreferenceExample] = []
-    counts = {"dropped_same_or_empty": 0, "dropped_unmatched_transcripts": 0}
-    _, records = read_records("preferences.path", config.path, config.split)
+    counts |= {"pairs": 0, "dropped_same_or_empty": 0, "dropped_unmatched_transcripts": 0}
     for number, (where, record) in enumerate(records):
-        if config.max_pairs is not None and len(pairs) >= config.max_pairs:
+        if counts["pairs"] == max_pairs:
             break
         found = preference(where, record)
         if found is None:
@@ -153,5 +159,5 @@ def from_dataset(config: DatasetPreferences) -> tuple[list[PreferenceExample], d
         if chosen == rejected or not chosen or not rejected or not prompt[-1]["content"]:
             counts["dropped_same_or_empty"] += 1
             continue
-        pairs.append(PreferenceExample(f"dataset-{number}", prompt, chosen, rejected))
-    return pairs, {"pairs": len(pairs), **counts}
+        counts["pairs"] += 1
+        yield PreferenceExample(f"dataset-{number}", prompt, chosen, rejected)

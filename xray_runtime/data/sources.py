@@ -8,7 +8,7 @@ same messages (or the same prompt) are one.
 
 from __future__ import annotations
 
-import hashlib
+import codecs
 import importlib.util
 import json
 import re
@@ -18,11 +18,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import orjson
+import xxhash
+
 from xray_runtime.data.pairs import Messages
 
 ROLES = ("system", "user", "assistant")
 OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".yaml")
 """Endings by which people's files are told from names on a hub."""
+
+READ_ROWS = 1000
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
@@ -39,6 +44,9 @@ class Conversation:
 
 def clean(text: str) -> str:
     """Whitespace runs become one space, none at the ends; what UTF-8 cannot hold (lone surrogates) becomes "?"."""
+    # Of all whitespace only " " is printable, and no surrogate is: most texts are clean already.
+    if text.isprintable() and "  " not in text and not text.startswith(" ") and not text.endswith(" "):
+        return text
     return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
 
 
@@ -73,7 +81,7 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
     """(number of records, the records) of a .jsonl or .parquet file, or of a `datasets` name or directory.
 
     A record comes as (where, columns). `where` names the file and row for messages to people; columns that are null in
-    a row are left out.
+    a row are left out. One record at a time is in memory, of a `datasets` set `READ_ROWS`.
 
     Raises:
         ValueError: the source does not exist or cannot be read; one line that names `field_name`. A damaged line of a
@@ -81,8 +89,7 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
     """
     path = Path(source)
     if path.suffix == ".jsonl":
-        lines = _jsonl_lines(field_name, path)
-        return len(lines), _jsonl_records(field_name, path, lines)
+        return _num_lines(field_name, path), _jsonl_records(field_name, path)
     like_a_path = path.is_absolute() or source.startswith(".") or path.suffix in OTHER_FILES
     if like_a_path and path.suffix != ".parquet" and not path.is_dir():
         # Asking the hub for what is plainly a path would only take its retries' time.
@@ -105,10 +112,8 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
             data = datasets.load_dataset(source, split=split)
     except Exception as error:  # every reader under `datasets` has exceptions of its own
         raise ValueError(f"{field_name}: {source!r} cannot be read ({clean(str(error))[:200]})") from error
-    return len(data), (
-        (f"{source} row {number}", {name: value for name, value in row.items() if value is not None})
-        for number, row in enumerate(data, start=1)
-    )
+    rows = (row for part in data.with_format("arrow").iter(READ_ROWS) for row in part.to_pylist())
+    return len(data), ((f"{source} row {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
 def _split_of(data: Any, split: str) -> Any:
@@ -117,28 +122,46 @@ def _split_of(data: Any, split: str) -> Any:
     return data[split]
 
 
-def _jsonl_lines(field_name: str, path: Path) -> list[tuple[int, str]]:
-    """(line number, line) of every line that is not blank."""
+def _num_lines(field_name: str, path: Path) -> int:
+    """Lines that are not blank."""
     if not path.is_file():
         raise ValueError(f"{field_name}: {str(path)!r} is not a file")
     try:
-        # Not splitlines(): U+2028 and its like may stand inside a JSON string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{field_name}: {str(path)!r} cannot be read as UTF-8 text ({error})") from error
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        with path.open("rb") as file:
+            return sum(not line.isspace() for line in file)
+    except OSError as error:
+        raise ValueError(f"{field_name}: {str(path)!r} cannot be read ({error})") from error
 
 
-def _jsonl_records(field_name: str, path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in lines:
-        where = f"{path} line {number}"
+def _jsonl_records(field_name: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = str(path)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            where = f"{name} line {number}"
+            record = _parsed(f"{field_name}: {where}", line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+            yield where, _without_nulls(record)
+
+
+def _parsed(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # Stricter than Python's, which takes lone surrogates and whole numbers of any size.
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: cannot be read as UTF-8 text ({error})") from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"{field_name}: {where}: not JSON ({error.msg})") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{field_name}: {where}: {type(record).__name__} found, an object is expected")
-        yield where, {name: value for name, value in record.items() if value is not None}
+            raise ValueError(f"{where}: not JSON ({error.msg})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: {type(record).__name__} found, an object is expected")
+    return record
+
+
+def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if v is not None} if None in record.values() else record
 
 
 def conversation_id(record: dict[str, Any]) -> str:
@@ -148,8 +171,13 @@ def conversation_id(record: dict[str, Any]) -> str:
     """
     if "conversation_id" in record:
         return str(record["conversation_id"])
-    said = next((record[column] for column in ("messages", "prompt", "chosen") if column in record), None)
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    said: Any = record.get("messages", record.get("prompt", record.get("chosen")))
+    try:
+        # Whatever else a message has does not make another conversation.
+        text = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in said])
+    except (TypeError, KeyError):
+        text = str(said)
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def prompt_and_replies(where: str, record: dict[str, Any], context: int) -> Iterator[tuple[Messages, str]]:
@@ -228,11 +256,13 @@ def _messages(where: str, column: str, value: Any) -> Messages:
         raise ValueError(f"{where}: {column} must be a list of messages, not {found}")
     messages = []
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str):
             raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
-        if message.get("role") not in ROLES:
-            raise ValueError(f"{where}: {column} has role {message.get('role')!r}; allowed: {', '.join(ROLES)}")
-        messages.append({"role": message["role"], "content": clean(message["content"])})
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}")
+        messages.append({"role": role, "content": clean(content)})
     return messages
 
 

@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.pairs import Example, Messages, Pairs, prompt_text
 from xray_runtime.data.sources import asked, read_records
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.session import Setup
 from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.graph import Node
@@ -51,15 +52,16 @@ def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Me
     Of held-out prompts only those that none of the models, nor any model they came from, was trained on.
     """
     assert setup.source is not None
-    examples = read_examples(store.graph.nodes[setup.source].directory / f"{setup.prompts}.jsonl")
-    found = {prompt_text(e.prompt): e.prompt for e in examples}
+    seen: list[TextSet] = []
     if setup.prompts == "heldout":
         prompts = Prompts(store.graph)
         for sha in store.graph.ancestors([model.sha256 for model in models]):
             node = store.graph.nodes.get(sha)
             if node is not None and node.is_data:
-                for text in prompts.of(sha, "train") or ():
-                    found.pop(text, None)
+                seen.append(prompts.of(sha, "train") or TextSet())
+    examples = Pairs(store.graph.nodes[setup.source].directory / f"{setup.prompts}.arrow", Example)
+    texts = ((prompt_text(e.prompt), e.prompt) for e in examples)
+    found = {text: prompt for text, prompt in texts if not any(text in trained for trained in seen)}
     order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))
     listed = list(found.values())
     return [listed[i] for i in order]

@@ -1,7 +1,7 @@
 """Judgements as a dataset: a checkpoint of kind `judgements`, signed and recorded like any other.
 
     judgements.jsonl   every verdict with its prompt, both replies, who stood on the left, judge and time
-    pairs.jsonl        prompt, chosen, rejected: what the stage `preferences` takes as `judgements`
+    pairs.arrow        prompt, chosen, rejected: what the stage `preferences` takes as `judgements`
     stats.json         counts
 
 Its parents are the models that were judged (`policy-1`, …) and the datasets that prompts were taken from. It holds all
@@ -11,13 +11,14 @@ that was judged in an output directory so far; publishing again after more judge
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_jsonl
+from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_pairs
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.lineage.attestation import attest, read_statement
@@ -74,7 +75,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
         config={
             "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
             "judgements": digest(verdicts),
-            "pairs": digest([asdict(pair) for pair in found]),
+            "pairs": digest([pair._asdict() for pair in found]),
         },
         seed=0,
         parents={role: node.sha256 for role, node in parents.items()},
@@ -146,8 +147,8 @@ def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str,
 def _held_out(store: LineageStore, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
     prompts = Prompts(store.graph)
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
-    heldout = {text for node in datasets for text in prompts.of(node.sha256, "heldout") or ()}
-    return sum(prompt_text(pair.prompt) in heldout for pair in found)
+    heldout = [prompts.of(node.sha256, "heldout") or TextSet() for node in datasets]
+    return sum(any(prompt_text(pair.prompt) in texts for texts in heldout) for pair in found)
 
 
 def _build(
@@ -165,7 +166,7 @@ def _build(
     with store.building(JUDGEMENTS, identity.key) as built:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in verdicts)
         (built / VERDICTS).write_text("".join(lines), encoding="utf-8")
-        write_jsonl(built / JUDGED_PAIRS, found)
+        write_pairs(built / JUDGED_PAIRS, PreferenceExample, found)
         (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         dataset = dataset_of(parents.values())
         return store.publish(built, identity, type=Judgements.__name__, step=0, dataset=dataset, attest=record)

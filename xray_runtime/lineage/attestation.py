@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
@@ -183,10 +184,8 @@ def _data_files(dataset: Path) -> dict[str, Any]:
     manifest, _ = read_manifest(dataset)
     files: dict[str, Any] = {}
     for entry in manifest.files:
-        if entry.path.endswith(".jsonl"):
-            with (dataset / entry.path).open("rb") as file:
-                rows = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
-            files[entry.path] = {"sha256": entry.sha256, "rows": rows}
+        if entry.path in (TRAIN, HELDOUT):
+            files[entry.path] = {"sha256": entry.sha256, "rows": len(pairs_of(dataset / entry.path))}
     return {"files": files}
 
 

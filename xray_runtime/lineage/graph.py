@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.data.tokens import SUFFIX as TOKENS
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Artifact, Comparison, Dataset, Evaluation, Preferences, is_a
@@ -20,8 +21,8 @@ from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import Manifest
 from xray_runtime.store.ref import CheckpointRef
 
-IGNORED = (".building-", ".damaged-")
-"""Directories that are no checkpoints: being built, or moved aside."""
+IGNORED = (".building-", ".damaged-", TOKENS)
+"""Directories that are no checkpoints: being built, moved aside, or tokens of a dataset."""
 
 SIDES = ("policy", "against")
 """Roles of an evaluation whose kind nobody registered in this process."""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from xray_runtime.data.tokens import SUFFIX as TOKENS
 from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
@@ -60,6 +61,7 @@ def prune(store: LineageStore, plan: Prune) -> None:
         aside = node.directory.with_name(f"{node.directory.name}.damaged-pruned-{os.getpid()}")
         os.rename(node.directory, aside)
         shutil.rmtree(aside)
+        shutil.rmtree(f"{node.directory}{TOKENS}", ignore_errors=True)
 
 
 def _judgements(graph: Graph, kept: set[str]) -> set[str]:

@@ -20,14 +20,14 @@ class Artifact:
 
 
 class Dataset(Artifact):
-    """Prompt/reply pairs: train.jsonl, heldout.jsonl, and dataset.json with the longest prompt in tokens."""
+    """Prompt/reply pairs: train.arrow, heldout.arrow, and dataset.json with the longest prompt in tokens."""
 
 
 class Preferences(Artifact):
-    """Pairs of replies, one of them preferred: train.jsonl, heldout.jsonl."""
+    """Pairs of replies, one of them preferred: train.arrow, heldout.arrow."""
 
 
-JUDGED_PAIRS = "pairs.jsonl"
+JUDGED_PAIRS = "pairs.arrow"
 
 
 class Judgements(Artifact):

@@ -7,15 +7,18 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.config.engines import TrainingConfig
-from xray_runtime.data.pairs import Example, Messages
+from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokens import Report, Tokens
+
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import Recorder
 
 
 def max_prompt_tokens(dataset: Path) -> int:
@@ -35,25 +38,26 @@ def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = No
     )
 
 
-def encode_pairs(
-    tokenizer: Any, examples: Sequence[Example], max_prompt: int, max_response: int
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, reply ids) of the examples that fit the limits."""
-    prompts = encode_prompts(tokenizer, [e.prompt for e in examples])
-    replies = encode_replies(tokenizer, [e.response for e in examples])
-    return [
-        (p, r) for p, r in zip(prompts, replies, strict=True) if len(p) <= max_prompt and 2 <= len(r) <= max_response
-    ]
+class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
+    """(messages, token ids) of each different prompt that fits, in order of first appearance; read when asked for.
 
+    Args:
+        pairs: a side of a dataset.
+        max_prompt: tokens that fit.
+    """
 
-def unique_prompts(tokenizer: Any, examples: Sequence[Example], max_prompt: int) -> list[tuple[Messages, list[int]]]:
-    """(messages, token ids) of each different prompt that fits, in order of first appearance."""
-    encoded = encode_prompts(tokenizer, [e.prompt for e in examples])
-    found: dict[tuple[int, ...], Messages] = {}
-    for example, ids in zip(examples, encoded, strict=True):
-        if len(ids) <= max_prompt:
-            found.setdefault(tuple(ids), example.prompt)
-    return [(messages, list(ids)) for ids, messages in found.items()]
+    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int) -> None:
+        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer)
+        self._rows = self._tokens.different_prompts(max_prompt)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = int(self._rows[index])
+        return self._pairs[row].prompt, self._tokens.prompt(row)
 
 
 def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
@@ -66,6 +70,11 @@ def with_end_of_turn(reply: Sequence[int] | np.ndarray, eos_token_id: int) -> li
     """A reply that ends with the end token: the reward model has seen no other."""
     ids = list(reply)
     return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
+
+
+def tokenizing(recorder: Recorder) -> Report:
+    """For `Tokens`: shows how far a dataset is tokenized."""
+    return lambda done, total: recorder.progress(done, total, "pairs", "tokenizing")
 
 
 class PhaseClock:

@@ -6,18 +6,18 @@ vocabularies and shapes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -67,10 +67,9 @@ def asked_prompts(stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dic
     """Held-out prompts in random order that fit both and that no dataset behind the champion has for training."""
     dataset = stage.inputs.prompts.path
     limit = max_prompt_tokens(dataset)
-    heldout = read_examples(dataset / "heldout.jsonl")
-    found = [messages for messages, _ in unique_prompts(tokenizers["candidate"], heldout, limit)]
+    found = [messages for messages, _ in UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
-    seen = {text for dataset in stage.inputs.seen for text in _trained(dataset.path)}
+    seen = TextSet(text for dataset in stage.inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
     found = [m for m, size in zip(found, sizes, strict=True) if size <= limit and prompt_text(m) not in seen]
     if len(found) < MIN_PROMPTS:
         raise ValueError(
@@ -79,11 +78,6 @@ def asked_prompts(stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dic
         )
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     return [found[i] for i in order[: stage.config.num_prompts]]
-
-
-def _trained(dataset: Path) -> set[str]:
-    with (dataset / "train.jsonl").open(encoding="utf-8") as file:
-        return {prompt_text(json.loads(line)["prompt"]) for line in file}
 
 
 def _rewards(

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
-from xray_runtime.data.pairs import prompt_text, read_examples
+from xray_runtime.data.pairs import HELDOUT, prompt_text
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import max_prompt_tokens, text_rows, unique_prompts, with_end_of_turn
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
 from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.weights.object_store import pack
@@ -41,9 +41,9 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
     tokenizer = load_tokenizer(before)
     limit = max_prompt_tokens(dataset)
-    prompts = unique_prompts(tokenizer, read_examples(dataset / "heldout.jsonl"), limit)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(prompts))
-    prompts = [prompts[i] for i in order[: config.num_prompts]]
+    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit)
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
+    prompts = [found[i] for i in order[: config.num_prompts]]
     asked = [prompt_text(messages) for messages, _ in prompts]
     rewards = RewardSources(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {

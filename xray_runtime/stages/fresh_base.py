@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.data.pairs import prompt_text, read_examples
+from xray_runtime.data.pairs import TRAIN, Example, Pairs, prompt_text
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import fresh_llama, save_model
 from xray_runtime.seeding import derive_seed
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
     recorder.progress(0, 1, "models", "loading")
-    examples = read_examples(stage.inputs.data.path / "train.jsonl")
-    texts = [text for e in examples for text in (prompt_text(e.prompt), e.response)]
+    examples = Pairs(stage.inputs.data.path / TRAIN, Example)
+    texts = (text for e in examples for text in (prompt_text(e.prompt), e.response))
     tokenizer = train_tokenizer(texts, stage.config.vocab_size)
     lm = fresh_llama(stage.config, tokenizer, derive_seed(stage.seed, "base", "weights"))
     save_model(lm, tokenizer, out)

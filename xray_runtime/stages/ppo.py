@@ -25,7 +25,7 @@ from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.pairs import Messages, prompt_text, read_examples
+from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.rows import Rows, num_response_tokens, take
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -33,7 +33,7 @@ from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
-from xray_runtime.stages.common import PhaseClock, lr_at, max_prompt_tokens, text_rows, unique_prompts, with_end_of_turn
+from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens, text_rows, with_end_of_turn
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
@@ -52,7 +52,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
     config, dataset = stage.config, stage.inputs.prompts.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    prompts = unique_prompts(tokenizer, read_examples(dataset / "train.jsonl"), max_prompt_tokens(dataset))
+    prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold) if config.gold else None
     kl = make_kl_controller(config.kl)
@@ -62,7 +62,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 
     with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
-        rollouts = Rollouts(models["generator"], stage, tokenizer, [ids for _, ids in prompts], cursor)
+        rollouts = Rollouts(models["generator"], stage, tokenizer, prompts, cursor)
         state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
             clock = PhaseClock()

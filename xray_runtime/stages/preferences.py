@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,17 @@ from xray_runtime.config.preferences import DatasetPreferences, JudgedPreference
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
-from xray_runtime.data.pairs import PreferenceExample, prompt_text, read_examples, write_jsonl
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
 from xray_runtime.data.rows import Ragged
-from xray_runtime.data.sources import chitchat_conversations
+from xray_runtime.data.sources import chitchat_conversations, read_records
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
-from xray_runtime.stages.common import max_prompt_tokens, unique_prompts
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
 
@@ -33,54 +35,74 @@ GENERATION_BATCH = 512
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.jsonl, heldout.jsonl (no prompt on both sides) and stats.json. Gold scores are in none of them."""
+    """Writes train.arrow, heldout.arrow (no prompt on both sides) and stats.json. Gold scores are in none of them."""
     config = stage.config
-    if isinstance(config, SampledPreferences):
-        pairs, stats = _from_gold(stage, config, recorder)
-        train, heldout = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
-    elif isinstance(config, RatingPreferences):
-        assert stage.inputs.data is not None
-        examples = read_examples(stage.inputs.data.path / "train.jsonl")
-        ratings = {
-            c.id: float(c.ratings[config.rating]) for c in chitchat_conversations() if config.rating in c.ratings
-        }
-        train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(stage.seed, stage.name, "pairs"))
+    sided: Iterable[tuple[bool, PreferenceExample]]
+    if isinstance(config, RatingPreferences):
+        sided, stats = _from_ratings(stage, config)
     else:
-        pairs, stats = _from_dataset(stage, config)
-        train, heldout = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
-    if not train or not heldout:
+        pairs, stats = (
+            _from_gold(stage, config, recorder)
+            if isinstance(config, SampledPreferences)
+            else _from_dataset(stage, config)
+        )
+        sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
+    with PairsWriter(out / TRAIN, PreferenceExample) as train, PairsWriter(out / HELDOUT, PreferenceExample) as heldout:
+        for held_out, pair in sided:
+            (heldout if held_out else train).append(pair)
+    if not train.count or not heldout.count:
         dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
         raise ValueError(
-            f"{stage.name}: {len(train)} training and {len(heldout)} held-out pairs; both must be at least 1: give "
+            f"{stage.name}: {train.count} training and {heldout.count} held-out pairs; both must be at least 1: give "
             f"more pairs, or change heldout_fraction (dropped: {dropped})"
         )
-    stats["length_baseline_accuracy"] = length_baseline_accuracy(train, heldout)
-    write_jsonl(out / "train.jsonl", train)
-    write_jsonl(out / "heldout.jsonl", heldout)
+    written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
+    stats["length_baseline_accuracy"] = length_baseline_accuracy(*written)
     (out / "stats.json").write_text(json.dumps(dict(sorted(stats.items())), indent=2) + "\n")
     recorder.metrics({f"preferences/{name}": float(value) for name, value in stats.items()}, step=0)
     recorder.table(
         "preferences",
         ["prompt", "chosen", "rejected"],
-        [[prompt_text(p.prompt), p.chosen, p.rejected] for p in heldout[:20]],
+        [[prompt_text(p.prompt), p.chosen, p.rejected] for p in written[1][:20]],
     )
-    recorder.progress(len(train) + len(heldout), len(train) + len(heldout), "pairs", "labelled")
+    recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", "labelled")
     return 0
+
+
+def _from_ratings(
+    stage: Stage[Any, PreferencesInputs], config: RatingPreferences
+) -> tuple[Iterable[tuple[bool, PreferenceExample]], dict[str, float]]:
+    assert stage.inputs.data is not None
+    examples = list(Pairs(stage.inputs.data.path / TRAIN, Example))
+    ratings = {c.id: float(c.ratings[config.rating]) for c in chitchat_conversations() if config.rating in c.ratings}
+    train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(stage.seed, stage.name, "pairs"))
+    return [*((False, pair) for pair in train), *((True, pair) for pair in heldout)], stats
 
 
 def _from_dataset(
     stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences
-) -> tuple[list[PreferenceExample], dict[str, float]]:
+) -> tuple[Iterator[PreferenceExample], dict[str, float]]:
     """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
+    records: Iterable[tuple[str, dict[str, Any]]]
     if isinstance(config, JudgedPreferences):
         assert stage.inputs.judgements is not None
-        path = str(stage.inputs.judgements.path / JUDGED_PAIRS)
-        config = DatasetPreferences(path=path, max_pairs=config.max_pairs, heldout_fraction=config.heldout_fraction)
-    pairs, stats = from_dataset(config)
+        judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)
+        records = ((f"pair {number}", pair._asdict()) for number, pair in enumerate(judged, start=1))
+    else:
+        _, records = read_records("preferences.path", config.path, config.split)
     data = stage.inputs.data
-    asked = {prompt_text(e.prompt) for e in read_examples(data.path / "heldout.jsonl")} if data is not None else set()
-    kept = [pair for pair in pairs if prompt_text(pair.prompt) not in asked]
-    return kept, stats | {"pairs": len(kept), "dropped_prompt_held_out": len(pairs) - len(kept)}
+    asked = TextSet(Pairs(data.path / HELDOUT, Example).prompt_texts()) if data is not None else TextSet()
+    stats: dict[str, float] = {"dropped_prompt_held_out": 0}
+
+    def kept() -> Iterator[PreferenceExample]:
+        for pair in from_dataset(records, config.max_pairs, stats):
+            if prompt_text(pair.prompt) in asked:
+                stats["dropped_prompt_held_out"] += 1
+            else:
+                yield pair
+        stats["pairs"] -= stats["dropped_prompt_held_out"]
+
+    return kept(), stats
 
 
 def _from_gold(
@@ -92,9 +114,9 @@ def _from_gold(
     tokenizer = load_tokenizer(policy)
     gold = load_gold(config.gold)
     limit = max_prompt_tokens(data)
-    prompts = unique_prompts(tokenizer, read_examples(data / "train.jsonl"), limit)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(prompts))
-    prompts = [prompts[i] for i in order[: config.num_pairs]]
+    found = UniquePrompts(tokenizer, data / TRAIN, limit)
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
+    prompts = [found[i] for i in order[: config.num_pairs]]
     if len(prompts) < config.num_pairs:
         raise ValueError(
             f"{stage.name}.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.pairs import Example, Messages, prompt_text, write_jsonl
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Messages, Pairs, PairsWriter, prompt_text, write_pairs
 from xray_runtime.data.sources import (
     chat_pairs,
     chitchat_conversations,
@@ -17,6 +17,7 @@ from xray_runtime.data.sources import (
     prompt_and_replies,
     read_records,
 )
+from xray_runtime.data.text_set import TextSet
 
 if TYPE_CHECKING:
     from xray_runtime.config.prepare import DataConfig
@@ -32,57 +33,63 @@ ConversationPairs = tuple[str, list[tuple[Messages, str]]]
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.jsonl, heldout.jsonl, stats.json (what was kept, and what was dropped and why) and dataset.json.
+    """Writes train.arrow, heldout.arrow, stats.json (what was kept, and what was dropped and why) and dataset.json.
+
+    In one walk through the source; 16 bytes a pair and conversation are all that stays in memory.
 
     Raises:
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
     """
     config = stage.config
     counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
-    train: list[Example] = []
-    heldout: list[Example] = []
-    turns: Counter[str] = Counter()
+    everyone, trained, asked = TextSet(), TextSet(), TextSet()
+    chosen: set[str] = set()
     total, source = _read(config)
-    for number, (conversation, pairs) in enumerate(source):
-        if number % PROGRESS_EVERY == 0:
-            recorder.progress(number, total, "conversations", "reading")
-        if conversation not in turns and len(turns) == config.max_conversations:
-            break
-        side = heldout if is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction) else train
-        # A conversation may come in several records: its turns are counted on.
-        turns.setdefault(conversation, 0)
-        counts["read_without_reply"] += not pairs
-        for prompt, reply in pairs:
-            example = Example(f"{conversation}-{turns[conversation]}", conversation, prompt, reply)
-            turns[conversation] += 1
-            reason = _reason_to_drop(prompt, reply, config)
-            if reason:
-                counts[f"dropped_{reason}"] += 1
-            else:
-                side.append(example)
-    seen = {prompt_text(example.prompt) for example in train}
-    unseen = [example for example in heldout if prompt_text(example.prompt) not in seen]
-    counts["dropped_heldout_prompt_seen_in_training"] = len(heldout) - len(unseen)
-    counts["read_conversations"] = len(turns)
-    counts["read_pairs"] = turns.total()
-    counts["train_pairs"] = write_jsonl(out / "train.jsonl", train)
-    counts["heldout_pairs"] = write_jsonl(out / "heldout.jsonl", unseen)
-    counts["train_conversations"] = len({e.conversation for e in train})
-    counts["heldout_conversations"] = len({e.conversation for e in unseen})
-    if not train or not unseen:
+    both_sides = out / "heldout.unchecked.arrow"
+    with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
+        for number, (conversation, pairs) in enumerate(source):
+            if number % PROGRESS_EVERY == 0:
+                recorder.progress(number, total, "conversations", "reading")
+            if config.max_conversations is not None and conversation not in chosen:
+                if len(chosen) == config.max_conversations:
+                    break
+                chosen.add(conversation)
+            everyone.add(conversation)
+            held_out = is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction)
+            counts["read_without_reply"] += not pairs
+            counts["read_pairs"] += len(pairs)
+            for place, (prompt, reply) in enumerate(pairs):
+                text = prompt_text(prompt)
+                reason = _reason_to_drop(prompt, text, reply, config)
+                if reason:
+                    counts[f"dropped_{reason}"] += 1
+                    continue
+                (heldout if held_out else train).append(Example(f"{number}-{place}", conversation, prompt, reply))
+                if not held_out:
+                    trained.add(conversation)
+                    asked.add(text)
+    candidates = Pairs(both_sides, Example)
+    # Held-out conversations may begin with what a training one does.
+    unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
+    counts["train_pairs"], counts["heldout_pairs"] = train.count, write_pairs(out / HELDOUT, Example, unseen)
+    both_sides.unlink()
+    counts["dropped_heldout_prompt_seen_in_training"] = len(candidates) - counts["heldout_pairs"]
+    counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
+    counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
+    if not counts["train_pairs"] or not counts["heldout_pairs"]:
         dropped = {name: count for name, count in sorted(counts.items()) if name.startswith("dropped") and count}
         raise ValueError(
-            f"data: {len(train)} training and {len(unseen)} held-out pairs are left of {turns.total()}; both must be "
-            f"at least 1: read more conversations, or change min_chars, max_chars or heldout_fraction (dropped: "
-            f"{dropped})"
+            f"data: {counts['train_pairs']} training and {counts['heldout_pairs']} held-out pairs are left of "
+            f"{counts['read_pairs']}; both must be at least 1: read more conversations, or change min_chars, max_chars "
+            f"or heldout_fraction (dropped: {dropped})"
         )
     (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
     facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
     (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
-    recorder.progress(total, total, "conversations", f"{len(train) + len(unseen):,} pairs kept")
+    recorder.progress(total, total, "conversations", f"{train.count + counts['heldout_pairs']:,} pairs kept")
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
-    shown = train[:: -(-len(train) // NUM_EXAMPLES_SHOWN)]
+    shown = Pairs(out / TRAIN, Example)[:: -(-train.count // NUM_EXAMPLES_SHOWN)]
     recorder.table("data_examples", ["prompt", "response"], [[prompt_text(e.prompt), e.response] for e in shown])
     return 0
 
@@ -99,9 +106,8 @@ def _read(config: DataConfig) -> tuple[int, Iterator[ConversationPairs]]:
     )
 
 
-def _reason_to_drop(prompt: Messages, reply: str, config: DataConfig) -> str | None:
-    text = prompt_text(prompt)
-    if not reply or not all(message["content"] for message in prompt):
+def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:
+    if not reply or not text or "" in [message["content"] for message in prompt]:
         return "empty"
     if min(len(text), len(reply)) < config.min_chars:
         return "too_short"

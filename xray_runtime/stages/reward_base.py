@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.torch import save_file
 
-from xray_runtime.data.pairs import read_examples
+from xray_runtime.data.pairs import HELDOUT, Example, Pairs
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.models.causal_lm import save_model
 from xray_runtime.models.classifier import load_classifier
@@ -57,16 +58,16 @@ def _heldout_scores(
     stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Any, dataset: Path
 ) -> np.ndarray:
     """Scores [n] of people's held-out replies, to prompts that fit the dataset's limit."""
-    examples = read_examples(dataset / "heldout.jsonl")
-    limit, sizes = max_prompt_tokens(dataset), map(len, encode_prompts(tokenizer, [e.prompt for e in examples]))
-    examples = [example for example, size in zip(examples, sizes, strict=True) if size <= limit]
-    if not examples:
+    examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset)
+    batches = (encode_prompts(tokenizer, [e.prompt for e in batch]) for batch in examples.batches())
+    fit = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
+    if not fit:
         raise ValueError(
             f"{stage.name}.data: no held-out prompt fits max_prompt_tokens = {limit} in the tokens of "
             f"{stage.config.model!r}: prepare it with a larger one"
         )
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "replies")).permutation(len(examples))
-    chosen = [examples[i] for i in order[: stage.config.num_replies]]
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "replies")).permutation(len(fit))
+    chosen = [examples[fit[i]] for i in order[: stage.config.num_replies]]
     reader = RewardReader(out, stage.name)
     rows = reader.rows([e.prompt for e in chosen], [e.response for e in chosen])
     spec = ModelSpec(out, RewardObjective(), head=out / REWARD_HEAD, frozen=stage.config.frozen)

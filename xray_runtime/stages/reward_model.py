@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,14 @@ import numpy as np
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
-from xray_runtime.data.pairs import PreferenceExample, read_preferences
-from xray_runtime.data.rows import Rows, join, num_rows, take
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
+from xray_runtime.data.rows import Rows, join, num_rows
+from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import lr_at, text_rows
+from xray_runtime.stages.common import lr_at, tokenizing
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -33,8 +34,10 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     config = stage.config
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
-    train, heldout = (read_preferences(dataset / name) for name in ("train.jsonl", "heldout.jsonl"))
-    rows, heldout_rows = _pair_rows(tokenizer, train), _pair_rows(tokenizer, heldout)
+    train, heldout = (
+        Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+    )
+    heldout_rows = _both_sides(heldout, range(len(heldout)))
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
@@ -45,13 +48,13 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         trainable_layers=config.trainable_layers,
         adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
     )
-    baseline = length_baseline_accuracy(train, heldout)
+    baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
     with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
         state = Resumable(recorder, models, cursor=cursor)
         for step in range(state.restore(), steps):
-            batch = take(rows, cursor.take(config.batch_size))
+            batch = _both_sides(train, cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
             stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
             metrics = {
@@ -80,14 +83,10 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     return steps
 
 
-def _pair_rows(tokenizer: object, pairs: list[PreferenceExample]) -> Rows:
+def _both_sides(pairs: Tokens, rows: Sequence[int]) -> Rows:
     """Rows with the chosen side in `input_ids` and the other in `rejected_ids`."""
-    prompts = encode_prompts(tokenizer, [p.prompt for p in pairs])
-    chosen, rejected = (
-        text_rows(prompts, encode_replies(tokenizer, replies))["input_ids"]
-        for replies in ([p.chosen for p in pairs], [p.rejected for p in pairs])
-    )
-    return {"input_ids": chosen, "rejected_ids": rejected}
+    taken = pairs.take(rows)
+    return {name: taken[name] for name in ("input_ids", "rejected_ids")}
 
 
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,6 @@ proximal over behaviour. Those are the very weights that correct for the generat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ import numpy as np
 from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import text_rows
+from xray_runtime.stages.common import UniquePrompts, text_rows
 from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Rollouts:
     """Rollouts that are asked for and not yet trained on.
 
     Args:
-        prompts: token ids of every prompt.
+        prompts: every prompt.
         cursor: which prompts are next.
     """
 
@@ -65,7 +64,7 @@ class Rollouts:
         generator: ModelHandle,
         stage: Stage[PPOConfig, PPOInputs],
         tokenizer: Any,
-        prompts: Sequence[list[int]],
+        prompts: UniquePrompts,
         cursor: Cursor,
     ) -> None:
         config = stage.config
@@ -106,12 +105,12 @@ class Rollouts:
         asked = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
         replies = get(self._sample(asked, sampling, version, "probe", version))
-        scores = get(policy.score.remote(text_rows([self._prompts[i] for i in asked], replies["response_ids"])))
+        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies["response_ids"])))
         return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
 
     def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Ref[Rows]:
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows = {"input_ids": Ragged.of(self._prompts[i] for i in prompts), "seed": np.array(seeds)}
+        rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
         return self._generator.generate.remote(rows, sampling, version)
 
     def save_state(self, directory: Path) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.pairs import read_examples
-from xray_runtime.data.rows import num_response_tokens, take
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Example
+from xray_runtime.data.rows import num_response_tokens, num_rows
+from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import encode_pairs, lr_at, max_prompt_tokens, text_rows
+from xray_runtime.stages.common import lr_at, max_prompt_tokens, tokenizing
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -32,15 +33,14 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
     limits = (max_prompt_tokens(dataset), config.max_response_tokens)
-    examples = read_examples(dataset / "train.jsonl")
-    pairs = encode_pairs(tokenizer, examples, *limits)
-    heldout = encode_pairs(tokenizer, read_examples(dataset / "heldout.jsonl"), *limits)[:HELDOUT_ROWS]
-    if not pairs or not heldout:
+    train, heldout = (Tokens(dataset / side, Example, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT))
+    fit = train.fitting(*limits)
+    heldout_rows = heldout.take(heldout.fitting(*limits)[:HELDOUT_ROWS])
+    if not len(fit) or not num_rows(heldout_rows):
         raise ValueError(
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
-    rows, heldout_rows = (text_rows(*zip(*part, strict=True)) for part in (pairs, heldout))
-    cursor = Cursor(len(pairs), derive_seed(stage.seed, stage.name, "order"))
+    cursor = Cursor(len(fit), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
         base,
         SFTObjective(),
@@ -54,11 +54,11 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         state = Resumable(recorder, models, cursor=cursor)
         done = state.restore()
         if not done:
-            dropped = len(examples) - len(pairs)
-            recorder.metrics({"sft/pairs": len(pairs), "sft/dropped_too_many_tokens": dropped}, step=0)
+            dropped = len(train) - len(fit)
+            recorder.metrics({"sft/pairs": len(fit), "sft/dropped_too_many_tokens": dropped}, step=0)
         for step in range(done, config.steps):
             start = time.perf_counter()
-            batch = take(rows, cursor.take(config.batch_size))
+            batch = train.take(fit[cursor.take(config.batch_size)])
             tokens = num_response_tokens(batch)
             stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
             seconds = time.perf_counter() - start

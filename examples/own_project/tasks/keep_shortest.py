@@ -6,7 +6,6 @@ lineage, audit and pages come from X-ray.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 import xray
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, write_pairs
 
 
 class KeepShortestConfig(xray.Section):
@@ -32,15 +32,11 @@ class KeepShortestInputs:
 def keep_shortest(stage: xray.Stage[KeepShortestConfig, KeepShortestInputs], out: Path, recorder: xray.Recorder) -> int:
     """Writes the training pairs with the shortest replies; held-out pairs stay as they are."""
     source = stage.inputs.data.path
-    lines = (source / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    kept = sorted(lines, key=_length)[: max(1, round(stage.config.share * len(lines)))]
-    (out / "train.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
-    for name in ("heldout.jsonl", "dataset.json", "stats.json"):
+    pairs = Pairs(source / TRAIN, Example)
+    kept = sorted(pairs, key=lambda pair: len(pair.response))[: max(1, round(stage.config.share * len(pairs)))]
+    write_pairs(out / TRAIN, Example, kept)
+    for name in (HELDOUT, "dataset.json", "stats.json"):
         (out / name).write_bytes((source / name).read_bytes())
     recorder.metrics({"keep_shortest/pairs": float(len(kept))}, step=0)
     recorder.progress(len(kept), len(kept), "pairs", "kept")
     return 0
-
-
-def _length(line: str) -> int:
-    return len(json.loads(line)["response"])

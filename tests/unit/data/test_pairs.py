@@ -1,39 +1,86 @@
-"""Records on disk: what is written is read back, byte for byte the same each time."""
+"""Pairs on disk: what is written is read back, byte for byte the same each time; what is damaged is refused."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import pyarrow as pa
+import pytest
+
 from xray_runtime.data.pairs import (
+    BATCH_ROWS,
     Example,
+    Pairs,
     PreferenceExample,
+    pairs_of,
     prompt_text,
-    read_examples,
-    read_preferences,
-    write_jsonl,
+    write_pairs,
 )
 
 PROMPT = [{"role": "user", "content": "h\u00e9 \u2028 \U0001f642"}, {"role": "assistant", "content": "b"}]
 
 
-def test_examples_round_trip(tmp_path: Path) -> None:
-    examples = [Example("c-0", "c", PROMPT, 'say "x"'), Example("c-1", "c", PROMPT, "")]
-    assert write_jsonl(tmp_path / "a.jsonl", examples) == 2
-    assert read_examples(tmp_path / "a.jsonl") == examples
+@pytest.mark.parametrize("count", [0, 1, BATCH_ROWS - 1, BATCH_ROWS, BATCH_ROWS + 1, 2 * BATCH_ROWS + 7])
+def test_rows_are_found_in_any_order(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    examples = [Example(f"{i}-0", f"c{i}", PROMPT[: 1 + i % 2], "x" * (i % 5)) for i in range(count)]
+    assert write_pairs(path, Example, iter(examples)) == count
+    pairs = Pairs(path, Example)
+    assert len(pairs) == count
+    assert list(pairs) == examples
+    assert [pairs[i] for i in reversed(range(count))] == examples[::-1]
+    assert pairs[-3:] == examples[-3:]
+    assert list(pairs.prompt_texts()) == [prompt_text(e.prompt) for e in examples]
+    with pytest.raises(IndexError):
+        pairs[count]
+    content = path.read_bytes()
+    write_pairs(path, Example, examples)
+    assert path.read_bytes() == content
 
 
-def test_preferences_round_trip(tmp_path: Path) -> None:
-    pairs = [PreferenceExample("p", PROMPT, "good", "bad")]
-    write_jsonl(tmp_path / "p.jsonl", pairs)
-    assert read_preferences(tmp_path / "p.jsonl") == pairs
+def test_anyone_can_read_it(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    write_pairs(tmp_path / "p.arrow", PreferenceExample, [PreferenceExample("p", PROMPT, "good", "bad")])
+    [row] = pandas.read_feather(tmp_path / "p.arrow").to_dict("records")
+    assert (row["id"], list(row["prompt"]), row["chosen"], row["rejected"]) == ("p", PROMPT, "good", "bad")
+    assert list(pairs_of(tmp_path / "p.arrow")) == [PreferenceExample("p", PROMPT, "good", "bad")]
 
 
-def test_the_line_is_the_contract(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [Example("c-0", "c", [{"role": "user", "content": "\u00e9"}], "r")])
-    expected = (
-        '{"id": "c-0", "conversation": "c", "prompt": [{"role": "user", "content": "\u00e9"}], "response": "r"}\n'
-    )
-    assert (tmp_path / "a.jsonl").read_bytes() == expected.encode()
+def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    pairs = [Example(str(i), "c", PROMPT, "reply") for i in range(600)]
+    write_pairs(path, Example, pairs)
+    with pytest.raises(ValueError, match=r"a\.arrow: no file of PreferenceExamples, or damaged \(its columns are id, "):
+        Pairs(path, PreferenceExample)
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[: len(content) // 2], b"", b"{}\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.arrow: no file of Examples, or damaged"):
+            Pairs(path, Example)
+    # Batches of another size: rows would be looked for in the wrong ones.
+    write_pairs(path, Example, pairs)
+    table = pa.ipc.open_file(str(path)).read_all()
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=100)
+    with pytest.raises(ValueError, match="batch 0 has 100 rows"):
+        list(Pairs(path, Example))
+
+
+def test_whatever_byte_is_wrong_only_a_value_is_refused(tmp_path: Path) -> None:
+    """A dataset may come from anybody: one that lies about its lengths must not make us read beyond its end."""
+    path, rng = tmp_path / "a.arrow", random.Random(0)
+    write_pairs(path, Example, [Example(str(i), "c", PROMPT, "reply" * i) for i in range(20)])
+    content, refused = path.read_bytes(), 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(damaged))] = rng.choice([0, 127, 128, 255])
+        path.write_bytes(damaged)
+        try:
+            list(Pairs(path, Example))
+        except ValueError:
+            refused += 1
+    assert refused > 100
 
 
 def test_prompt_text_leaves_roles_out() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from xray_runtime.config.preferences import DatasetPreferences, RatingPreferences
+from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.heldout import is_held_out, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, from_ratings, label_pairs, split_ratings
+from xray_runtime.data.sources import read_records
 
 
 def prompt(text: str) -> list[dict[str, str]]:
@@ -116,8 +118,9 @@ def test_rated_split_shares_no_conversation_and_no_prompt() -> None:
 
 def test_split_by_prompt_keeps_a_prompt_on_one_side() -> None:
     pairs = [pair(f"p{i % 400}", f"a{i}", "b") for i in range(1200)]
-    train, heldout = split_by_prompt(pairs, 0.25, seed=0)
-    assert len(train) + len(heldout) == 1200
+    sided = list(split_by_prompt(pairs, 0.25, seed=0))
+    assert [pair for _, pair in sided] == pairs
+    train, heldout = ([pair for held_out, pair in sided if held_out == side] for side in (False, True))
     assert not {prompt_text(p.prompt) for p in train} & {prompt_text(p.prompt) for p in heldout}
     # 400 prompts at 0.25: 100 expected, standard deviation 8.7.
     assert 65 <= len({prompt_text(p.prompt) for p in heldout}) <= 135
@@ -142,15 +145,18 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
         {"chosen": "\n\nHuman: q\n\nAssistant: yes", "rejected": "\n\nHuman: other\n\nAssistant: no"},
     ]
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs, stats = from_dataset(DatasetPreferences(path=str(path)))
+
+    def read(rows: list[dict[str, str]], max_pairs: int | None = None) -> tuple[list[PreferenceExample], Any]:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        stats: dict[str, float] = {}
+        return list(from_dataset(read_records("preferences.path", str(path), "train")[1], max_pairs, stats)), stats
+
+    pairs, stats = read(rows)
     assert [(prompt_text(p.prompt), p.chosen, p.rejected) for p in pairs] == [("a", "good", "bad"), ("q", "yes", "no")]
     assert stats == {"pairs": 2, "dropped_same_or_empty": 2, "dropped_unmatched_transcripts": 1}
-    path.write_text("".join(json.dumps(rows[0] | {"prompt": str(i)}) + "\n" for i in range(20)))
-    assert len(from_dataset(DatasetPreferences(path=str(path), max_pairs=8))[0]) == 8
-    path.write_text('{"prompt": "a", "chosen": "good"}\n')
+    assert len(read([rows[0] | {"prompt": str(i)} for i in range(20)], max_pairs=8)[0]) == 8
     with pytest.raises(ValueError, match=r"p\.jsonl line 1: column 'rejected' is missing"):
-        from_dataset(DatasetPreferences(path=str(path)))
+        read([{"prompt": "a", "chosen": "good"}])
 
 
 def test_length_baseline_fits_its_direction_on_train() -> None:

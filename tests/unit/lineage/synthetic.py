@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.signing import signing_key
@@ -31,11 +33,20 @@ def prompt(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"question {number}"}]
 
 
-def jsonl(numbers: range) -> bytes:
-    return "".join(
-        json.dumps({"id": str(i), "conversation": str(i), "prompt": prompt(i), "response": f"answer {i}"}) + "\n"
-        for i in numbers
-    ).encode()
+def pair_file(of: type[Any], pairs: Iterable[Any] = ()) -> bytes:
+    """What a file of these pairs holds."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "pairs"
+        write_pairs(path, of, pairs)
+        return path.read_bytes()
+
+
+def examples(numbers: range) -> bytes:
+    return pair_file(Example, (Example(str(i), str(i), prompt(i), f"answer {i}") for i in numbers))
+
+
+def preferences(numbers: range) -> bytes:
+    return pair_file(PreferenceExample, (PreferenceExample(str(i), prompt(i), "better", "worse") for i in numbers))
 
 
 def weights(seed: str, size: int = 3000) -> bytes:
@@ -143,8 +154,16 @@ class Lifecycle:
     def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2) -> Lifecycle:
         """prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate, registered."""
         model = {"config.json": b"{}"}
-        data = {"train.jsonl": jsonl(range(50)), "heldout.jsonl": jsonl(range(50, 60)), "stats.json": b'{"pairs": 60}'}
-        pairs = {"train.jsonl": jsonl(range(20)), "heldout.jsonl": jsonl(range(20, 25)), "stats.json": b'{"pairs": 25}'}
+        data = {
+            "train.arrow": examples(range(50)),
+            "heldout.arrow": examples(range(50, 60)),
+            "stats.json": b'{"pairs": 60}',
+        }
+        pairs = {
+            "train.arrow": preferences(range(20)),
+            "heldout.arrow": preferences(range(20, 25)),
+            "stats.json": b'{"pairs": 25}',
+        }
         own = OutsideSource(kind="file", name="own.jsonl", digest="ef" * 32, field="prepare.source")
         self.add("prepare", "prepare", data, {}, {"source": f"file:{own.digest}", "lr": 0.1}, outside=[own])
         self.add("base", "fresh_base", model | {"model.safetensors": weights("base")}, {"data": "prepare"})

@@ -9,8 +9,10 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.unit.lineage.synthetic import ALIAS, NAME
+from xray_runtime.data.pairs import pairs_of, write_pairs
 from xray_runtime.lineage.keys import rotate
 from xray_runtime.lineage.signing import fingerprint, make_key, sign, signing_key
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
@@ -229,11 +231,12 @@ def a_record_removed(rng: random.Random, output: Path) -> set[str]:
 
 
 @case
-def a_line_of_a_dataset(rng: random.Random, output: Path) -> set[str]:
-    path = rng.choice(sorted(output.glob("checkpoints/*/train.jsonl")))
-    lines = path.read_text().splitlines(keepends=True)
-    del lines[rng.randrange(len(lines))]
-    path.write_text("".join(lines))
+def a_pair_of_a_dataset(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(sorted(output.glob("checkpoints/*/train.arrow")))
+    pairs: Any = pairs_of(path)
+    left = list(pairs)
+    of = type(left.pop(rng.randrange(len(left))))
+    write_pairs(path, of, left)
     return {"file-changed"}
 
 

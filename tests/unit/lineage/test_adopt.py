@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.synthetic import Lifecycle, pair_file
 from tests.unit.lineage.test_custody import _bundle, broken
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.pairs import Example
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.stages.artifacts import Artifact
@@ -118,7 +119,9 @@ def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[
     source, output = fresh(), tmp_path / "run-2"
     life = Lifecycle(output, tracking=False)
     own = load_manifest(directory(source, "prepare"))
-    life.add("prepare", "prepare", {"train.jsonl": b"", "heldout.jsonl": b""}, {}, own.config)
+    life.add(
+        "prepare", "prepare", {"train.arrow": pair_file(Example), "heldout.arrow": pair_file(Example)}, {}, own.config
+    )
     with pytest.raises(ConfigError, match=r"holds another checkpoint than .*, of the same key"):
         checkpoint_from(f"{source}#sft", output, None)
 

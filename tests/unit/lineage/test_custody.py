@@ -15,7 +15,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle, jsonl
+from tests.unit.lineage.synthetic import NAME, Lifecycle, examples
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -228,7 +228,7 @@ def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callab
     second_candidate(output)
     lifecycle = Lifecycle(output).whole()
     lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "rewards.0": "reward"})
-    lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
+    lifecycle.add("other", "prepare", {"train.arrow": examples(range(58, 70))}, {})
     lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
     lifecycle.compare("ppo-4", "ppo-5", [f"question {i}" for i in range(52, 60)], stage="compare-5")
     assert [text.split()[0] for text in broken(output)] == ["evaluation-overlap"]
@@ -237,7 +237,7 @@ def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callab
 def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
     output = fresh()
     lifecycle = Lifecycle(output).whole()
-    lifecycle.add("other", "prepare", {"train.jsonl": jsonl(range(58, 70))}, {})
+    lifecycle.add("other", "prepare", {"train.arrow": examples(range(58, 70))}, {})
     lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
     place, node = resolve("ppo-2", output, None)
     spec = comparison_spec(place.graph, node, lifecycle.done["ppo-5"].sha256)
@@ -266,13 +266,18 @@ def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     lifecycle = Lifecycle(output).whole()
     lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "prompts": "prepare"})
     lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "prompts": "prepare"})
+    # Tokens of a dataset are no checkpoint, and go with it.
+    tokens = [Path(f"{lifecycle.done[stage].path}.tokens-") for stage in ("prepare", "trial")]
+    for directory in tokens:
+        directory.mkdir()
     place = open_lineage_store(output, None)
     plan = plan_prune(place, [])
     assert [node.manifest.stage for node in plan.remove] == ["trial-2", "trial"]
     assert plan.bytes == len(b"trial") + len(b"trial 2")
     assert plan_prune(place, [resolve("trial-2", output, None)[1]]).remove == []
     prune(place, plan)
-    assert len(list((output / "checkpoints").iterdir())) == 8
+    assert [directory.exists() for directory in tokens] == [True, False]
+    assert len(list((output / "checkpoints").iterdir())) == 8 + 1
     assert broken(output) == []
 
 

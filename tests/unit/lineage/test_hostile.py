@@ -34,7 +34,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
     global opened
     path = tmp_path / "outside"
     path.mkdir()
-    for name in ("secret", MANIFEST, "train.jsonl", "statement.json"):
+    for name in ("secret", MANIFEST, "train.arrow", "statement.json"):
         (path / name).write_text("{}")
     looked_at = opened = []
     yield path
@@ -79,7 +79,7 @@ def _replace_by_link(path: Path, target: Path) -> None:
     [
         ("", "manifest-malformed"),
         (MANIFEST, "manifest-malformed"),
-        ("train.jsonl", "file-link"),
+        ("train.arrow", "file-link"),
         (ATTESTATION, "statement-missing"),
         (f"{ATTESTATION}/statement.json", "file-added"),
         (SIGNATURE, "signature-malformed"),
@@ -89,7 +89,7 @@ def test_links_are_not_followed(what: str, code: str, fresh: Callable[[], Path],
     output = fresh()
     prepare = next(path for path in checkpoints(output) if path.name.startswith("prepare"))
     path = prepare / what if what else prepare
-    _replace_by_link(path, outside / path.name if path.suffix in (".json", ".jsonl") else outside)
+    _replace_by_link(path, outside / path.name if path.suffix in (".json", ".arrow") else outside)
     assert code in found(output)
 
 
@@ -125,7 +125,7 @@ FILES = {
     f"checkpoints/ppo-2-*/{MANIFEST}": "manifest-malformed",
     f"checkpoints/ppo-2-*/{ATTESTATION}/statement.json": "statement-|signature-|file-added",
     f"checkpoints/ppo-2-*/{SIGNATURE}": "signature-",
-    "checkpoints/prepare-*/train.jsonl": "file-",
+    "checkpoints/prepare-*/train.arrow": "file-",
     "checkpoints/evaluate-*/prompts.json": "evaluation-inconsistent",
     "checkpoints/ppo-2-*/README.md": "card-",
     "lifecycle.json": "record-malformed",

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle, prompt, weights
+from tests.unit.lineage.synthetic import Lifecycle, pair_file, prompt, weights
 from tests.unit.lineage.test_commands import place, xray
 from xray_runtime.config.preferences import JudgedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.pairs import read_preferences
+from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import publish
@@ -74,7 +74,7 @@ def test_it_is_published_once_signed_and_sound(fresh: Callable[[], Path]) -> Non
     assert first.stats == {
         "pairs": 3, "judgements": 6, "ties": 1, "both_bad": 1, "skipped": 1, "judges": {"ada": 6}
     }  # fmt: skip
-    found = [(p.chosen, p.rejected) for p in read_preferences(first.checkpoint.path / "pairs.jsonl")]
+    found = [(p.chosen, p.rejected) for p in Pairs(first.checkpoint.path / "pairs.arrow", PreferenceExample)]
     assert found == [("a0", "b0"), ("b1", "a1"), ("a5", "b5")]
     again = publish(open_lineage_store(output, None), "synthetic", "bob")
     assert (again.is_new, again.checkpoint.sha256) == (False, first.checkpoint.sha256)
@@ -104,13 +104,13 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
     assert audit(open_lineage_store(output, None)).is_sound
 
 
-@pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.jsonl", "stats.json"])
+@pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.arrow", "stats.json"])
 def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     judge(output)
     directory = published(output)
-    content = (directory / name).read_text()
-    (directory / name).write_text(content.replace("a", "b", 1))
+    content = (directory / name).read_bytes()
+    (directory / name).write_bytes(content.replace(b"a", b"b", 1))
     result = audit(open_lineage_store(output, None))
     assert [(f.code, f.detail) for f in result.findings if f.is_broken] == [("file-changed", f"{name} was changed")]
     with pytest.raises(ConfigError, match=f"is not what was published: {name} was changed"):
@@ -123,7 +123,8 @@ def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_p
     judged = checkpoint_from(str(published(output)), output, f"sqlite:///{output / 'mlflow.db'}")
     assert judged.mlflow_model_id is not None
     life = continued(output)
-    rows = {"train.jsonl": b"", "heldout.jsonl": b"", "stats.json": b'{"pairs": 3}'}
+    nothing = pair_file(PreferenceExample)
+    rows = {"train.arrow": nothing, "heldout.arrow": nothing, "stats.json": b'{"pairs": 3}'}
     life.add("preferences", "preferences", rows, {"data": "prepare", "judgements": "judgements"}, seed=1)
     files = {"config.json": b"{}", "model.safetensors": weights("other")}
     reward = life.add("reward", "reward_model", files, {"policy": "sft", "data": "preferences"}, seed=1)
@@ -181,7 +182,7 @@ def test_the_stage_reads_its_pairs_and_leaves_out_what_is_held_out(fresh: Callab
         open_models=None,  # type: ignore[arg-type]
     )
     preferences.run(stage, tmp_path, recorder)
-    both = read_preferences(tmp_path / "train.jsonl") + read_preferences(tmp_path / "heldout.jsonl")
+    both = [p for side in ("train", "heldout") for p in Pairs(tmp_path / f"{side}.arrow", PreferenceExample)]
     assert sorted(p.chosen for p in both) == ["a0", "a5", "b1"]
     assert json.loads((tmp_path / "stats.json").read_text())["dropped_prompt_held_out"] == 3
 
@@ -190,8 +191,8 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
     output = fresh()
     life = continued(output)
     # A dataset that holds out what the first one trained on, and the other way round.
-    data = {"train.jsonl": (place(output, "prepare") / "heldout.jsonl").read_bytes().splitlines(keepends=True)[0]}
-    data |= {"heldout.jsonl": b"", "stats.json": b"{}"}
+    first = Pairs(place(output, "prepare") / "heldout.arrow", Example)[:1]
+    data = {"train.arrow": pair_file(Example, first), "heldout.arrow": pair_file(Example), "stats.json": b"{}"}
     life.add("prepare-2", "prepare", data, {}, seed=2)
     files = {"config.json": b"{}", "model.safetensors": weights("second")}
     life.add("sft-2", "sft", files, {"data": "prepare-2"}, seed=2)

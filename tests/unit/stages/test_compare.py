@@ -12,7 +12,7 @@ import torch
 
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_jsonl
+from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Artifact, Dataset, Model
 from xray_runtime.stages.compare import asked_prompts
@@ -62,7 +62,7 @@ def stage(tmp_path: Path) -> Stage[EvaluationConfig, CompareInputs]:
     for role, files in datasets.items():
         (tmp_path / role).mkdir()
         for name, rows in files.items():
-            write_jsonl(tmp_path / role / f"{name}.jsonl", rows)
+            write_pairs(tmp_path / role / f"{name}.arrow", type(rows[0]), rows)
     limit_prompts(tmp_path / "prompts", 32)
     inputs = CompareInputs(
         policy=Model(tmp_path / "candidate"),

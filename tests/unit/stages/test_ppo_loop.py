@@ -18,7 +18,7 @@ import pytest
 
 from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
@@ -223,7 +223,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
     examples = [
         Example(str(i), "c", [{"role": "user", "content": text}], "an answer") for i, text in enumerate(prompts)
     ]
-    write_jsonl(root / "data" / "train.jsonl", examples)
+    write_pairs(root / "data" / "train.arrow", Example, examples)
     (root / "data" / "dataset.json").write_text('{"max_prompt_tokens": 64}')
     (root / "reward" / "reward.json").write_text('{"mean": 0.0, "std": 1.0}')
     return PPOInputs(Model(root / "model"), Dataset(root / "data"), rewards=[RewardModel(root / "reward")])

@@ -12,7 +12,7 @@ import pytest
 
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, prompt_text, read_examples
+from xray_runtime.data.pairs import Example, Pairs, prompt_text
 from xray_runtime.stages.kind import NoInputs, Stage
 from xray_runtime.stages.prepare import run
 
@@ -59,7 +59,8 @@ def prepare(out: Path, seed: int = 0, **config: Any) -> tuple[list[Example], lis
     notes = Notes(out)
     assert run(stage, out, notes) == 0
     stats = json.loads((out / "stats.json").read_text())
-    return read_examples(out / "train.jsonl"), read_examples(out / "heldout.jsonl"), stats, notes
+    train, heldout = (list(Pairs(out / f"{side}.arrow", Example)) for side in ("train", "heldout"))
+    return train, heldout, stats, notes
 
 
 def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -163,7 +164,7 @@ def test_rows_of_one_conversation_stay_together(tmp_path: Path) -> None:
     assert len(train) + len(heldout) == 160
     assert not {e.conversation for e in train} & {e.conversation for e in heldout}
     assert stats["read_conversations"] == 40
-    assert {e.id for e in (*train, *heldout)} == {f"c{c}-{turn}" for c in range(40) for turn in range(4)}
+    assert {(e.id, e.conversation) for e in (*train, *heldout)} == {(f"{i}-0", f"c{i % 40}") for i in range(160)}
 
 
 def test_an_empty_side_is_refused(tmp_path: Path) -> None:

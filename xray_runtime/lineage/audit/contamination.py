@@ -9,41 +9,37 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.pairs import pairs_of
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.store.checkpoints import read_bounded
 
-MAX_LINE = 2**24
-
 
 class Prompts:
-    """Prompts of datasets, each file read once."""
+    """Prompts of datasets, each file read once; in memory are 16 bytes a prompt."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._read: dict[tuple[str, str], frozenset[str] | None] = {}
+        self._read: dict[tuple[str, str], TextSet | None] = {}
 
-    def of(self, dataset: str, side: str) -> frozenset[str] | None:
+    def of(self, dataset: str, side: str) -> TextSet | None:
         """Prompts of the `train` or `heldout` side; None where they cannot be read."""
         key = (dataset, side)
         if key not in self._read:
-            self._read[key] = self._load(dataset, side)
+            try:
+                self._read[key] = TextSet(self.texts(dataset, side))
+            except (OSError, ValueError):
+                self._read[key] = None
         return self._read[key]
 
-    def _load(self, dataset: str, side: str) -> frozenset[str] | None:
+    def texts(self, dataset: str, side: str) -> Iterator[str]:
+        """The same one by one. Raises OSError or ValueError where they cannot be read."""
         node = self._graph.nodes.get(dataset)
-        path = node.directory / f"{side}.jsonl" if node else None
+        path = node.directory / f"{side}.arrow" if node else None
         if path is None or path.is_symlink() or not path.is_file():
-            return None
-        found = set()
-        try:
-            with path.open("rb") as file:
-                while line := file.readline(MAX_LINE):
-                    found.add(prompt_text(json.loads(line)["prompt"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return frozenset(found)
+            raise ValueError(f"{dataset[:12]} has no file for {side}")
+        return pairs_of(path).prompt_texts()
 
 
 def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
@@ -53,7 +49,7 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
     train, heldout = prompts.of(node.sha256, "train"), prompts.of(node.sha256, "heldout")
     if train is None or heldout is None:
         return
-    both = train & heldout
+    both = {text for text in prompts.texts(node.sha256, "heldout") if text in train}
     if both:
         yield Finding(node.name, "heldout-overlap", f"{len(both)} prompts, for example {min(both)[:80]!r}")
 
@@ -75,15 +71,16 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Fin
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not fit together")
     questions = frozenset(asked)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
-    if heldout is not None and not questions <= heldout:
-        foreign = questions - heldout
+    foreign = {text for text in questions if text not in heldout} if heldout is not None else None
+    if foreign:
         yield Finding(node.name, "evaluation-foreign", f"{len(foreign)} prompts, for example {min(foreign)[:80]!r}")
     judged = [node.manifest.parents[role] for role in node.sides if role in node.manifest.parents]
     for sha in graph.ancestors(judged):
         ancestor = graph.nodes.get(sha)
         if ancestor is None or not ancestor.is_data:
             continue
-        overlap = questions & (prompts.of(sha, "train") or frozenset())
+        trained = prompts.of(sha, "train") or TextSet()
+        overlap = {text for text in questions if text in trained}
         if overlap:
             example = min(overlap)[:80]
             detail = f"{len(overlap)} prompts stand in the training part of {ancestor.name}, for example {example!r}"

@@ -1,0 +1,140 @@
+"""Tokens on disk: the same as encoding each pair by itself, made once, made again when damaged or of something else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xray_runtime.data import tokens as module
+from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies, train_tokenizer
+from xray_runtime.data.tokens import Tokens
+from xray_runtime.models.causal_lm import load_tokenizer
+
+TEXTS = ["how are you", "fine thanks", "what is the weather like today", "sunny", ""]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(TEXTS * 3, 300)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """23 pairs with four different prompts, in shards of 5."""
+    monkeypatch.setattr(module, "SHARD_ROWS", 5)
+    monkeypatch.setattr("xray_runtime.data.pairs.BATCH_ROWS", 5)
+    (tmp_path / "data").mkdir()
+    write_pairs(tmp_path / "data" / "train.arrow", Example, EXAMPLES)
+    return tmp_path / "data" / "train.arrow"
+
+
+EXAMPLES = [
+    Example(str(i), "c", [{"role": "user", "content": TEXTS[i % 4]}], f"{TEXTS[i % 5]} {i}" if i % 5 < 4 else "")
+    for i in range(23)
+]
+
+
+def files(dataset: Path) -> list[Path]:
+    return sorted(dataset.parent.with_name("data.tokens-").glob("*.arrow"))
+
+
+def test_rows_are_the_encoded_pairs(dataset: Path, tokenizer: Any) -> None:
+    tokens = Tokens(dataset, Example, tokenizer)
+    assert len(tokens) == 23
+    order = [22, 0, 4, 5, 0, 13]
+    rows = tokens.take(order)
+    prompts = encode_prompts(tokenizer, [EXAMPLES[i].prompt for i in order])
+    replies = encode_replies(tokenizer, [EXAMPLES[i].response for i in order])
+    assert [ids.tolist() for ids in rows["input_ids"]] == [p + r for p, r in zip(prompts, replies, strict=True)]
+    assert rows["prompt_lengths"].tolist() == list(map(len, prompts))
+    assert {rows["input_ids"].values.dtype, rows["prompt_lengths"].dtype} == {np.dtype(np.int64)}
+    assert [tokens.prompt(i) for i in order] == prompts
+
+
+def test_what_fits_and_which_prompts_differ(dataset: Path, tokenizer: Any) -> None:
+    tokens = Tokens(dataset, Example, tokenizer)
+    prompts = [len(ids) for ids in encode_prompts(tokenizer, [e.prompt for e in EXAMPLES])]
+    replies = [len(ids) for ids in encode_replies(tokenizer, [e.response for e in EXAMPLES])]
+    longest, reply = sorted(set(prompts))[-2], sorted(set(replies))[-2]
+    # An empty reply is its end token alone: one token is too few.
+    assert 1 in replies
+    expected = [i for i in range(23) if prompts[i] <= longest and 2 <= replies[i] <= reply]
+    assert tokens.fitting(longest, reply).tolist() == expected
+    assert 0 < len(expected) < 23
+    assert tokens.different_prompts(max(prompts)).tolist() == [0, 1, 2, 3]
+    assert tokens.different_prompts(longest).tolist() == [i for i in range(4) if prompts[i] <= longest]
+
+
+def test_preferences_have_both_sides(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "data").mkdir()
+    prompt = [{"role": "user", "content": TEXTS[0]}]
+    write_pairs(tmp_path / "data" / "p", PreferenceExample, [PreferenceExample("0", prompt, TEXTS[1], TEXTS[3])])
+    rows = Tokens(tmp_path / "data" / "p", PreferenceExample, tokenizer).take([0])
+    [ids], [chosen, rejected] = encode_prompts(tokenizer, [prompt]), encode_replies(tokenizer, [TEXTS[1], TEXTS[3]])
+    assert [rows[name].values.tolist() for name in ("input_ids", "rejected_ids")] == [ids + chosen, ids + rejected]
+
+
+def test_they_are_made_once(dataset: Path, tokenizer: Any, tmp_path: Path) -> None:
+    said: list[tuple[int, int]] = []
+    first, second = tmp_path / "first", tmp_path / "second"
+    tokenizer.save_pretrained(first)
+    Tokens(dataset, Example, load_tokenizer(first), lambda done, total: said.append((done, total)))
+    assert said == [(0, 23), (5, 23), (10, 23), (15, 23), (20, 23), (23, 23)]
+    [path] = files(dataset)
+    before = path.stat()
+    # The same tokenizer, as a later stage has it.
+    load_tokenizer(first).save_pretrained(second)
+    Tokens(dataset, Example, load_tokenizer(second), lambda *_: pytest.fail("made again"))
+    assert [p.stat() for p in files(dataset)] == [before]
+
+
+def test_other_bytes_another_tokenizer_or_other_code_are_other_tokens(
+    dataset: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tokens(dataset, Example, tokenizer)
+    Tokens(dataset, Example, train_tokenizer([*TEXTS * 3, "and more words"], 310))
+    assert len(files(dataset)) == 2
+    changed = train_tokenizer(TEXTS * 3, 300)
+    changed.chat_template += "!"
+    Tokens(dataset, Example, changed)
+    assert len(files(dataset)) == 3
+    (dataset.parent / "code.py").write_text("EDITED = 1")
+    monkeypatch.setattr(module, "CODE", (*module.CODE, str(dataset.parent / "code.py")))
+    Tokens(dataset, Example, tokenizer)
+    assert len(files(dataset)) == 4
+    write_pairs(dataset, Example, EXAMPLES[:3])
+    assert len(Tokens(dataset, Example, tokenizer)) == 3
+    assert len(files(dataset)) == 5
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_damaged_tokens_are_made_again(
+    damage: str, dataset: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    Tokens(dataset, Example, tokenizer)
+    [path] = files(dataset)
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    path.write_bytes({"flip": bytes(flipped), "cut": content[:-9], "empty": b""}[damage])
+    tokens = Tokens(dataset, Example, tokenizer)
+    assert "is damaged: the tokens are made again" in caplog.text
+    assert path.read_bytes() == content
+    assert len(tokens) == 23
+
+
+def test_what_a_killed_process_left_is_no_tokens(dataset: Path, tokenizer: Any) -> None:
+    Tokens(dataset, Example, tokenizer)
+    [path] = files(dataset)
+    key = path.stem.split("-")[0]
+    (path.parent / f"{key}.building").mkdir()
+    os.replace(path, path.parent / f"{key}.building" / "tokens.arrow")
+    (path.parent / f"{key}.building" / "tokens.arrow").write_bytes(b"ARROW1")
+    assert len(Tokens(dataset, Example, tokenizer)) == 23
+    assert files(dataset) == [path]
+    assert not (path.parent / f"{key}.building").exists()

@@ -1,0 +1,219 @@
+"""The tokens of a dataset: made once for each tokenizer, kept beside the dataset, mapped into memory.
+
+    checkpoints/prepare-ab12….tokens-/KEY-DIGEST.arrow
+
+KEY is a digest of all that decides what is in it: the bytes of the pairs, the tokenizer, the code that encodes, its
+libraries; DIGEST is of its own bytes. What is damaged or half written is found by that, and made again. The whole
+directory may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from filelock import FileLock
+
+from xray_runtime.data import tokenizing
+from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.text_set import DIGEST
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.files import sync
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".tokens-"
+"""Of the directory beside a dataset's."""
+SHARD_ROWS = 8192
+"""Rows of a record batch; the last one has what is left. As many are tokenized at a time."""
+CODE = (__file__, tokenizing.__file__)
+LIBRARIES = ("jinja2", "tokenizers", "transformers")
+
+IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))
+REPLIES: dict[type[Any], dict[str, str]] = {
+    Example: {"input_ids": "response"},
+    PreferenceExample: {"input_ids": "chosen", "rejected_ids": "rejected"},
+}
+"""Type of a pair → column of token ids → the reply in it, behind the prompt."""
+
+Report = Callable[[int, int], None]
+"""(pairs tokenized, of how many)."""
+
+
+class Tokens:
+    """Rows of tokens, one a pair of a dataset's file: the whole columns on disk, taken rows in memory.
+
+    Columns are `input_ids`, of preferences `rejected_ids` too, and `prompt_lengths` [B].
+
+    Args:
+        pairs: the dataset's file.
+        of: the type of its pairs.
+        report: told of progress where the tokens have to be made.
+
+    Raises:
+        ValueError: the file holds no such pairs, or is damaged.
+    """
+
+    def __init__(
+        self,
+        pairs: Path,
+        of: type[Example] | type[PreferenceExample],
+        tokenizer: Any,
+        report: Report = lambda done, total: None,
+    ) -> None:
+        folder = pairs.parent.with_name(pairs.parent.name + SUFFIX)
+        folder.mkdir(exist_ok=True)
+        key = _key(pairs, tokenizer)
+        # Trials of a search come here at the same time: one makes them, the others wait.
+        with FileLock(folder / f"{key}.lock"):
+            path = _sound(folder, key) or _make(folder, key, Pairs(pairs, of), REPLIES[of], tokenizer, report)
+            source = pa.memory_map(str(path))
+        file = pa.ipc.open_file(source)
+        shards = [file.get_batch(number) for number in range(file.num_record_batches)]
+        self._ids = {name: [_Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
+        self._digests = [shard.column("prompt_digests") for shard in shards]
+        self.prompt_lengths = _joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
+        """[B]"""
+        self.lengths = {
+            name: _joined([np.diff(shard.offsets) for shard in found], np.int64) for name, found in self._ids.items()
+        }
+        """Column → lengths of its rows [B]."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
+        """These rows, in that order; token ids as int64."""
+        index = np.asarray(rows, dtype=np.int64)
+        places = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
+        found: Rows = {
+            name: Ragged.of(shards[number].row(place) for number, place in places) for name, shards in self._ids.items()
+        }
+        return found | {"prompt_lengths": self.prompt_lengths[index]}
+
+    def prompt(self, row: int) -> list[int]:
+        """The token ids of a row's prompt."""
+        number, place = divmod(row, SHARD_ROWS)
+        ids: list[int] = self._ids["input_ids"][number].row(place)[: self.prompt_lengths[row]].tolist()
+        return ids
+
+    def fitting(self, max_prompt: int, max_reply: int) -> np.ndarray:
+        """The rows whose prompt and reply, end token included, have at most so many tokens; the reply at least 2."""
+        replies = self.lengths["input_ids"] - self.prompt_lengths
+        return np.flatnonzero((self.prompt_lengths <= max_prompt) & (replies >= 2) & (replies <= max_reply))
+
+    def different_prompts(self, max_prompt: int) -> np.ndarray:
+        """The first row of each different prompt of at most `max_prompt` tokens."""
+        rows = np.flatnonzero(self.prompt_lengths <= max_prompt)
+        digests = _joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)[rows]
+        return rows[np.sort(np.unique(digests, return_index=True)[1])]
+
+
+class _Shard:
+    """A column of token ids in one record batch, as arrays over the map."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self.offsets, self.values = column.offsets.to_numpy(), column.values.to_numpy()
+
+    def row(self, place: int) -> np.ndarray:
+        found: np.ndarray = self.values[self.offsets[place] : self.offsets[place + 1]]
+        return found
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _key(pairs: Path, tokenizer: Any) -> str:
+    """What decides the tokens, as a digest."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Written by itself, so that it does not matter which checkpoint it was read from.
+        tokenizer.save_pretrained(directory)
+        files = {path.name: _file_digest(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+    code = [_file_digest(Path(file)) for file in CODE]
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    content = json.dumps([_file_digest(pairs), files, code, versions], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(content.encode())
+
+
+def _sound(folder: Path, key: str) -> Path | None:
+    """The file of this key, if its bytes are those it was named after; a damaged one is deleted."""
+    for path in folder.glob(f"{key}-*.arrow"):
+        if path.stem == f"{key}-{_file_digest(path)}":
+            return path
+        log.warning("%s is damaged: the tokens are made again", path)
+        path.unlink()
+    return None
+
+
+def _make(
+    folder: Path,
+    key: str,
+    pairs: Pairs[Any],
+    replies: dict[str, str],
+    tokenizer: Any,
+    report: Report,
+) -> Path:
+    # The lock is ours: what lies here was left by a process that is gone.
+    building = folder / f"{key}.building"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    path = building / "tokens.arrow"
+    schema = pa.schema(
+        [pa.field(name, IDS, nullable=False) for name in replies]
+        + [pa.field("prompt_lengths", pa.int32(), nullable=False)]
+        + [pa.field("prompt_digests", pa.binary(DIGEST.itemsize), nullable=False)]
+    )
+    done = 0
+    with pa.ipc.new_file(str(path), schema) as file:
+        for part in _parts(pairs):
+            report(done, len(pairs))
+            prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
+            columns = []
+            for name in replies.values():
+                encoded = encode_replies(tokenizer, [getattr(pair, name) for pair in part])
+                ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
+                columns.append(pa.array(ids, IDS))
+            columns.append(pa.array(list(map(len, prompts)), pa.int32()))
+            digests = [xxhash.xxh3_128_digest(np.array(prompt, np.int32).tobytes()) for prompt in prompts]
+            columns.append(pa.array(digests, pa.binary(DIGEST.itemsize)))
+            file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+            done += len(part)
+    sync(path)
+    place = folder / f"{key}-{_file_digest(path)}.arrow"
+    os.replace(path, place)
+    sync(folder)
+    building.rmdir()
+    report(done, len(pairs))
+    return place
+
+
+def _parts(pairs: Pairs[Any]) -> Iterator[list[Any]]:
+    part: list[Any] = []
+    for batch in pairs.batches():
+        part += batch
+        if len(part) == SHARD_ROWS:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _file_digest(path: Path) -> str:
+    # By plain reads: a map would count as memory of this process.
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
