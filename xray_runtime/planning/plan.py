@@ -170,10 +170,10 @@ def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[
     if not on_cpu:
         scored = [role for role in (*workload.roles, *workload.evaluated) if role.use == "score"]
         generators = [role for role in workload.roles if role.use == "generate"]
-        layouts = chain(_replicas(scored, machine, model), _shared_out(workload, machine))
-        score = _least(workload, scored, machine, layouts)
-        layouts = (layout for layout in _replicas(generators, machine, model) if layout.pp == 1)
-        generate = _least(workload, generators, machine, layouts)
+        spread = chain(_replicas(scored, machine, model), _shared_out(workload, machine))
+        score = _least(workload, scored, machine, spread)
+        by_tensor = (layout for layout in _replicas(generators, machine, model) if layout.pp == 1)
+        generate = _least(workload, generators, machine, by_tensor)
     num_scored = sum(role.use == "score" for role in workload.roles)
     num_generators = sum(role.use == "generate" for role in workload.roles) * replicas
     alone = [] if on_cpu else [score.tp] * score.pp * score.dp * num_scored + [generate.tp] * num_generators
