@@ -132,7 +132,7 @@ class Loader(Learner):
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
         before = _memory("VmRSS")
 
-        def reached(*_: Any) -> None:
+        def reached(*_: Any, **__: Any) -> None:
             self.grown = _memory("VmHWM") - before
             raise _ReachedError
 
