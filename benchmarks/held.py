@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def peak_bytes(work: Callable[[], object], mapped: int = 0) -> int:
     """
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what was left before is not freed while this counts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -106,8 +106,9 @@ def held_in_a_step(ranks: list[Any]) -> list[dict[str, int]]:
 
 
 def as_predicted(most: list[int], predicted: Memory) -> None:
-    """gloo's threads may hold a tensor or two that they have sent a little longer."""
-    assert predicted.weights + predicted.loading == pytest.approx(max(most), rel=0.1)
+    """To 5%. gloo's threads may hold some tensors, of 0.8 MB at most, a little longer than they send them."""
+    expected = predicted.weights + predicted.loading
+    assert 0.95 * expected <= max(most) <= 1.05 * expected + 3e6
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def training_memory(
     )
     return replace(
         memory,
-        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained),
+        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=options.float32_sums),
         buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, options.offload),
     )
 
@@ -302,13 +302,20 @@ def _reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
     return largest * (rounded + (weight_bytes if layout.zero_stage >= 3 else 0))
 
 
-def _loading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int) -> int:
+def _loading_bytes(
+    shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int, *, float32_sums: bool
+) -> int:
     """Beside its weights, of a model that will be trained: the largest tensor as it is read, DeepSpeed's flat copy of
-    what is trained, or the states it then makes, ZeRO-3 its gradients and bucket too; masters are read after that.
+    what is trained, or the states it then makes; masters are read after that. Among these states ZeRO-3 has gradients
+    and bucket, and ZeRO-1 the float32 sums of half-precision gradients.
     """
     reading = _reading_bytes(shape, weight_bytes, layout)
     flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
-    states = memory.optimizer + (memory.gradients + memory.buffers if layout.zero_stage >= 3 else 0)
+    states = memory.optimizer
+    if layout.zero_stage >= 3:
+        states += memory.gradients + memory.buffers
+    elif layout.zero_stage == 1 and float32_sums:
+        states += FLOAT32_BYTES * trained
     return max(reading, flat, states + reading)
 
 
