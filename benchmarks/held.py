@@ -1,10 +1,42 @@
-"""What a rank of a trained model holds, in bytes: every storage of its weights, gradients and optimizer states."""
+"""What a rank of a model holds, in bytes: storages of a trained one's states, and the most that torch allocates."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 from xray_runtime.models.heads import BorrowedHead
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.workhorse import RankInfo
+
+
+class LoadedLearner(Learner):
+    """Remembers the most it held while it was built."""
+
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
+        mapped = (spec.directory / WEIGHTS_FILE).stat().st_size
+        self.most_bytes = peak_bytes(lambda: super(LoadedLearner, self).build(spec, rank_info), mapped)
+
+
+def peak_bytes(work: Callable[[], object], mapped: int = 0) -> int:
+    """The most bytes on the CPU at one time that `work` allocates, by torch's record of every allocation.
+
+    Without files of `mapped` bytes: torch records the whole of one that is only mapped.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()  # what was left before is not freed while this counts
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes() if abs(change.nbytes()) != mapped else 0
+        peak = max(peak, held)
+    return peak
 
 
 def innermost(engine: Any) -> Any:

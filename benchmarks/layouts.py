@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.held import held_bytes, innermost
+from benchmarks.held import LoadedLearner, held_bytes, innermost
 from benchmarks.ranks import run_ranks
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
@@ -29,7 +29,7 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.planning.memory import Layout, training_memory
+from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.learner import Learner, as_tensors
@@ -186,10 +186,15 @@ def differences(run: Run, alone: Run) -> tuple[float, float, float]:
     return float(losses), float(norms), float(weights)
 
 
-def predicted_bytes(model: Path, layout: dict[str, Any]) -> int:
-    """Model states on the fullest rank, as the planner predicts them."""
+def most_loading(learner: LoadedLearner, deal: Callable[[Rows], Rows]) -> int:
+    """The most bytes one rank had while it was built."""
+    return learner.most_bytes
+
+
+def predicted(model: Path, layout: dict[str, Any]) -> Memory:
+    """The fullest rank, as the planner predicts it."""
     engine = EngineConfig(**layout)
-    memory = training_memory(
+    return training_memory(
         from_pretrained(PretrainedBase(model=str(model))),
         4,
         Layout(
@@ -201,14 +206,13 @@ def predicted_bytes(model: Path, layout: dict[str, Any]) -> int:
         tokens=1,
         positions=1,
     )
-    return memory.weights + memory.gradients + memory.optimizer
 
 
 def table(num_updates: int) -> str:
     """The comparison of all layouts, in Markdown."""
     lines = [
-        "| layout | loss | gradient norm | weights | held, MB | predicted, MB | s a step |",
-        "|---|---|---|---|---|---|---|",
+        "| layout | loss | gradient norm | weights | held, MB | predicted | loading, MB | predicted | s a step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
@@ -220,8 +224,13 @@ def table(num_updates: int) -> str:
             alone = alone or run
             figures = " | ".join(f"{d:.1e}" if run is not alone else "–" for d in differences(run, alone))
             held = max(sum(rank.values()) for rank in run.held) / 1e6
-            predicted = predicted_bytes(model, layout) / 1e6
-            lines.append(f"| {name} | {figures} | {held:.1f} | {predicted:.1f} | {run.seconds:.2f} |")
+            loading = max(run_ranks(spec_of(model, layout), root / "logs", most_loading, kind=LoadedLearner)) / 1e6
+            memory = predicted(model, layout)
+            states = (memory.weights + memory.gradients + memory.optimizer) / 1e6
+            most = (memory.weights + memory.loading) / 1e6
+            lines.append(
+                f"| {name} | {figures} | {held:.1f} | {states:.1f} | {loading:.1f} | {most:.1f} | {run.seconds:.2f} |"
+            )
             print(lines[-1], flush=True)
     return "\n".join(lines)
 
@@ -236,7 +245,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 - *gradient norm*: of any update's global norm before clipping;
 - *weights*: of any tensor of the final weights (2-norm);
 - *held*: bytes of weights, gradients and optimizer states on the fullest rank between backward pass and optimizer step,
-  every storage counted once; *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
+  every storage counted once;
+- *loading*: the most bytes that torch had allocated on the fullest rank until it could take its first step;
+- *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
 
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;

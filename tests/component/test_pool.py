@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, Holder, gone, open_models, pid_of, pids
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
+from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows
@@ -92,7 +92,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     leased = lease(pool, stage, runtime)
     before = num_idle(pool)
     # One of the two is there already, leased to the stage at work. Models of several ranks get no process here.
-    layouts: Any = {"policy": EngineConfig(), "reference": LayoutConfig(), "large": LayoutConfig(num_workhorses=2)}
+    layouts: Any = {"policy": EngineConfig(), "reference": FrozenConfig(), "large": FrozenConfig(num_workhorses=2)}
     for _ in range(2):
         prestart_models(layouts, runtime, RUN_ID)
         ray.get(pool.ping.remote(), timeout=SECONDS)

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, Holder, gone, open_models, pid_of, pids
-from xray_runtime.config.engines import LayoutConfig
+from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.models.objectives import SFTObjective
@@ -23,7 +23,7 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.reservations import Reservation, Reservations, Ticket, open_reservations
 
-LAYOUTS = {"single": (LayoutConfig(), 0.6), "placement groups": (LayoutConfig(num_workhorses=2), 0.3)}
+LAYOUTS = {"single": (FrozenConfig(), 0.6), "placement groups": (FrozenConfig(num_workhorses=2), 0.3)}
 """How each of a stage's two models is spread, and CPUs a Workhorse: 1.2 of 2 CPUs for both models."""
 
 
@@ -31,7 +31,7 @@ def runtime(cpus: float, **fields: Any) -> RuntimeConfig:
     return RuntimeConfig(device="cpu", threads=1, cpus_per_workhorse=cpus, **fields)
 
 
-def two_models(model: Path, layout: LayoutConfig) -> dict[str, ModelSpec]:
+def two_models(model: Path, layout: FrozenConfig) -> dict[str, ModelSpec]:
     return {role: ModelSpec(model, SFTObjective(), frozen=layout) for role in ("one", "other")}
 
 
@@ -80,7 +80,7 @@ def test_two_stages_that_each_need_more_than_half_run_one_after_the_other(
     controllers: list[Any],
     tiny_model: Path,
     tmp_path: Path,
-    layout: LayoutConfig,
+    layout: FrozenConfig,
     cpus: float,
     run_ids: tuple[str, str],
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controllers
 
 @pytest.mark.parametrize(("layout", "cpus"), LAYOUTS.values(), ids=LAYOUTS)
 def test_what_a_killed_stage_held_is_free_for_the_next(
-    controllers: list[Any], tiny_model: Path, tmp_path: Path, layout: LayoutConfig, cpus: float
+    controllers: list[Any], tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
 ) -> None:
     specs, victim = two_models(tiny_model, layout), controllers[0]
     process = pid_of(victim)

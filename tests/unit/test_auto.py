@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import choose, choose_layouts, describe
+from xray_runtime.planning import plan as planner
+from xray_runtime.planning.auto import choose, choose_layouts, describe, with_layouts
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -197,6 +199,74 @@ def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
     assert (chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (8, 4)
     # 64 less 20 are 5 nodes of eight and a half: two replicas of two stages over eight.
     assert replica(chosen) == (8, 2, 2, 2)
+
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "degree", "frozen_gb", "trained_on"),
+    [
+        # 4 bytes of each of 70.6 × 10⁹ parameters are 282 GB: of the layers an eighth, of both embeddings 8.4.
+        ("float32", 8, 8.4 + (282.2 - 8.4) / 8, 44),
+        # 2 bytes: half, and a quarter of the layers; 64 devices less 3 × 4.
+        ("bfloat16", 4, 4.2 + (141.1 - 4.2) / 4, 52),
+    ],
+)
+def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
+    tmp_path: Path, precision: str, degree: int, frozen_gb: float, trained_on: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    engine = {"engine": {"precision": "bfloat16"}, "batch_size": 128}
+    config = validate(
+        {
+            "base": {"kind": "pretrained", "model": str(tmp_path)},
+            "data": {"max_prompt_tokens": 1024},
+            "sft": engine,
+            "reward": engine,
+            "ppo": {
+                "stages": [
+                    {
+                        "engine": engine["engine"],
+                        "prompts_per_iteration": 512,
+                        "minibatch_size": 128,
+                        "max_new_tokens": 1024,
+                    }
+                ]
+            },
+            "frozen": {"precision": precision},
+            "runtime": {"parallel": "auto"},
+        }
+    )
+    plan = choose(from_config(config, "cuda"), gpus(64, node=8), FreshBase())
+    chosen = with_layouts(config, plan)
+    assert (chosen.frozen.tensor_parallel, chosen.frozen.precision) == (degree, precision)
+    assert layouts(chosen) == {(trained_on, 3)}
+    memory = {p.role.name: p.memory for p in plan.roles}
+    for name in ("reference", "reward"):
+        assert memory[name].weights / 1e9 == pytest.approx(frozen_gb, rel=0.01)
+    # Loading takes a fraction of the float32 model: no rank ever has it.
+    assert all(m.weights + m.loading < 0.2 * 282e9 for m in memory.values())
+
+
+def test_what_cannot_be_cut_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """34.5 × 10⁹ parameters in float32: 138 GB over two devices, and 8 GB of gathered parameters on each."""
+    monkeypatch.setattr(planner, "_can_be_cut", lambda model: (False, False))
+    big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
+    written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
+    config = validate(written)
+    plan = choose(from_config(config, "cuda"), gpus(64, node=8), PretrainedBase(model="x"))
+    chosen = with_layouts(config, plan)
+    assert (chosen.frozen.num_workhorses, chosen.frozen.zero_stage, chosen.frozen.tensor_parallel) == (4, 3, 1)
+    assert "frozen ones on 4, ZeRO-3: " in describe(plan)
 
 
 def test_a_frozen_trunk_is_not_cut() -> None:

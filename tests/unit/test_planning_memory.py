@@ -24,6 +24,7 @@ from xray_runtime.planning.memory import (
     logit_bytes,
     lora_parameters,
     model_states,
+    scoring_memory,
     training_memory,
 )
 from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count, from_pretrained
@@ -112,6 +113,31 @@ def test_what_is_offloaded_leaves_the_device() -> None:
     assert memory(3).buffers == 2 * SMALL.num_parameters + 2 * SMALL.num_parameters
     alone = training_memory(SMALL, 2, Layout(zero_stage=3), tokens=8, positions=0, options=Options(offload=True))
     assert alone.buffers == memory(3).buffers
+
+
+def test_what_loading_takes_beside_the_weights() -> None:
+    # The largest tensor is the embedding, 320 × 64, read in float32.
+    largest, n = 320 * 64, SMALL.num_parameters
+
+    def frozen(width: int, **layout: int) -> int:
+        return scoring_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading
+
+    def trained(width: int, **layout: int) -> int:
+        return training_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading
+
+    # float32 is read into its place. What is rounded is there twice, and what is shared out once whole.
+    assert (frozen(4), frozen(2)) == (0, 4 * largest)
+    assert (frozen(4, zero_stage=3, dp=2), frozen(2, zero_stage=3, dp=2)) == (4 * largest, (4 + 2) * largest)
+    assert trained(4) == 8 * n
+    # DeepSpeed's flat copy of the weights, or a master and two moments; ZeRO-3 makes gradients and its bucket as well.
+    assert (trained(4, zero_stage=1, dp=4), trained(4, zero_stage=1, dp=2)) == (4 * n, 12 * n // 2)
+    assert trained(4, zero_stage=3, dp=2) == (4 + 12) * n // 2 + 4 * n + 4 * largest
+
+
+def test_what_only_loading_needs_counts_too() -> None:
+    memory = Memory(weights=100, activations=30, process=5, loading=50)
+    assert memory.total == 155
+    assert replace(memory, logits=40).total == 175
 
 
 def test_checkpointing_is_an_option_or_a_choice() -> None:
@@ -318,8 +344,8 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     """Gradients, activations and logits of a real forward and backward pass, by torch's record of every allocation."""
     import torch
     import transformers
-    from torch.profiler import ProfilerActivity, profile
 
+    from benchmarks.held import peak_bytes
     from xray_runtime.models.heads import HeadedLM
     from xray_runtime.models.objectives import SFTObjective
 
@@ -345,13 +371,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
 
     step()
     model.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        held += change.nbytes()
-        peak = max(peak, held)
+    peak = peak_bytes(step)
     memory = training_memory(from_hf_config(config.to_dict()), 4, Layout(), tokens=rows * 64, positions=rows * 32)
     # Not all gradients exist yet when activations are at their most, so the sum is a little too much; never too little.
     assert peak <= memory.gradients + memory.activations + memory.logits <= 1.15 * peak

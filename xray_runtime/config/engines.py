@@ -47,6 +47,20 @@ class LayoutConfig(Section):
         return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
+class FrozenConfig(LayoutConfig):
+    """How models are spread that only score, and in what they compute."""
+
+    zero_stage: Literal[0, 3] = 0
+    """3: every data-parallel Workhorse holds a share of the weights, and gathers a layer when it computes with it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: weights and passes, in half the memory."""
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        check_partitioned(self, self.zero_stage, 0)
+        return self
+
+
 class EngineConfig(LayoutConfig):
     """How one model is trained, with ZeRO over the data-parallel Workhorses."""
 
@@ -71,8 +85,7 @@ class EngineConfig(LayoutConfig):
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
-        if self.tensor_parallel * self.pipeline_parallel > 1 and self.zero_stage == 3:
-            raise ValueError("zero_stage = 3 must be at most 2 with tensor_parallel or pipeline_parallel above 1")
+        check_partitioned(self, self.zero_stage, 2)
         if (self.offload == "nvme") != (self.nvme_path is not None):
             path = "null" if self.nvme_path is None else repr(self.nvme_path)
             raise ValueError(f"nvme_path = {path} does not go with offload = {self.offload!r}: 'nvme' alone needs one")
@@ -113,6 +126,12 @@ class EngineConfig(LayoutConfig):
         if self.library == "megatron" and self.zero_stage:
             return f"zero_stage: {self.zero_stage}"
         return None
+
+
+def check_partitioned(layout: LayoutConfig, zero_stage: int, most: int) -> None:
+    """Raises ValueError where ZeRO-3 is to partition models that are cut, which allow `most`."""
+    if zero_stage == 3 and layout.tensor_parallel * layout.pipeline_parallel > 1:
+        raise ValueError(f"zero_stage = 3 must be at most {most} with tensor_parallel or pipeline_parallel above 1")
 
 
 class LoRAConfig(Section):

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.engines import (
     EngineConfig,
+    FrozenConfig,
     GeneratorConfig,
     LayoutConfig,
     LoRAConfig,
@@ -131,7 +132,7 @@ class LifecycleConfig(Section):
     ppo: PPOSection = PPOSection()
     evaluate: EvaluateConfig = EvaluateConfig()
     generator: GeneratorConfig = GeneratorConfig()
-    frozen: LayoutConfig = LayoutConfig()
+    frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
     promotion: PromotionConfig = PromotionConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -11,8 +11,8 @@ from xray_runtime.config.engines import (
     Count,
     EngineConfig,
     Fraction,
+    FrozenConfig,
     GeneratorConfig,
-    LayoutConfig,
     NonNegative,
     Positive,
     Section,
@@ -50,7 +50,7 @@ class JudgingConfig(Section):
     gold: Gold | None = None
     """What replies are really worth, for the evaluation alone: it is logged and never trained on."""
     generator: GeneratorConfig = GeneratorConfig()
-    frozen: LayoutConfig = LayoutConfig()
+    frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score."""
 
 

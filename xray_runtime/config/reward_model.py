@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
-    LayoutConfig,
+    FrozenConfig,
     NonNegative,
     Positive,
     Section,
@@ -45,5 +45,5 @@ class RewardBase(Section):
 class RewardBaseConfig(RewardBase):
     """All that the stage kind `reward_base` reads."""
 
-    frozen: LayoutConfig = LayoutConfig()
+    frozen: FrozenConfig = FrozenConfig()
     """How it is spread while it scores those replies."""

@@ -1,16 +1,18 @@
-"""A rank's own part of a checkpoint: the model is cut as a skeleton, and only what is left of it is read."""
+"""What a rank holds of a checkpoint, and no more: the model is cut as a skeleton, then filled one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from xray_runtime.engines.states import cut, hugging_face_name
+from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
@@ -20,47 +22,123 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def fill(
-    module: HeadedLM, checkpoint: Path, splits: Mapping[str, Split], tensor_rank: int, device: torch.device
-) -> None:
-    """Give the parameters of `module` that are on the meta device their values, in float32 on `device`.
+class Weights:
+    """The float32 values that a rank's parameters begin with, one at a time.
 
-    They are read one at a time, of split ones this rank's slice alone; buffers that a checkpoint holds, whole.
+    Args:
+        module: what this rank holds. Parameters on the meta device are read; trained ones that have values already, a
+            scalar head or adapters, are remembered.
+        checkpoint: in Hugging Face form, in one file.
+        splits: parameters of which this rank holds a slice, being tensor-parallel peer `tensor_rank`.
 
     Raises:
         ValueError: the checkpoint does not have one of them.
     """
-    if not any(parameter.is_meta for parameter in module.parameters()):
-        return
-    values: dict[int, nn.Parameter] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            tensor = read(checkpoint, hugging_face_name(name), splits.get(name), tensor_rank).to(device)
-            values[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-            # AutoTP keeps notes on parameters.
-            values[id(parameter)].__dict__ |= parameter.__dict__
+
+    def __init__(
+        self, module: nn.Module, checkpoint: Path, splits: Mapping[str, Split] | None = None, tensor_rank: int = 0
+    ) -> None:
+        self.splits, self._checkpoint, self._tensor_rank = splits or {}, checkpoint, tensor_rank
+        self._given = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
+        parameters, self._buffers = _to_read(module)
+        # Here, where all ranks fail alike, and none waits for another.
+        missing = {hugging_face_name(name) for name in parameters | self._buffers} - _names(checkpoint)
+        if missing:
+            raise ValueError(f"{checkpoint}: has no weights for {min(missing)}")
+
+    def value(self, name: str) -> Tensor:
+        """The parameter `name` of the module, or this rank's slice of it."""
+        if name in self._given:
+            return self._given[name]
+        return read(self._checkpoint, hugging_face_name(name), self.splits.get(name), self._tensor_rank)
+
+    def share(self, name: str, start: int, size: int) -> Tensor:
+        """`size` elements of the flat parameter from `start` on, zeros beyond its end; no others are read."""
+        if name in self._given:
+            part = self._given[name].flatten()[start : start + size]
+        else:
+            with safe_open(self._checkpoint / WEIGHTS_FILE, framework="pt") as file:
+                mapped = file.get_tensor(hugging_face_name(name)).flatten()
+                part = mapped[start : start + size].to(torch.float32, copy=True)
+        return nn.functional.pad(part, (0, size - len(part)))
+
+    def embedding(self) -> Tensor:
+        """The whole embedding, for a pipeline stage that borrows it."""
+        return read(self._checkpoint, EMBEDDING)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """The buffer `name` of the module; None where it is computed, not read."""
+        return read(self._checkpoint, hugging_face_name(name)) if name in self._buffers else None
+
+
+def skeleton_of(checkpoint: Path) -> nn.Module:
+    """The causal LM of a checkpoint without its weights.
+
+    Where these do not lie in one file under the model's own names, with them: transformers reads and renames all.
+    """
+    lm = skeleton(str(checkpoint))
+    parameters, buffers = _to_read(lm)
+    return lm if parameters | buffers <= _names(checkpoint) else load_model(checkpoint)
+
+
+def fill(
+    module: HeadedLM,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    partition: Callable[[nn.Parameter], None] | None = None,
+) -> None:
+    """Give the parameters of `module` their values in `dtype` on `device`, and its buffers their place there.
+
+    Args:
+        partition: leaves every rank its share of a parameter that rank 0 has whole; the others make room for it.
+    """
+    reads = partition is None or dist.get_rank() == 0
+    places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
-        for key, old in owner._parameters.items():
+        for key, parameter in owner._parameters.items():
             # By identity, so that tied parameters stay tied.
-            owner._parameters[key] = values.get(id(old), old)
-    head = module.lm.lm_head if hasattr(module.lm, "lm_head") else None
-    if isinstance(head, BorrowedHead) and head.weight.is_meta:
-        head.weight = read(checkpoint, EMBEDDING).to(device).requires_grad_()
-    held = module.state_dict()
+            places.setdefault(id(parameter), []).append((owner, key))
+    for name in [name for name, _ in module.named_parameters()]:
+        old = module.get_parameter(name)
+        if reads:
+            value = (weights.value(name) if old.is_meta else old.detach()).to(dtype)
+        else:
+            value = torch.empty(old.shape, dtype=dtype)
+        new = nn.Parameter(value.to(device), requires_grad=old.requires_grad)
+        # AutoTP keeps notes on parameters.
+        new.__dict__ |= old.__dict__
+        if partition is not None:
+            partition(new)
+        for owner, key in places[id(old)]:
+            owner._parameters[key] = new
+    head = getattr(module.lm, "lm_head", None)
+    if isinstance(head, BorrowedHead):
+        value = weights.embedding() if head.weight.is_meta else head.weight.detach()
+        head.weight = value.to(device).requires_grad_()
     for name, buffer in module.named_buffers():
-        if name in held:
-            buffer.copy_(read(checkpoint, hugging_face_name(name)))
-    module.to(device)
+        read_one = weights.buffer(name)
+        buffer.data = (buffer if read_one is None else read_one.to(buffer.dtype)).to(device)
 
 
 def read(checkpoint: Path, name: str, split: Split | None = None, tensor_rank: int = 0) -> Tensor:
-    """A tensor of a checkpoint under its Hugging Face name in float32, or this rank's slice of it.
-
-    Raises:
-        ValueError: the checkpoint does not have it.
-    """
+    """A tensor of a checkpoint under its Hugging Face name in float32, or this rank's slice of it."""
     # Opened for each: what a mapped file has shown stays in this process's memory until it is closed.
     with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
-        if name not in set(file.keys()):
-            raise ValueError(f"{checkpoint}: has no weights for {name}")
         return cut(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)
+
+
+def _names(checkpoint: Path) -> set[str]:
+    """The tensors of a checkpoint in one file; none where there is no such file."""
+    file = checkpoint / WEIGHTS_FILE
+    if not file.is_file():
+        return set()
+    with safe_open(file, framework="pt") as opened:
+        return set(opened.keys())
+
+
+def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:
+    """(parameters on the meta device, buffers that checkpoints hold); of a model with all its values, none."""
+    parameters = {name for name, parameter in module.named_parameters() if parameter.is_meta}
+    held = module.state_dict()
+    return parameters, {name for name, _ in module.named_buffers() if name in held and parameters}

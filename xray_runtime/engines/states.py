@@ -24,8 +24,11 @@ WEIGHT = "weight"
 
 
 def hugging_face_name(name: str) -> str:
-    """A `HeadedLM` parameter's name in its causal LM's own checkpoint; the scalar head's stays `scalar.…`."""
-    return name.removeprefix("lm.")
+    """A `HeadedLM` parameter's name in its causal LM's own checkpoint; the scalar head's stays `scalar.…`.
+
+    A layer with a LoRA adapter beside it is peft's `base_layer`.
+    """
+    return name.removeprefix("lm.").replace(".base_layer.", ".")
 
 
 def write(

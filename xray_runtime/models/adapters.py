@@ -44,13 +44,11 @@ class Adapters:
             lora_alpha=config.alpha,
             target_modules="all-linear" if config.target_modules is None else list(config.target_modules),
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            try:
-                inject_adapter_in_model(wanted, lm, ADAPTER)
-            except ValueError as error:
-                reason = str(error).strip().splitlines()[0]
-                raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {reason}") from error
+        try:
+            inject_adapter_in_model(wanted, lm, ADAPTER)
+        except ValueError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {reason}") from error
         self._layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
         for name, layer in self._layers.items():
             base = layer.get_base_layer()
@@ -59,6 +57,13 @@ class Adapters:
                     f"lora.target_modules: {config.target_modules} is not allowed: {name} is an embedding or the "
                     "output layer, which may share its weight with another"
                 )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for layer in self._layers.values():
+                # Beside a weight on the meta device, peft puts adapters there too.
+                for side in (layer.lora_A, layer.lora_B):
+                    side[ADAPTER].to_empty(device="cpu")
+                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
     def merged(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, W + scaling · B·A) of every adapted layer, float32, one at a time.

@@ -179,16 +179,25 @@ def _untouched() -> Iterator[None]:
 
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
-    """The causal LM of a checkpoint directory, in float32."""
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+    """The causal LM of a checkpoint directory, in float32.
+
+    Raises:
+        ValueError: the checkpoint lacks some of its weights.
+    """
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         str(directory),
         dtype=torch.float32,
         attn_implementation=ATTENTION,
         local_files_only=True,
         use_safetensors=True,
+        output_loading_info=True,
         **NO_CODE,
     )
-    return model
+    if report["missing_keys"]:
+        # transformers would go on with random numbers in their place.
+        raise ValueError(f"{directory}: has no weights for {min(report['missing_keys'])}")
+    whole: nn.Module = model
+    return whole
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

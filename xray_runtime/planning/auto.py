@@ -74,7 +74,8 @@ def with_layouts(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:
     data: dict[str, Any] = config.model_dump(mode="json")
     for path in config.engines:
         section(data, path).update(engine_of(plan))
-    data["frozen"] = _spread(plan.layouts["score"])
+    score = plan.layouts["score"]
+    data["frozen"] |= _spread(score) | {"zero_stage": score.zero_stage}
     data["generator"]["tensor_parallel"] = plan.layouts["generate"].tp
     data["runtime"]["parallel"] = "as_written"
     if plan.machine.device == "cuda":
@@ -127,7 +128,11 @@ def _fitting(plan: Plan) -> Plan:
 def _words(plan: Plan) -> str:
     train, machine = plan.layouts["train"], plan.machine
     others = {"frozen ones": plan.layouts["score"], "the generator": plan.layouts["generate"]}
-    cut = "".join(f"; {name} on {o.num_devices}{_degrees(o)}" for name, o in others.items() if o.num_devices > 1)
+    cut = "".join(
+        f"; {name} on {o.num_devices}{', ZeRO-3' if o.zero_stage else ''}{_degrees(o)}"
+        for name, o in others.items()
+        if o.num_devices > 1
+    )
     return (
         f"{plan.placement}, trained models on {train.num_devices} Workhorses under ZeRO-{train.zero_stage}"
         f"{_degrees(train)}{', recomputing' if plan.recomputes else ''}{cut}: "

@@ -82,10 +82,14 @@ class Memory:
     logits: int = 0
     kv_cache: int = 0
     process: int = PROCESS_BYTES
+    loading: int = 0
+    """The most beside weights and process while the model is loaded, when there are no passes yet."""
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        """The most at one time: in a pass, or while the model is loaded."""
+        passing = sum(getattr(self, field.name) for field in fields(self) if field.name != "loading")
+        return max(passing, self.weights + self.loading + self.process)
 
     @property
     def resident(self) -> int:
@@ -240,15 +244,19 @@ def training_memory(
     weights, gradients, optimizer = model_states(
         held, trained, weight_bytes, layout.zero_stage, layout.dp, float32_sums=options.float32_sums
     )
-    buffers = min(ZERO_BUCKET, trained) * weight_bytes if layout.zero_stage else 0
-    buffers += _gathered_bytes(held, weight_bytes, layout, options.offload)
-    return Memory(
+    bucket_width = FLOAT32_BYTES if options.float32_sums else weight_bytes
+    memory = Memory(
         weights=0 if options.offload and layout.zero_stage >= 3 else round(weights),
         gradients=round(gradients),
         optimizer=0 if options.offload else round(optimizer),
-        buffers=buffers,
+        buffers=min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0,
         activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers),
         logits=logit_bytes(shape, positions),
+    )
+    return replace(
+        memory,
+        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=options.float32_sums),
+        buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, options.offload),
     )
 
 
@@ -260,6 +268,7 @@ def scoring_memory(shape: ModelShape, weight_bytes: int, layout: Layout, *, toke
         buffers=_gathered_bytes(held, weight_bytes, layout),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp),
         logits=logit_bytes(shape, positions),
+        loading=_reading_bytes(shape, weight_bytes, layout),
     )
 
 
@@ -279,7 +288,35 @@ def generation_memory(
         activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),
         logits=logit_bytes(shape, sequences),
         kv_cache=max(kv_cache, reserved_kv_bytes),
+        loading=_reading_bytes(shape, weight_bytes, layout),
     )
+
+
+def _reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
+    """Beside its weights, of a model that is read one float32 tensor at a time: the largest, before it is rounded or,
+    under ZeRO-3, shared out.
+    """
+    wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
+    largest = max(shape.embedding_parameters, shape.hidden_size * _ceil(wide, layout.tp))
+    rounded = FLOAT32_BYTES if weight_bytes < FLOAT32_BYTES else 0
+    return largest * (rounded + (weight_bytes if layout.zero_stage >= 3 else 0))
+
+
+def _loading_bytes(
+    shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int, *, float32_sums: bool
+) -> int:
+    """Beside its weights, of a model that will be trained: the largest tensor as it is read, DeepSpeed's flat copy of
+    what is trained, or the states it then makes; masters are read after that. Among these states ZeRO-3 has gradients
+    and bucket, and ZeRO-1 the float32 sums of half-precision gradients.
+    """
+    reading = _reading_bytes(shape, weight_bytes, layout)
+    flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
+    states = memory.optimizer
+    if layout.zero_stage >= 3:
+        states += memory.gradients + memory.buffers
+    elif layout.zero_stage == 1 and float32_sums:
+        states += FLOAT32_BYTES * trained
+    return max(reading, flat, states + reading)
 
 
 def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, offload: bool = False) -> int:

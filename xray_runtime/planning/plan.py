@@ -7,7 +7,8 @@ Only layouts that Workhorses have and a config can say. For what is trained the 
     and pipeline        in 2, 4, 8 stages, each on one device or split again
 
 The last two are for what ZeRO-3 cannot do: it shards over no more ranks than a step has rows, and each holds all
-activations of its pass. What is frozen is cut only as far as one copy needs it, the generator by tensor alone.
+activations of its pass. What is frozen is cut only as far as one copy needs it, or, where it cannot be cut so far,
+shared out by ZeRO-3; the generator is cut by tensor alone.
 Placements:
 
     colocated   one rank a model, all models sharing the devices; on CPU as many ranks as are of use
@@ -21,9 +22,10 @@ work. A plain, deterministic search over a few hundred closed-form estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import chain
 from typing import Literal
 
 from xray_runtime.config.validation import ConfigError
@@ -168,11 +170,13 @@ def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[
     if not on_cpu:
         scored = [role for role in (*workload.roles, *workload.evaluated) if role.use == "score"]
         generators = [role for role in workload.roles if role.use == "generate"]
-        score = _least_cut(workload, scored, machine, model, by_layers=True)
-        generate = _least_cut(workload, generators, machine, model, by_layers=False)
+        spread = chain(_replicas(scored, machine, model), _shared_out(workload, machine))
+        score = _least(workload, scored, machine, spread)
+        by_tensor = (layout for layout in _replicas(generators, machine, model) if layout.pp == 1)
+        generate = _least(workload, generators, machine, by_tensor)
     num_scored = sum(role.use == "score" for role in workload.roles)
     num_generators = sum(role.use == "generate" for role in workload.roles) * replicas
-    alone = [] if on_cpu else [score.tp] * score.pp * num_scored + [generate.tp] * num_generators
+    alone = [] if on_cpu else [score.tp] * score.pp * score.dp * num_scored + [generate.tp] * num_generators
     generate = replace(generate, dp=replicas)
     for tp, pp in _cuts(trained[0], machine, model):
         most = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
@@ -216,16 +220,23 @@ def _shared(plans: list[RolePlan], workload: Workload, machine: Machine, placeme
         yield Group(tuple(ranks[first : first + share]), workload.generator_sleeps and machine.num_devices == 1)
 
 
-def _least_cut(
-    workload: Workload, roles: Sequence[Role], machine: Machine, model: str | None, *, by_layers: bool
-) -> Layout:
-    """The first that every one of `roles` fits under, alone on its devices; where none does, no cut."""
-    for tp, pp in _cuts(roles[0], machine, model) if roles else ():
-        layout = Layout(tp=tp, pp=pp)
-        fits = all(workload.memory(role, layout).total <= machine.usable_bytes for role in roles)
-        if fits and (by_layers or pp == 1):
+def _least(workload: Workload, roles: Sequence[Role], machine: Machine, layouts: Iterable[Layout]) -> Layout:
+    """The first of `layouts` that every one of `roles` fits under, alone on its devices; where none does, no cut."""
+    for layout in layouts if roles else ():
+        if all(workload.memory(role, layout).total <= machine.usable_bytes for role in roles):
             return layout
     return Layout()
+
+
+def _replicas(roles: Sequence[Role], machine: Machine, model: str | None) -> Iterator[Layout]:
+    """One copy of a model, cut more and more."""
+    yield from (Layout(tp=tp, pp=pp) for role in roles[:1] for tp, pp in _cuts(role, machine, model))
+
+
+def _shared_out(workload: Workload, machine: Machine) -> Iterator[Layout]:
+    """ZeRO-3 over more and more devices, each with rows of its own."""
+    most = min(machine.num_devices, workload.rollout_size, MAX_RANKS)
+    yield from (Layout(zero_stage=3, dp=2**n) for n in range(1, most.bit_length()))
 
 
 def _cuts(role: Role, machine: Machine, model: str | None) -> Iterator[tuple[int, int]]:

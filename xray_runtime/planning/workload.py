@@ -174,8 +174,8 @@ def plannable_base(base: BaseModelConfig) -> FreshBase | PretrainedBase:
 def from_config(config: LifecycleConfig, device: str) -> Workload:
     """The models of `config`, under the largest passes and the smallest steps of any of its stages.
 
-    One layout serves every trained model, so what not all of them save, none does here. Frozen models score in float32;
-    vLLM generates in bfloat16 on CUDA. A reward model that `reward_ref` names is taken to be of the base model's shape.
+    One layout serves every trained model, so what not all of them save, none does here. vLLM generates in bfloat16 on
+    CUDA. A reward model that `reward_ref` names is taken to be of the base model's shape.
 
     Raises:
         ValueError: the base model or the reward model cannot be found, read or planned.
@@ -203,7 +203,8 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         )
 
     def frozen(name: str, *, shape: ModelShape = shape, scores_tokens: bool = True) -> Role:
-        return Role(name=name, shape=shape, use="score", weight_bytes=FLOAT32_BYTES, scores_tokens=scores_tokens)
+        width = HALF_BYTES if config.frozen.precision == "bfloat16" else FLOAT32_BYTES
+        return Role(name=name, shape=shape, use="score", weight_bytes=width, scores_tokens=scores_tokens)
 
     generator = Role(
         name="generator",

@@ -13,7 +13,6 @@ import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
-from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -51,9 +50,10 @@ class Learner(Workhorse):
 
         from xray_runtime.engines.engine import build_engine, build_scorer
         from xray_runtime.engines.offload import can_offload
+        from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.training.zero import init_collectives
         from xray_runtime.models.adapters import Adapters
-        from xray_runtime.models.causal_lm import load_model, skeleton
+        from xray_runtime.models.causal_lm import load_model
         from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
@@ -67,8 +67,7 @@ class Learner(Workhorse):
 
         self.spec = spec
         # A frozen trunk is compared with the branches' while both are whole.
-        sharded = spec.trainable_layers is None and Topology.of(spec.layout).cuts
-        lm = skeleton(str(spec.directory)) if sharded else load_model(spec.directory)
+        lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
             lm,
@@ -87,8 +86,6 @@ class Learner(Workhorse):
         self.engine: Engine | None = None
         self.scorer: Any
         with can_offload(self.runtime.trainer_sleeps and spec.training is not None):
-            if not sharded:
-                module.to(self.device)
             if spec.training is not None:
                 self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
             else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.engines import LayoutConfig, TrainingConfig
+from xray_runtime.config.engines import FrozenConfig, LayoutConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from xray_runtime.models.objectives import Objective
@@ -33,8 +33,8 @@ class ModelSpec:
     objective: Objective
     training: TrainingConfig | None = None
     """None: frozen, only scored."""
-    frozen: LayoutConfig = field(default_factory=LayoutConfig)
-    """How it is spread without `training`."""
+    frozen: FrozenConfig = field(default_factory=FrozenConfig)
+    """How it is spread without `training`, and in what it computes."""
     score_tokens: int = 8192
     """Tokens in one scoring pass."""
     head: Path | None = None

@@ -133,6 +133,10 @@ REFUSED = [
         "ppo.stages.0.engine.pipeline_parallel = 5 must be at most base.num_layers = 4",
     ),
     ("frozen: {num_workhorses: 3, tensor_parallel: 2}", "frozen: num_workhorses = 3 must be a multiple of"),
+    (
+        "frozen: {num_workhorses: 2, tensor_parallel: 2, zero_stage: 3}",
+        "frozen: zero_stage = 3 must be at most 0 with tensor_parallel or pipeline_parallel above 1",
+    ),
     ("frozen: {num_workhorses: 16}\nevaluate: {num_prompts: 8}", "evaluate.num_prompts = 8 must be at least frozen"),
     ("ppo: {stages: [{critic_engine: {}}]}", "ppo.stages.0: critic_engine must be absent when critic is 'shared'"),
     (

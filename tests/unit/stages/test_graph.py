@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import xray
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig
+from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.artifacts import Artifact, Dataset, Model, Preferences, RewardModel
@@ -409,7 +409,7 @@ def test_weights_are_for_rewards(graph: Graph) -> None:
 
 
 def test_defaults_go_to_the_stages_that_have_them() -> None:
-    defaults = {"generator": {"engine": "transformers"}, "frozen": LayoutConfig(num_workhorses=2), "gold": "vader"}
+    defaults = {"generator": {"engine": "transformers"}, "frozen": FrozenConfig(num_workhorses=2), "gold": "vader"}
     with recording(defaults=defaults) as graph:
         data, base, _ = parts()
         xray.sft(base, data)

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from xray_runtime.config.engines import EngineConfig, TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.shard_loading import Weights, fill
 from xray_runtime.engines.training.disk import own_directory
 from xray_runtime.engines.training.mesh import Mesh
-from xray_runtime.engines.training.tensor import Split, join
+from xray_runtime.engines.training.scorer import PlainScorer
+from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 
 REDUCE_BUCKET = 500_000_000
@@ -34,28 +36,27 @@ class ZeroEngine:
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
-        module: this rank's part of the model; ZeRO-3 partitions it here.
+        module: this rank's part of the model, filled here; ZeRO-3 partitions it while it is.
         training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step brings its own.
+        weights: what its parameters begin as.
+        device: where this rank computes.
         mesh: who holds the other parts; None where every rank has a whole replica.
-        splits: parameters of which this rank holds a slice.
     """
 
     def __init__(
         self,
         module: HeadedLM,
         training: TrainingConfig,
+        weights: Weights,
+        device: torch.device,
         mesh: Mesh | None = None,
-        splits: dict[str, Split] | None = None,
     ) -> None:
         import deepspeed
 
         self.stage = training.engine.zero_stage
-        self._mesh, self._splits, self._grad_clip = mesh, splits or {}, training.grad_clip
+        self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
         self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, fused=True
-        )
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,
@@ -63,7 +64,7 @@ class ZeroEngine:
                 "stage": self.stage,
                 "overlap_comm": False,
                 # DeepSpeed allocates the whole bucket: 2 GB for its default of 5e8 elements, however small the model.
-                "reduce_bucket_size": min(REDUCE_BUCKET, sum(p.numel() for p in trainable)),
+                "reduce_bucket_size": min(REDUCE_BUCKET, trained),
                 **_offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
@@ -75,7 +76,13 @@ class ZeroEngine:
             **_mixed_precision(training.engine),
         }
         mixed = training.engine.precision != "float32"
-        masters = {name: p.detach().cpu() for name, p in module.named_parameters() if p.requires_grad and mixed}
+        dtype = getattr(torch, training.engine.precision)
+        fill(module, weights, device, dtype, _partition(config, dtype) if self.stage == 3 else None)
+        if mesh is not None and mesh.topology.tensor > 1:
+            sum_gradients(module, mesh)
+        optimizer = torch.optim.AdamW(
+            decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, fused=True
+        )
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=mesh
         )
@@ -86,9 +93,9 @@ class ZeroEngine:
             self.engine.enable_backward_allreduce = False
         self._norm = 0.0
         self._moments = self._begin_moments()
-        # DeepSpeed makes float32 masters of weights that it has already rounded.
+        # DeepSpeed makes float32 masters of weights that were already rounded.
         for name, parameter in self._trained() if mixed else []:
-            self._set_value(parameter, masters.pop(name).to(parameter.device))
+            self._begin_master(name, parameter, weights)
         if not self.stage:
             optimizer.register_step_pre_hook(lambda *_: self._clip())
 
@@ -246,11 +253,56 @@ class ZeroEngine:
         else:
             safe_set_local_optimizer_state(parameter, self._partition(parameter, value), key)
 
+    def _begin_master(self, name: str, parameter: Any, weights: Weights) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        if self.stage < 3:
+            safe_set_full_fp32_param(parameter, weights.value(name).to(parameter.device))
+            return
+        size = parameter.ds_tensor.ds_numel
+        share = weights.share(name, size * dist.get_rank(), size)
+        safe_set_local_fp32_param(parameter, share.to(parameter.device))
+
     def _partition(self, parameter: Any, value: Tensor) -> Tensor:
         # This rank's equal share of the flat tensor, the last one padded, as ZeRO-3 cuts it.
         size = parameter.ds_tensor.numel()
         flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
         return flat.narrow(0, size * dist.get_rank(), size)
+
+
+class ZeroScorer(PlainScorer):
+    """One rank of a frozen model under ZeRO-3: it holds a share of every parameter and gathers what it computes with.
+
+    Args:
+        module: the whole model, filled and partitioned here.
+        weights: what its parameters are.
+        device: where this rank computes.
+        dtype: of its parameters and passes.
+    """
+
+    def __init__(self, module: HeadedLM, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+        import deepspeed
+
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
+        fill(module, weights, device, dtype, _partition(config, dtype))
+        self._engine, *_ = deepspeed.initialize(model=module, config=config)
+        super().__init__(self._engine.module)
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        """See `Scorer.forward`."""
+        return self._engine(task, *args)
+
+
+def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
+    """Takes a parameter that is whole on rank 0 and leaves every rank its share, where `config` wants it."""
+    import deepspeed
+
+    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+
+    def partition(parameter: nn.Parameter) -> None:
+        init._convert_to_zero_parameters([parameter])
+
+    return partition
 
 
 def check_offload(engine: EngineConfig) -> None:
@@ -286,9 +338,11 @@ def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's parameter groups: norms and biases are not decayed, as is usual for transformers."""
     trainable = [p for p in module.parameters() if p.requires_grad]
+    # Of what ZeRO-3 has partitioned the shape is kept beside it.
+    matrices = {p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2}
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p in matrices], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p not in matrices], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
