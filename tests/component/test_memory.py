@@ -51,7 +51,9 @@ class Limited(StageRecorder):
         return super().resume()
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
-        self.used[-1] = self.used[-1] or self._memory("VmHWM") - self._had
+        # Before its first step the stage only tells how far the data are tokenized.
+        if unit == "steps":
+            self.used[-1] = self.used[-1] or self._memory("VmHWM") - self._had
 
     def _memory(self, field: str) -> int:
         lines = Path(f"/proc/{self._rank}/status").read_text().splitlines()
