@@ -18,7 +18,7 @@ from tests.unit.stages.test_ppo_loop import FakeRecorder
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, write_jsonl
+from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.heads import HeadedLM
@@ -131,7 +131,7 @@ def attempt(model: Path, root: Path, *, slow: bool = False, newest: Snapshot | N
     root.mkdir()
     texts = ["hello there", "how are you", "fine thanks", "hello", "are you fine", "thanks"]
     examples = [Example(str(i), "c", [{"role": "user", "content": text}], "fine") for i, text in enumerate(texts)]
-    write_jsonl(root / "train.jsonl", examples)
+    write_pairs(root / TRAIN, Example, examples)
     (root / "dataset.json").write_text('{"max_prompt_tokens": 32}')
 
     @contextlib.contextmanager
