@@ -24,11 +24,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import xray
-from benchmarks.machine import line, machine, ratio, spread, table
+from benchmarks.machine import line, machine, ratio, spread, table, times
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.data.pairs import TRAIN
+from xray_runtime.planning.shapes import ModelShape, from_pretrained
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
@@ -43,6 +44,8 @@ WORK = {
     "lr": 3e-4,
     "truncation_penalty": 1.0,
 }
+ALIKE = {"warmup_fraction": 0.0, "grad_clip": 1e6, "betas": (0.9, 0.999), "dual_clip": None}
+"""What X-ray does otherwise by default: TRL neither warms up nor clips gradients or losses so."""
 KL = 0.05
 THREADS = 2
 
@@ -104,6 +107,7 @@ def xray_updates(result: xray.Result, output: Path) -> list[dict[str, float]]:
     updates = []
     for number, (_, seconds) in enumerate(series["seconds/total"]):
         update = {name.removeprefix("seconds/"): series[name][number][1] for name in phases}
+        update["length"] = series["rollout/length"][number][1]
         reward, kl = series["reward/mean"][number][1], series["kl/reference_k1"][number][1]
         updates.append(update | {"seconds": seconds, "reward": reward, "kl": kl})
     return updates
@@ -156,6 +160,7 @@ def main() -> None:
                     schedule="constant",
                     stop_kl=None,
                     trainable_layers=layers,
+                    **ALIKE,
                     **WORK,
                 )
                 runs[f"X-ray, {critic} critic"].append(xray_updates(policy.result(), output))
@@ -178,7 +183,32 @@ def main() -> None:
                 )
             )
             runs["TRL"].append(trl_updates(python, task))
+        prompt_tokens = statistics.mean(len(ids) for _, ids in prompts)
+        shape = from_pretrained(PretrainedBase(model=str(sft)))
     report(about, options, runs)
+    length = statistics.mean(u["length"] for run in runs["X-ray, shared critic"] for u in run)
+    gflop, speed = gflop_of_updates(shape, layers, prompt_tokens, length), gflop_per_second(shape)
+    print(
+        f"\nThe matrix products of an iteration's optimizer steps are {gflop:.0f} GFLOP; one of the model's size runs "
+        f"at {speed:.0f} GFLOP/s here with {THREADS} threads: {gflop / speed:.2f} s, with nothing else done."
+    )
+
+
+def gflop_of_updates(shape: ModelShape, layers: int | None, prompt_tokens: float, reply_tokens: float) -> float:
+    """Matrix products of a shared critic's updates: 6 a parameter and token, logits at reply tokens alone."""
+    trained = shape.num_layers if layers is None else layers
+    tokens = trained * shape.layer_parameters() * (prompt_tokens + reply_tokens)
+    # The gradient of a frozen output layer is not computed.
+    logits = shape.vocab_size * shape.hidden_size * reply_tokens * (1 if layers is None else 2 / 3)
+    return 6e-9 * WORK["epochs"] * WORK["prompts_per_iteration"] * (tokens + logits)
+
+
+def gflop_per_second(shape: ModelShape) -> float:
+    """Of a float32 product of 1,024 tokens with a matrix of the model's."""
+    torch.set_num_threads(THREADS)
+    states, matrix = torch.randn(1024, shape.hidden_size), torch.randn(shape.intermediate_size, shape.hidden_size)
+    seconds = times(lambda: [torch.nn.functional.linear(states, matrix) for _ in range(50)])
+    return 50 * 2e-9 * states.numel() * shape.intermediate_size / min(seconds)
 
 
 def report(about: str, options: argparse.Namespace, runs: dict[str, list[list[dict[str, float]]]]) -> None:
