@@ -88,9 +88,6 @@ class ZeroEngine:
         )
         self.module: Any = self.engine.module
         self.data_parallel = training.engine.data_parallel
-        if not self.stage and self.data_parallel == 1:
-            # It would copy all gradients into one tensor and back, for nobody.
-            self.engine.enable_backward_allreduce = False
         self._norm = 0.0
         self._moments = self._begin_moments()
         # DeepSpeed makes float32 masters of weights that were already rounded.

@@ -37,7 +37,7 @@ class MegatronLM(GPTModel):
     """
 
     has_trunk = packs = False
-    reference_layers = None
+    branches = ()
 
     def __init__(self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool) -> None:
         stage = parallel_state.get_pipeline_model_parallel_rank()
