@@ -57,8 +57,6 @@ OVERRIDES = (
     "runtime.retries=3",
     "runtime.retry_delay_s=0.5",
     "runtime.restarts=10",
-    # The second PPO stage has a rollout at work beside each update.
-    "ppo.stages.1.lag=1",
     f"runtime.stall_timeout_s={STALL_SECONDS}",
 )
 LIMIT_SECONDS = 1200
