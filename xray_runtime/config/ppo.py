@@ -161,7 +161,7 @@ class PPOStageConfig(TrainingConfig):
         return self.prompts_per_iteration * self.samples_per_prompt
 
     @property
-    def critics(self) -> Literal["shared", "separate", "none"]:
+    def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """Where values come from."""
         return self.critic if self.advantages == "gae" else "none"
 
@@ -182,7 +182,7 @@ class PPOStageConfig(TrainingConfig):
                 f"samples_per_prompt = {self.samples_per_prompt} must be at least 2 with advantages = "
                 f"{self.advantages!r}: replies to one prompt are compared"
             )
-        if self.critics == "none" and self.truncated == "bootstrap":
+        if self.critic_in_use == "none" and self.truncated == "bootstrap":
             raise ValueError(
                 f"truncated = 'bootstrap' must be 'penalize' with advantages = {self.advantages!r}: there is no critic "
                 "to say what a reply that was cut off is worth"

@@ -219,7 +219,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         judges = [frozen("reward", shape=judged_by, scores_tokens=False)]
     elif config.reward is not None or config.reward_ref is not None:
         judges = [frozen("reward", scores_tokens=False)]
-    separate = any(stage.critics == "separate" for stage in stages)
+    separate = any(stage.critic_in_use == "separate" for stage in stages)
     response = _longest_reply(config)
     return Workload(
         roles=(

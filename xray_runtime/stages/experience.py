@@ -58,7 +58,7 @@ def build_experience(
     # Advantages run over all replies at a time, from their last tokens to their first: here alone rows are padded.
     rollout_logprobs, logprobs, ref_logprobs = (torch.from_numpy(column.dense()) for column in ragged)
     mask, offsets = torch.from_numpy(ragged[0].mask()), ragged[0].offsets
-    ended, has_critic = torch.from_numpy(rollout["ended"]), config.critics != "none"
+    ended, has_critic = torch.from_numpy(rollout["ended"]), config.critic_in_use != "none"
     values, bootstrap = torch.zeros_like(logprobs), torch.zeros_like(rewards)
     if has_critic:
         values = torch.from_numpy(scores["values"].dense())

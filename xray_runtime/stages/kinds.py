@@ -122,7 +122,7 @@ def _ppo_models(config: PPOConfig) -> Layouts:
     # With a frozen trunk the reference is a branch on the policy's own trunk.
     roles: tuple[str, ...] = () if config.trainable_layers is not None else ("reference",)
     models: Layouts = {"generator": config.generator, "policy": config.engine, **_frozen(config, *roles)}
-    return {**models, "critic": config.critic_engine or config.engine} if config.critics == "separate" else models
+    return {**models, "critic": config.critic_engine or config.engine} if config.critic_in_use == "separate" else models
 
 
 def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:

@@ -114,7 +114,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
-    layers, shared_critic = config.trainable_layers, config.critics == "shared"
+    layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
     head = policy / VALUE_HEAD
     max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_new_tokens
     models: dict[str, ModelSpec | GeneratorSpec] = {
@@ -134,7 +134,7 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
     }
     if layers is None:
         models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
-    if config.critics == "separate":
+    if config.critic_in_use == "separate":
         trained = policy / "critic"
         models["critic"] = ModelSpec(
             trained if trained.exists() else reference,

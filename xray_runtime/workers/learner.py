@@ -128,7 +128,11 @@ class Learner(Workhorse):
         if self.module.has_trunk:
             ids = rows["input_ids"]
             scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
-            if scored != self._scored:
+            same = torch.tensor(int(scored == self._scored), device=self.device)
+            if self.rank_info.world_size > 1:
+                # Passes of a sharded trunk are collectives: all ranks make them, or none does.
+                torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
+            if not same:
                 # Row by row it would not be the same: how rows are batched may change the last bits of their states.
                 self._forget_trunks()
             self._scored = scored

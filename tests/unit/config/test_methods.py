@@ -18,7 +18,7 @@ def test_every_method_is_there_and_valid() -> None:
         for field, value in settings.items():
             found: Any = getattr(config, field)
             assert found == value if field != "kl" else {k: getattr(found, k) for k in value} == value
-        assert (config.critics == "none") == (name != "ppo")
+        assert (config.critic_in_use == "none") == (name != "ppo")
 
 
 def test_what_is_written_out_counts_more() -> None:
