@@ -18,23 +18,13 @@ from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 
 import xray
 from benchmarks.machine import line, machine, spread, table
-from benchmarks.ppo_peer import fields, start
+from benchmarks.ppo_peer import Series, fields, series, start
 from xray_runtime.config.loading import load_config
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.tracking.recorder import METRICS, records_directory
 
 CURVES = ("reward/gold", "reward/mean", "kl/reference_k1")
 POINTS = 8
 """Parts of a curve that are shown."""
 PHASES = ("sync", "generate", "score", "update", "total")
-
-Series = dict[str, list[float]]
-
-
-def series(result: xray.Result, output: Path) -> Series:
-    """Metric → its value at each iteration."""
-    found = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
-    return {name: [value for _, value in points] for name, points in found.items()}
 
 
 def parts(values: list[float]) -> list[float]:

@@ -100,17 +100,24 @@ def fields(section: BaseModel) -> dict[str, Any]:
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
 
 
+Series = dict[str, list[float]]
+
+
+def series(result: xray.Result, output: Path) -> Series:
+    """Metric → its value at each iteration."""
+    found = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
+    return {name: [value for _, value in points] for name, points in found.items()}
+
+
+NAMES = {"seconds/total": "seconds", "reward/mean": "reward", "kl/reference_k1": "kl", "rollout/length": "length"}
+
+
 def xray_updates(result: xray.Result, output: Path) -> list[dict[str, float]]:
-    """Seconds (in all and by phase), mean reward and KL of each update."""
-    series = read_metrics(records_directory(output, result.stage.name, result.stage.key) / METRICS)
-    phases = [name for name in series if name.startswith("seconds/")]
-    updates = []
-    for number, (_, seconds) in enumerate(series["seconds/total"]):
-        update = {name.removeprefix("seconds/"): series[name][number][1] for name in phases}
-        update["length"] = series["rollout/length"][number][1]
-        reward, kl = series["reward/mean"][number][1], series["kl/reference_k1"][number][1]
-        updates.append(update | {"seconds": seconds, "reward": reward, "kl": kl})
-    return updates
+    """Seconds (in all and by phase), mean reward, KL and length of each update."""
+    found = series(result, output)
+    columns = {NAMES.get(name, name.removeprefix("seconds/")): values for name, values in found.items()}
+    wanted = {*NAMES.values(), "sync", "generate", "score", "update"} & columns.keys()
+    return [{name: columns[name][number] for name in sorted(wanted)} for number in range(len(found["seconds/total"]))]
 
 
 def trl_updates(python: Path, task: Path) -> list[dict[str, float]]:
