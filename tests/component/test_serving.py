@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.test_front import free_port
+from tests.unit.test_reverse_proxy import free_port
 from tests.unit.test_store import IDENTITY
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.serving import NotServedError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.serving.middleware import FRONT_HEADER, SHA256_HEADER, Tagged, key_digest
+from xray_runtime.serving.middleware import PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
 
 SHA, SECRET = "ab" * 32, "cd" * 32
 
@@ -25,7 +25,7 @@ def _ask(path: str, key: str | None, front: str = SECRET, **headers: str) -> tup
     async def send(message: Any) -> None:
         sent.append(message)
 
-    given = [(name.encode(), value.encode()) for name, value in {FRONT_HEADER: front, **headers}.items()]
+    given = [(name.encode(), value.encode()) for name, value in {PROXY_HEADER: front, **headers}.items()]
     scope = {"type": "http", "path": path, "headers": given}
     asyncio.run(Tagged(_answer, SHA, key, SECRET)(scope, None, send))  # type: ignore[arg-type]
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}

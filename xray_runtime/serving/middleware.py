@@ -14,7 +14,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SHA256_HEADER = "x-xray-model-sha256"
-FRONT_HEADER = "x-xray-front"
+PROXY_HEADER = "x-xray-front"
 OPEN_PATHS = ("/health",)
 """Load balancers ask them, and have no key."""
 
@@ -30,7 +30,7 @@ class Tagged:
     Args:
         sha256: the model's; sent with every answer, errors too.
         key: `key_digest` of the key that requests must carry (`Authorization: Bearer KEY`); None lets everybody in.
-        secret: what the front sends along (`FRONT_HEADER`): nobody else is answered, on whatever port this listens.
+        secret: what the front sends along (`PROXY_HEADER`): nobody else is answered, on whatever port this listens.
     """
 
     def __init__(self, app: App, sha256: str, key: str | None, secret: str) -> None:
@@ -51,7 +51,7 @@ class Tagged:
                 message = {**message, "headers": [*message.get("headers", []), tag]}
             await send(message)
 
-        given = dict(scope["headers"]).get(FRONT_HEADER.encode(), b"")
+        given = dict(scope["headers"]).get(PROXY_HEADER.encode(), b"")
         allowed = self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key)
         if allowed and secrets.compare_digest(given, self._secret):
             await self._app(scope, receive, tagged)

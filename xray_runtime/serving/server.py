@@ -18,8 +18,8 @@ import ray
 
 from xray_runtime.errors import error_summary
 from xray_runtime.serving import NotServedError
-from xray_runtime.serving.front import Address, Front
 from xray_runtime.serving.replica import Replica, ServedModel
+from xray_runtime.serving.reverse_proxy import Address, ReverseProxy
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, host: str, port: int, num_replicas: int, log_dir: Path) -> None:
         self._num_replicas = num_replicas
-        self._front = Front(host, port, num_replicas, log_dir / "front.log")
+        self._front = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
         self._served: _Replicas | None = None
         self._drained: _Replicas | None = None
         """The model before, while it finishes what it has begun."""
@@ -111,7 +111,7 @@ class Server:
 class _Replicas:
     """Those of one model."""
 
-    def __init__(self, model: ServedModel, num_replicas: int, front: Front) -> None:
+    def __init__(self, model: ServedModel, num_replicas: int, front: ReverseProxy) -> None:
         self.backend: str | None = None
         """Where the front has them, once they are asked."""
         self._front = front

