@@ -28,6 +28,7 @@ from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_al
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Layouts, OpenModels
 
+PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0
 """How long a model has to unload before its Workhorses are ended."""
 
@@ -89,31 +90,49 @@ def _open(
     if not specs:
         yield {}
         return
-    models = {role: _start(role, spec, runtime, log_dir) for role, spec in specs.items()}
+    models = {role: _proxy(spec) for role, spec in specs.items()}
     requests = {
         role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role])
         for role, spec in specs.items()
     }
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)
-    reusable: list[WholeModelHandle] = []
+    unloaded: list[WholeModelHandle] = []
     try:
         found = acquisition.take()
         builds = [
-            models[role].build.remote(spec, found[role], requests[role].demand.num_replicas, environment_digest())
+            models[role].build.remote(
+                role, runtime, log_dir, spec, found[role], requests[role].demand.num_replicas, environment_digest()
+            )
             for role, spec in specs.items()
         ]
         note_placement(log_dir, dict(zip(specs, get_all(builds), strict=True)))
         yield dict(models)
-        reusable = _unload(models, requests)
+        unloaded = _unload(models, requests)
     finally:
+        # Processes are kept between the stages of a run, not after the one model of a script.
+        kept = unloaded if find_worker_pool(run_id) is not None else []
         for model in models.values():
-            ray.kill(model)
-        acquisition.give_back(reusable)
+            if model not in kept:
+                ray.kill(model)
+        acquisition.give_back(unloaded)
+        _idle_proxies.extend(kept)
 
 
-def _start(role: str, spec: ModelSpec | GeneratorSpec, runtime: RuntimeConfig, log_dir: Path) -> WholeModelHandle:
+_idle_proxies: list[WholeModelHandle] = []
+"""WholeModels of this process that hold no model: the next stage it runs saves their start. They end with it."""
+
+
+def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
+    """A WholeModel without a model: an idle one, or a new one."""
+    while _idle_proxies:
+        # Of a dead one Ray knows nothing; nor of one that lived in another cluster.
+        with contextlib.suppress(Exception):
+            idle = _idle_proxies.pop()
+            if answered(idle.ping.remote(), PING_SECONDS):
+                return idle
+            ray.kill(idle)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": same_node()}
-    model: WholeModelHandle = ray.remote(spec.whole_model).options(**options).remote(role, runtime, log_dir)
+    model: WholeModelHandle = ray.remote(spec.whole_model).options(**options).remote()
     return model
 
 

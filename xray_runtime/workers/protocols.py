@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from xray_runtime.config.runtime import RuntimeConfig
     from xray_runtime.data.rows import Rows
     from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.weights.device_transfer import Device, Transport
@@ -118,7 +119,11 @@ class WholeModelHandle(ModelHandle, Protocol):
     @property
     def ping(self) -> Method[[], None]: ...
     @property
-    def build(self) -> Method[[ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]]: ...
+    def build(
+        self,
+    ) -> Method[
+        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]
+    ]: ...
     @property
     def unload(self) -> Method[[bool], None]: ...
     @property

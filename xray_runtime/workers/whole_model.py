@@ -36,24 +36,20 @@ T = TypeVar("T")
 
 
 class WholeModel:
-    """The proxy of one model; `opening` starts it.
+    """The proxy of one model, and after that of another; `opening` starts it."""
 
-    Args:
-        role: of the model in its stage.
-        log_dir: where the Workhorses' output goes, on nodes that see it.
-    """
-
-    def __init__(self, role: str, runtime: RuntimeConfig, log_dir: Path) -> None:
-        self._role, self._runtime, self._log_dir = role, runtime, log_dir
-        self._workhorses: list[WorkhorseHandle] = []
-        self._ways: dict[WholeModelHandle, tuple[Transport, bool]] = {}
-        """Policy → how its weights come, and whether it is on this generator's machine."""
+    _workhorses: list[WorkhorseHandle]
+    _ways: dict[WholeModelHandle, tuple[Transport, bool]]
+    """Policy → how its weights come, and whether it is on this generator's machine."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
 
     def build(
         self,
+        role: str,
+        runtime: RuntimeConfig,
+        log_dir: Path,
         spec: ModelSpec | GeneratorSpec,
         workhorses: list[WorkhorseHandle],
         num_replicas: int,
@@ -62,6 +58,8 @@ class WholeModel:
         """Load the model on its Workhorses and join them to one process group.
 
         Args:
+            role: of the model in its stage.
+            log_dir: where the Workhorses' output goes, on nodes that see it.
             workhorses: in order of rank.
             num_replicas: whole copies of the model that they hold.
             environment_digest: of the code and libraries that each must have.
@@ -72,7 +70,8 @@ class WholeModel:
         Raises:
             ConfigError: one of them has another environment.
         """
-        self._spec, self._workhorses, self._num_replicas = spec, workhorses, num_replicas
+        self._role, self._runtime, self._log_dir = role, runtime, log_dir
+        self._spec, self._workhorses, self._num_replicas, self._ways = spec, workhorses, num_replicas, {}
         layout, size = spec.layout, len(workhorses)
         self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
@@ -91,8 +90,8 @@ class WholeModel:
         for number, workhorse in enumerate(workhorses):
             rank, replica = number % size, number // size
             host, port = meeting_points[replica * size]
-            log_dir = None if self._stager.is_remote(number) else self._log_dir
-            rank_info = RankInfo(self._role, number, rank, size, host, port, log_dir)
+            logs = None if self._stager.is_remote(number) else log_dir
+            rank_info = RankInfo(role, number, rank, size, host, port, logs)
             builds.append(workhorse.build.remote(spec.located(partial(self._staged, number)), rank_info))
         self._get(builds)
         return workers
@@ -104,6 +103,7 @@ class WholeModel:
     def unload(self, reused: bool) -> None:
         """The end of the model: its files that were staged go, and its memory where the Workhorses are `reused`."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
+        self._workhorses, self._ways = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order."""
