@@ -151,11 +151,24 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
             starting.append(threads.submit(server.start))
         if ray:
             stack.enter_context(running_ray())
+            _start_stage_process()
         for each in starting:
             each.result()
         if server is not None:
             server.wait_healthy()
         yield server
+
+
+def _start_stage_process() -> None:
+    """Have Ray start the process of the first stage: it imports while the server and the flow start."""
+    import ray
+
+    ray.remote(num_cpus=0, max_retries=0)(_import).remote("mlflow", "xray.tasks.stage")
+
+
+def _import(*modules: str) -> None:
+    for module in modules:
+        importlib.import_module(module)
 
 
 @contextlib.contextmanager

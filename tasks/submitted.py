@@ -42,10 +42,11 @@ class SubmittedTasks:
     Args:
         on_result: called in the following thread with a task, what it returned, and its seconds since it could begin;
             returns what `result` gives. What it raises counts as the task's failure.
+        on_poll: called in that thread now and then.
     """
 
-    def __init__(self, on_result: Callable[[SubmittedTask, Any, float], Any]) -> None:
-        self._on_result = on_result
+    def __init__(self, on_result: Callable[[SubmittedTask, Any, float], Any], on_poll: Callable[[], None]) -> None:
+        self._on_result, self._on_poll = on_result, on_poll
         self._tasks: dict[str, SubmittedTask] = {}
         self._results: dict[str, Any] = {}
         self._failures: dict[str, BaseException] = {}
@@ -147,6 +148,7 @@ class SubmittedTasks:
                     self._take(self._tasks[name])
             if last:
                 return
+            self._on_poll()
             ended.wait(POLL_SECONDS)
 
     def _take(self, task: SubmittedTask) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -121,7 +121,9 @@ class Workspace(Graph):
         )
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
-        self._tasks = SubmittedTasks(self._take)
+        self._tasks = SubmittedTasks(self._take, self._start_ahead)
+        self._prestarted: object = None
+        """What was at work when processes were last started ahead."""
         self._stack = contextlib.ExitStack()
 
     # Opening and closing
@@ -299,21 +301,23 @@ class Workspace(Graph):
             return value
         result = StageResult.model_validate(value)
         self.run_record.summary.stage_done(task.number, result, seconds)
-        if not result.cached:
-            self._start_ahead(task.name)
         if call.kind.output is Evaluation:
             self.run_record.summary.evaluated(result.checkpoint.path)
         return result
 
-    def _start_ahead(self, stage: str) -> None:
-        """Start the processes that the next two stages after a computed one will need: importing takes seconds."""
-        after = self._taking([stage])
-        # Nothing is lost where it fails: the stage is done, and the next starts what it lacks.
+    def _start_ahead(self) -> None:
+        """Start the processes that the next two stages after one at work will need: importing takes seconds."""
+        # Nothing is lost where it fails: the next stage starts what it lacks.
         with contextlib.suppress(ray.exceptions.RayError):
-            for call in [*after, *self._taking([call.name for call in after])]:
+            at_work = {name for name in ray.get(self.progress.read.remote()) if not self._tasks.has_ended(name)}
+            if self._prestarted == (at_work, len(self.calls)):
+                return
+            self._prestarted = at_work, len(self.calls)
+            after = self._taking(at_work)
+            for call in [*after, *self._taking({call.name for call in after})]:
                 prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
 
-    def _taking(self, stages: Sequence[str]) -> list[StageCall]:
+    def _taking(self, stages: Set[str]) -> list[StageCall]:
         """The stages on their way that take from one of `stages`."""
         calls = [call for name, call in list(self.calls.items()) if name in self._tasks]
         return [call for call in calls if any(handle.name in stages for handle in call.parents.values())]

@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,8 @@ import psutil
 TAG = "XRAY_RUN_TAG"
 """Environment variable that holds the process tag."""
 GRACE_SECONDS = 3.0
+LOW_PRIORITY = 10
+"""A niceness: where cores are short, such a thread gets a tenth of what others get."""
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -37,6 +41,19 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+def at_low_priority(work: Callable[[], None]) -> None:
+    """Do `work` in a thread that gets a core when nothing else wants it, and wait for its end."""
+
+    def run() -> None:
+        # On Linux a thread has a priority of its own, and a process could not raise its back.
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        work()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
 def redirect_output(path: Path) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INK, GRID = "#7d8694", "#8b94a366"
 """Read on light pages and on Prefect's dark ones alike."""
+PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 
 
@@ -59,7 +60,17 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
         return None
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(3.9 * columns, 2.5 * rows), layout="constrained")
+    width, height = PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows
+    # Margins as they are: measuring every label for a layout takes twice as long as drawing them.
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(
+        left=0.55 / width,
+        right=1 - 0.1 / width,
+        bottom=0.3 / height,
+        top=1 - 0.3 / height,
+        wspace=0.22,
+        hspace=0.33,
+    )
     figure.patch.set_alpha(0.0)
     for number, (title, names) in enumerate(shown):
         axes = figure.add_subplot(rows, columns, number + 1)

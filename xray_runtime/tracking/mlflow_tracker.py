@@ -20,7 +20,6 @@ from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
 MAX_PARAM_CHARS = 6000
@@ -205,8 +204,8 @@ class StageRun:
         if entry not in tables:
             client.set_tag(self.run_id, TABLES_TAG, json.dumps([*tables, entry]))
 
-    def figure(self, name: str, figure: Figure) -> None:
-        self._tracker.client.log_figure(self.run_id, figure, f"{name}.png")
+    def picture(self, path: Path) -> None:
+        self._tracker.client.log_artifact(self.run_id, str(path))
 
     def log_checkpoint(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> CheckpointRef:
         """Make `ref` a LoggedModel and link it to its parents; returns `ref` with its `mlflow_model_id`."""

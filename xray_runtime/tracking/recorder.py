@@ -103,9 +103,10 @@ class StageRecorder:
             self._run.table(name, columns, rows)
 
     def figure(self, name: str, figure: Figure) -> None:
-        figure.savefig(self._directory / f"{name}.png", dpi=120)
+        path = self._directory / f"{name}.png"
+        figure.savefig(path, dpi=120)
         if self._run is not None:
-            self._run.figure(name, figure)
+            self._run.picture(path)
 
     def interrupt(self) -> None:
         """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.data.rows import Rows
+from xray_runtime.processes import at_low_priority
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -23,9 +24,12 @@ class Generator(Workhorse):
     def load_libraries(self, config: GeneratorConfig) -> None:
         """Import the libraries that take seconds, before there is a model."""
         if config.engine == "vllm":
-            from xray_runtime.engines.generation.vllm import load_vllm
+            at_low_priority(self._load_vllm)
 
-            load_vllm(self.runtime, resolve_device(self.runtime.device))
+    def _load_vllm(self) -> None:
+        from xray_runtime.engines.generation.vllm import load_vllm
+
+        load_vllm(self.runtime, resolve_device(self.runtime.device))
 
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""

@@ -13,6 +13,7 @@ import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
+from xray_runtime.processes import at_low_priority
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -38,6 +39,9 @@ class Learner(Workhorse):
 
     def load_libraries(self) -> None:
         """Import the libraries that take seconds, before there is a model."""
+        at_low_priority(self._load_libraries)
+
+    def _load_libraries(self) -> None:
         from xray_runtime.engines.training.zero import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
 
