@@ -54,6 +54,29 @@ def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
     )
 
 
+SMOLLM2_360M = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 960,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("gib", [24, 80])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_the_template_runs_on_one_gpu_and_on_eight(count: int, gib: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_360M))
+    template = load_config(ROOT / "configs/custom.yaml", [f"base.model={tmp_path}"])
+    _, plan = choose_layouts(template, gpus(count, gib))
+    assert plan.placement == ("colocated" if count < 5 else "separate")
+
+
 def test_more_ranks_are_not_taken_than_a_step_has_micro_batches() -> None:
     # 32 sequences of 48 tokens are one micro-batch of 4,096; of 512 they are three.
     assert layouts(choose_layouts(auto(), Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(1, 0)}

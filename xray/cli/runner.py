@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.supervisor import FAILED, INTERRUPTED
+from xray.cli.supervisor import ENDED, FAILED, INTERRUPTED
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
@@ -208,7 +208,9 @@ def _log_to_file(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    code = main(Job.model_validate_json(Path(sys.argv[1]).read_bytes()))
+    file = Path(sys.argv[1])
+    code = main(Job.model_validate_json(file.read_bytes()))
+    file.with_name(ENDED).touch()
     sys.stdout.flush()
     # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
     os._exit(code)

@@ -23,6 +23,8 @@ from xray_runtime.processes import kill_tagged, start_reaper
 
 FAILED, INTERRUPTED = 1, 130
 POLL_SECONDS = 0.2
+ENDED = "ended"
+"""File beside a job's that its process leaves when it ends by itself."""
 
 
 def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **job: Any) -> int:
@@ -37,6 +39,7 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
     place = output / "jobs" / uuid.uuid4().hex[:12]
     place.mkdir(parents=True)
     heartbeat, file = place / "heartbeat", place / "job.json"
+    ended = place / ENDED
     write_atomic(file, Job(output=output, heartbeat=heartbeat, **job).model_dump_json())
     command = [sys.executable, "-m", "xray.cli.runner", str(file)]
     tag = start_reaper()
@@ -45,13 +48,16 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
         for attempt in range(restarts + 1):
             code = _run_once(heartbeat, command, stall_timeout_s, console)
             kill_tagged(tag)
+            if code > 0 and code != INTERRUPTED and not ended.exists():
+                # A check of Ray's that fails ends the whole process, with an ordinary exit code and no exception.
+                code = LOST
             if 0 <= code < LOST or code == INTERRUPTED:
                 return code
             reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "Ray or Prefect died"
             again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else "giving up"
             console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False)
     finally:
-        for left in (heartbeat, file):
+        for left in (heartbeat, file, ended):
             left.unlink(missing_ok=True)
         place.rmdir()
     return FAILED
