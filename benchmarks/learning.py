@@ -1,0 +1,141 @@
+"""Does every way to align a model learn? Accuracy on held-out problems before and after, by method.
+
+    python -m benchmarks.learning [--seeds 3] [--methods grpo dpo …]
+
+The task is that of `examples/math_grpo.py`: the largest of four digits, from demonstrations that are right half of the
+time. Of each seed all methods start from the same SFT model. `shuffled` is a control: GRPO with rewards that belong to
+other replies must gain nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xray
+from benchmarks.machine import line, machine, table
+from examples.math_grpo import correct, write_problems
+
+PROMPTS, SAMPLES, MAX_NEW_TOKENS = 32, 8, 4
+ITERATIONS = 30
+CONTROL = "shuffled"
+
+
+def shuffled(prompts: list[str], replies: list[str]) -> list[float]:
+    """As many right replies as there are, but which they are is drawn."""
+    scores = correct(prompts, replies)
+    random.Random("".join(replies)).shuffle(scores)
+    return scores
+
+
+def by_gradient(method: str, reward: Callable[..., list[float]], **fields: Any) -> Callable[[Any, Any, str], Any]:
+    """A stage of policy gradients."""
+
+    def train(sft: Any, data: Any, name: str) -> Any:
+        samples = {} if method in ("ppo", "reinforce++") else {"samples_per_prompt": SAMPLES}
+        prompts = PROMPTS if samples else PROMPTS * SAMPLES
+        return xray.ppo(
+            sft,
+            prompts=data,
+            rewards=[xray.reward(reward)],
+            method=method,
+            iterations=ITERATIONS,
+            prompts_per_iteration=prompts,
+            minibatch_size=64,
+            max_new_tokens=MAX_NEW_TOKENS,
+            lr=1e-3,
+            reward_scaling="none",
+            name=name,
+            **samples,
+            **fields,
+        )
+
+    return train
+
+
+def by_dpo(sft: Any, data: Any, name: str) -> Any:
+    """Pairs of a right and a wrong reply, sampled once."""
+    pairs = xray.preferences(
+        policy=sft,
+        data=data,
+        source="rewards",
+        rewards=[xray.reward(correct)],
+        samples=SAMPLES,
+        max_new_tokens=MAX_NEW_TOKENS,
+        name=f"{name}-pairs",
+    )
+    return xray.dpo(sft, pairs, reference=sft, epochs=3, batch_size=32, lr=1e-3, name=name)
+
+
+def by_best_of_n(sft: Any, data: Any, name: str) -> Any:
+    """Two rounds of rejection sampling."""
+    policy = sft
+    for number in (1, 2):
+        kept = xray.best_of_n(
+            policy,
+            data,
+            rewards=[xray.reward(correct)],
+            min_reward=1.0,
+            samples=SAMPLES,
+            max_new_tokens=MAX_NEW_TOKENS,
+            name=f"{name}-kept-{number}",
+        )
+        policy = xray.sft(policy, data=kept, steps=100, max_response_tokens=4, lr=1e-3, name=f"{name}-sft-{number}")
+    return policy
+
+
+METHODS: dict[str, Callable[[Any, Any, str], Any]] = {
+    "ppo": by_gradient("ppo", correct),
+    "grpo": by_gradient("grpo", correct),
+    "rloo": by_gradient("rloo", correct),
+    "reinforce++": by_gradient("reinforce++", correct),
+    "best_of_n": by_best_of_n,
+    "dpo": by_dpo,
+    CONTROL: by_gradient("grpo", shuffled),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--output", type=Path, default=Path("runs/learning"))
+    options = parser.parse_args()
+    output, about = options.output.absolute(), machine()
+    problems = output / "problems.jsonl"
+    write_problems(problems)
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in options.methods}
+    for seed in range(options.seeds):
+        with xray.workspace(output, project="learning", seed=seed):
+            data = xray.prepare(source=str(problems), min_chars=1, heldout_fraction=0.2)
+            base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+            sft = xray.sft(base, data=data, steps=200, max_response_tokens=4)
+            for method in options.methods:
+                name = method.replace("+", "p").replace("_", "-")
+                judged = xray.evaluate(
+                    METHODS[method](sft, data, name),
+                    against=sft,
+                    prompts=data,
+                    rewards=[xray.reward(correct)],
+                    num_prompts=512,
+                    max_new_tokens=MAX_NEW_TOKENS,
+                    name=f"{name}-evaluate",
+                )
+                found[method].append(json.loads((judged.result().path / "evaluation.json").read_text()))
+    print(f"{about}; {options.seeds} seeds, {found[options.methods[0]][0]['samples']} held-out problems\n")
+    table(("method", *(f"seed {seed}: before → after" for seed in range(options.seeds)), "learns"), [])
+    for method, evaluations in found.items():
+        cells = []
+        for e in evaluations:
+            low, high = e["reward_delta_ci95"]
+            cells.append(f"{e['reward_before']:.3f} → {e['reward_after']:.3f} ({low:+.3f} to {high:+.3f})")
+        rises = sum(e["reward_delta_ci95"][0] > 0 for e in evaluations)
+        line((method, *cells, f"{rises} of {len(evaluations)}"))
+
+
+if __name__ == "__main__":
+    main()
