@@ -14,6 +14,8 @@ import yaml
 from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
+from xray_runtime.report.figures import read_metrics
+from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
@@ -62,9 +64,15 @@ class RunSummary:
             "seconds": seconds,
             "attempts": result.attempts,
             "cached": result.cached,
+            "findings": self._findings(result),
         }
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
         self._write()
+
+    def _findings(self, result: StageResult) -> list[str]:
+        kind = find_kind(result.kind)
+        path = records_directory(self._output, result.name, result.key) / METRICS
+        return [] if kind is None else list(kind.findings(read_metrics(path)))
 
     def evaluated(self, directory: Path) -> None:
         """Take the results of an evaluation's checkpoint."""
@@ -102,6 +110,7 @@ class RunSummary:
         rows = [] if e is None else _results(e)
         if registered is not None:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
+        rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
         rows.append(("report", f"`{self.report}`"))
         lines = ["| result | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
         lines += ["", "| stage | seconds | computed | checkpoint | MLflow |", "|---|---|---|---|---|"]

@@ -169,7 +169,9 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
     console.print(table)
     e, registered = content["evaluation"], content["registered"]
-    lines = [*_results(e), ""] if e is not None else []
+    findings = [f"{stage['name']}: {finding}" for stage in content["stages"] for finding in stage["findings"]]
+    lines = [*findings, ""] if findings else []
+    lines += [*_results(e), ""] if e is not None else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [

@@ -32,6 +32,7 @@ from xray_runtime.stages.artifacts import TYPES, Artifact, RewardModel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from xray_runtime.report.findings import Series
     from xray_runtime.stages.graph import Handle
     from xray_runtime.store.snapshots import Snapshot
     from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -132,6 +133,8 @@ class StageKind:
     """The same config with a step or two, for the determinism check."""
     panels: Panels = ()
     """Training curves on its page and in the report."""
+    findings: Callable[[Series], Sequence[str]] = lambda series: ()
+    """What its metrics say in plain words, where it cannot have learnt; in the summary."""
     results: str | None = None
     """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
     sides: tuple[str, str] | None = None

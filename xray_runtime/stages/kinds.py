@@ -25,6 +25,7 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.report.findings import policy_findings
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
@@ -279,6 +280,7 @@ PPO = register(
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
+        findings=policy_findings,
         title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
 )
