@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kinds import (
         BASE as base,
         COMPARE as compare,
+        DPO as dpo,
         EVALUATE as evaluate,
         FRESH_BASE as fresh_base,
+        KTO as kto,
         PPO as ppo,
         PREFERENCES as preferences,
         PREPARE as prepare,

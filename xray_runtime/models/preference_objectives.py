@@ -1,9 +1,9 @@
 """The objectives of policies that learn from labelled replies: pairs (DPO and its kin), and single ones (KTO).
 
-`score` gives both `logprobs`, the log-probability of each whole reply [B]: the same passes make the reference's, before
-training. Rows of pairs carry, beside `rejected_ids`, the reference's log-probabilities of both replies, `ref_chosen` and
-`ref_rejected` [B]; they are absent where the loss has no reference. Rows of single replies carry `ref_logprobs` and
-`desirable` [B].
+`score` of either gives `logprobs`, the log-probability of each whole reply [B]: the same passes make the reference's,
+before training. Rows of pairs carry, beside `rejected_ids`, the reference's log-probabilities of both replies,
+`ref_chosen` and `ref_rejected` [B], absent where the loss has no reference. Rows of single replies carry `ref_logprobs`
+and `desirable` [B].
 """
 
 from __future__ import annotations

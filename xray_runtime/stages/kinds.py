@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.preferences import (
     DatasetPreferences,
@@ -88,6 +90,26 @@ class PPOInputs:
 
 
 @dataclass(frozen=True)
+class DPOInputs:
+    policy: Model
+    preferences: Preferences
+    reference: Model | None = None
+    """What the policy is held against, and kept near; the policy as it begins where absent."""
+
+
+@dataclass(frozen=True)
+class KTOInputs:
+    policy: Model
+    preferences: Preferences | None = None
+    """Chosen replies are desirable, rejected ones are not."""
+    verdicts: Judgements | None = None
+    """What people said of two replies: both may be desirable, or neither."""
+    data: Dataset | None = None
+    """What it holds out for evaluation is left out of the verdicts."""
+    reference: Model | None = None
+
+
+@dataclass(frozen=True)
 class EvaluateInputs:
     policy: Model
     against: Model
@@ -135,6 +157,18 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     for number, term in enumerate(config.rewards):
         if term.model is not None and term.model not in inputs:
             raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
+
+
+def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.has_reference and "reference" in inputs:
+        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
+
+
+def _check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
+    if not {"preferences", "verdicts"} & set(inputs):
+        raise ValueError("preferences: is required, or verdicts")
+    if "verdicts" in inputs and "data" not in inputs:
+        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
 
 
 def _preferences_read(config: Any) -> dict[str, str]:
@@ -280,6 +314,46 @@ PPO = register(
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
         title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
+    )
+)
+DPO = register(
+    StageKind(
+        "dpo",
+        DPOConfig,
+        DPOInputs,
+        Model,
+        "xray_runtime.stages.dpo:run",
+        models=lambda config: {"policy": config.engine},
+        check=_check_dpo,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["dpo/loss", "dpo/heldout_loss"]),
+            ("pairs in the right order", ["dpo/accuracy", "dpo/heldout_accuracy"]),
+            ("margin of implicit rewards", ["dpo/margin", "dpo/heldout_margin"]),
+            ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),
+            ("gradient norm", ["dpo/grad_norm"]),
+        ],
+        title="a policy after learning from preference pairs",
+    )
+)
+KTO = register(
+    StageKind(
+        "kto",
+        KTOConfig,
+        KTOInputs,
+        Model,
+        "xray_runtime.stages.kto:run",
+        models=lambda config: {"policy": config.engine},
+        check=_check_kto,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["kto/loss"]),
+            ("implicit rewards", ["kto/desirable_reward", "kto/undesirable_reward"]),
+            ("z, KL to the reference (nats a reply)", ["kto/baseline"]),
+            ("held-out pairs in the right order", ["kto/heldout_accuracy"]),
+            ("gradient norm", ["kto/grad_norm"]),
+        ],
+        title="a policy after learning from desirable and undesirable replies",
     )
 )
 EVALUATE = register(
