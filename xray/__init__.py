@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
+        BEST_OF_N as best_of_n,
         COMPARE as compare,
         DPO as dpo,
         EVALUATE as evaluate,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.kto import KTOConfig
@@ -21,6 +22,7 @@ from xray_runtime.config.preferences import (
     JudgedPreferences,
     PreferencesStageConfig,
     RatingPreferences,
+    RewardedPreferences,
     SampledPreferences,
 )
 from xray_runtime.config.prepare import DataConfig
@@ -60,10 +62,12 @@ class SFTInputs:
 @dataclass(frozen=True)
 class PreferencesInputs:
     policy: Model | None = None
-    """Whose replies are labelled, with `source: gold`."""
+    """Whose replies are labelled, with `source: gold` and `source: rewards`."""
     data: Dataset | None = None
     """Whose prompts are asked; prompts it holds out for evaluation are left out of other sources' pairs."""
     judgements: Judgements | None = None
+    rewards: list[RewardModel] = field(default_factory=list)
+    """What chooses, with `source: rewards`."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,13 @@ class KTOInputs:
 
 
 @dataclass(frozen=True)
+class BestOfNInputs:
+    policy: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class EvaluateInputs:
     policy: Model
     against: Model
@@ -131,8 +142,8 @@ def _gold(config: Any) -> list[str]:
     return [config.gold] if getattr(config, "gold", None) not in (None, BUILT_IN_GOLD) else []
 
 
-def _judges(config: JudgingConfig) -> list[str]:
-    return _gold(config) + [term.function for term in config.rewards if term.function is not None]
+def _judges(config: Any) -> list[str]:
+    return _gold(config) + [term.function for term in getattr(config, "rewards", []) if term.function is not None]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
@@ -147,7 +158,7 @@ def _ppo_models(config: PPOConfig) -> Layouts:
     return {**models, "critic": config.critic_engine or config.engine} if config.critic_in_use == "separate" else models
 
 
-def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model or a function")
     _check_terms(config, inputs)
@@ -178,13 +189,34 @@ def _preferences_read(config: Any) -> dict[str, str]:
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 
 
+def _preferences_models(config: Any) -> Layouts:
+    if isinstance(config, RewardedPreferences):
+        return {"generator": config.generator, **_frozen(config)}
+    return {"generator": config.generator} if isinstance(config, SampledPreferences) else {}
+
+
+def _fewer_preferences(config: Any) -> Any:
+    if isinstance(config, RewardedPreferences):
+        return _fewer_prompts(config)
+    if isinstance(config, GoldPreferences):
+        return config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
+    return config
+
+
+def _fewer_prompts(config: Any) -> Any:
+    return config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
+
+
 def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
-    needed: tuple[str, ...] = ("policy", "data") if isinstance(config, GoldPreferences) else ()
+    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
+    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed
     needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
     for role in needed:
         if role not in inputs:
             raise ValueError(f"{role}: is required with source {config.source!r}")
+    if isinstance(config, RewardedPreferences):
+        _check_rewards(config, inputs)
 
 
 PREPARE = register(
@@ -244,15 +276,11 @@ PREFERENCES = register(
         PreferencesInputs,
         Preferences,
         "xray_runtime.stages.preferences:run",
-        models=lambda config: {"generator": config.generator} if isinstance(config, SampledPreferences) else {},
+        models=_preferences_models,
         outside=_preferences_read,
-        functions=_gold,
+        functions=_judges,
         check=_check_preferences,
-        shorten=lambda config: (
-            config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
-            if isinstance(config, GoldPreferences)
-            else config
-        ),
+        shorten=_fewer_preferences,
         results="stats.json",
     )
 )
@@ -300,7 +328,7 @@ PPO = register(
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
         functions=_judges,
-        check=_check_ppo,
+        check=_check_rewards,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("reward", ["reward/mean"]),
@@ -356,6 +384,21 @@ KTO = register(
         title="a policy after learning from desirable and undesirable replies",
     )
 )
+BEST_OF_N = register(
+    StageKind(
+        "best_of_n",
+        BestOfNConfig,
+        BestOfNInputs,
+        Dataset,
+        "xray_runtime.stages.best_of_n:run",
+        models=lambda config: {"generator": config.generator} | _frozen(config),
+        functions=_judges,
+        check=_check_rewards,
+        shorten=_fewer_prompts,
+        results="stats.json",
+        title="the best of several sampled replies to each prompt",
+    )
+)
 EVALUATE = register(
     StageKind(
         "evaluate",
@@ -366,7 +409,7 @@ EVALUATE = register(
         models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
         functions=_judges,
         check=_check_terms,
-        shorten=lambda config: config.model_copy(update={"num_prompts": min(config.num_prompts, FEW_PROMPTS)}),
+        shorten=_fewer_prompts,
         results="evaluation.json",
         sides=("policy", "against"),
     )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -76,32 +77,6 @@ class FakeModel:
 
     def do_load_state(self, directory: Path) -> None:
         self.updates = int(directory.read_text())
-
-
-class FakeRecorder:
-    """Keeps what is reported; makes a snapshot after each step."""
-
-    def __init__(self, directory: Path, newest: Snapshot | None = None) -> None:
-        self.log_dir, self._newest = directory, newest
-        self.points: list[dict[str, float]] = []
-        self.snapshots: list[Snapshot] = []
-
-    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self.points.append(dict(values))
-
-    def resume(self) -> Snapshot | None:
-        return self._newest
-
-    def snapshot_due(self, step: int) -> bool:
-        return True
-
-    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
-        directory = self.log_dir / str(step)
-        directory.mkdir()
-        save(directory)
-        self.snapshots.append(Snapshot(directory, step, json.loads(json.dumps(state))))
 
 
 def message(text: str) -> list[dict[str, str]]:
