@@ -104,8 +104,8 @@ def _heldout(
 ) -> dict[str, float]:
     """What the loss says of held-out pairs, after the step."""
     rows = replies.take(np.arange(replies.size))
-    logprobs = torch.from_numpy(get(policy.score.remote(rows))["logprobs"]).double()
-    reference = torch.from_numpy(known[HELDOUT]).double() if known is not None else None
+    logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"]).double()
+    reference = torch.tensor(known[HELDOUT]).double() if known is not None else None
     num_tokens = torch.from_numpy(rows["input_ids"].lengths - rows["prompt_lengths"])
     rewards = implicit_rewards(logprobs, reference, num_tokens, config.loss, config.beta)
     chosen, rejected = rewards[::2], rewards[1::2]

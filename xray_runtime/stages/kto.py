@@ -74,7 +74,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             index = np.array(cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
             others = get(policy.score.remote(parts[MISMATCHED].take(index)))["logprobs"]
-            baseline = kto_baseline(torch.from_numpy(others - known[MISMATCHED][index]))
+            baseline = kto_baseline(torch.tensor(others - known[MISMATCHED][index]))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             stats = get(policy.train.remote(rows, {"rows": config.batch_size, "baseline": baseline}, lr))
             metrics = {
