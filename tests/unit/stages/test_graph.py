@@ -220,6 +220,19 @@ def test_the_innermost_graph_counts() -> None:
             lambda data, base: xray.preferences(source="judgements"),
             "preferences: judgements: is required with source 'judgements'",
         ),
+        (
+            lambda data, base: xray.dpo(base, xray.checkpoint("x"), base, loss="simpo"),
+            "dpo: reference: is not allowed with loss 'simpo', which has none",
+        ),
+        (lambda data, base: xray.kto(base), "kto: preferences: is required, or verdicts"),
+        (
+            lambda data, base: xray.kto(base, verdicts=xray.checkpoint("x")),
+            "kto: data: is required with verdicts: the dataset whose held-out prompts are not trained on",
+        ),
+        (
+            lambda data, base: xray.best_of_n(base, data),
+            "best_of_n: rewards: must have at least 1 item: a reward model or a function",
+        ),
     ],
 )
 def test_a_wrong_input_is_refused_as_the_graph_is_written(
