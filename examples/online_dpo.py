@@ -15,7 +15,7 @@ import xray
 
 def asks(prompts: list[str], replies: list[str]) -> list[float]:
     """1 where a reply asks something back."""
-    return [float(reply.endswith("?")) for reply in replies]
+    return [float(reply.rstrip().endswith("?")) for reply in replies]
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)

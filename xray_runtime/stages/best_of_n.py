@@ -43,7 +43,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
         for row in rows
     ]
     rewards = groups.rewards[rows, best[rows]]
-    stats["reward_best"] = float(rewards.double().mean())
+    stats["reward_best"] = float(rewards.mean())
     write_pairs(out / TRAIN, Example, examples)
     for name in (HELDOUT, "dataset.json"):
         (out / name).write_bytes((source / name).read_bytes())

@@ -102,6 +102,8 @@ def _key(stage: Stage[Any, Any], reference: Path, parts: Mapping[str, Replies]) 
         # It is spread as the policy is.
         "layout": config.model_dump(mode="json", include={"engine", "lora", "trainable_layers"}),
         "runtime": [stage.runtime.device, stage.runtime.threads],
+        # Which replies go through together shows in the last bits.
+        "chunk": CHUNK,
         "code": module_digests(CODE, {PACKAGE}),
         "versions": library_versions_of(CODE, {PACKAGE}),
     }

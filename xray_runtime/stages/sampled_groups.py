@@ -49,6 +49,7 @@ class _Done:
 
     replies: list[str] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
     scores: dict[str, list[float]] = field(default_factory=dict)
     """Source of reward → its score of each reply."""
 
@@ -83,20 +84,22 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
             replies = decode_replies(tokenizer, list(answer["response_ids"]))
             prompts = [messages for messages, _ in asked]
             answers = get_all(sources.requests(models, prompts, replies))
-            for name, scores in sources.scores(answers, [prompt_text(m) for m in prompts], replies).items():
-                done.scores.setdefault(name, []).extend(scores.tolist())
+            scores = sources.scores(answers, [prompt_text(m) for m in prompts], replies)
+            for name, of_source in scores.items():
+                done.scores.setdefault(name, []).extend(of_source.tolist())
+            done.rewards += sources.scaled(scores).tolist()
             done.replies += replies
             done.ended += answer["ended"].tolist()
             recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
             state.step_done(number + 1, len(batches))
-    rewards = sources.scaled({name: torch.tensor(scores) for name, scores in done.scores.items()})
-    return _groups(config, [found[i][0] for i in order], done, rewards)
+    return _groups(config, [found[i][0] for i in order], done)
 
 
-def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, rewards: torch.Tensor) -> Groups:
+def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done) -> Groups:
     """Which replies can be chosen: those with a reward that say something and, by `truncated`, came to their end."""
+    rewards = torch.tensor(done.rewards, dtype=torch.float64)
     failed = ~rewards.isfinite()
-    empty = torch.tensor([not reply for reply in done.replies])
+    empty = torch.tensor([not reply.strip() for reply in done.replies])
     cut = ~torch.tensor(done.ended) if config.truncated == "drop" else torch.zeros_like(empty)
     out = failed | empty | cut
     stats = {
@@ -110,7 +113,7 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, rewards:
         for name, scores in done.scores.items()
     }
     if not out.all():
-        stats["reward"] = float(rewards[~out].double().mean())
+        stats["reward"] = float(rewards[~out].mean())
     if config.gold is not None:
         texts = [prompt_text(messages) for messages in prompts for _ in range(config.samples)]
         stats["gold"] = float(np.mean(load_gold(config.gold)(texts, done.replies)))
