@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +109,10 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done) -> Group
         "left_out_truncated": float((cut & ~failed).sum()),
         "left_out_empty": float((empty & ~cut & ~failed).sum()),
     }
-    stats |= {
-        f"source/{name}": float(torch.tensor(scores, dtype=torch.float64).nanmean())
-        for name, scores in done.scores.items()
-    }
+    for name, scores in done.scores.items():
+        found = [score for score in scores if math.isfinite(score)]
+        if found:
+            stats[f"source/{name}"] = sum(found) / len(found)
     if not out.all():
         stats["reward"] = float(rewards[~out].mean())
     if config.gold is not None:

@@ -28,6 +28,7 @@ from xray_runtime.stages.best_of_n import kept
 from xray_runtime.stages.graph import recording
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import BestOfNInputs, PreferencesInputs
+from xray_runtime.stages.sampled_groups import _Done, _groups
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready
 
@@ -145,6 +146,25 @@ def test_cut_replies_are_not_kept_unless_asked_for(root: Path) -> None:
     other, _, _ = attempt(root, "other", truncated="keep")
     assert json.loads((other / "stats.json").read_text())["left_out_truncated"] == 0
     assert (out / "train.arrow").read_bytes() != (other / "train.arrow").read_bytes()
+
+
+def test_a_reply_whose_score_failed_is_as_if_absent() -> None:
+    replies = ["a", "b", "", "d", "e", "f"]
+    done = _Done(
+        replies, [True, True, True, False, True, True], [NAN, 2.0, 9.0, 9.0, 1.0, NAN], {"f": [NAN, 2, 9, 9, 1, NAN]}
+    )
+    groups = _groups(BestOfNConfig(samples=3), [[], []], done)
+    assert groups.rewards.isfinite().tolist() == [[False, True, False], [False, True, False]]
+    assert groups.stats == {
+        "replies": 6,
+        "left_out_score_failed": 2,
+        "left_out_truncated": 1,
+        "left_out_empty": 1,
+        "source/f": 5.25,
+        "reward": 1.5,
+    }
+    best, _ = kept(groups.rewards, None, skip_tied=False)
+    assert [row[place] for row, place in zip(groups.replies, best.tolist(), strict=True)] == ["b", "e"]
 
 
 def test_nothing_kept_is_said(root: Path) -> None:
