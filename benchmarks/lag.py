@@ -46,7 +46,7 @@ def main() -> None:
         chats, sft, judge = start(config)
         for seed in range(options.seeds):
             for lag in sorted(runs, reverse=bool(seed % 2)):
-                stage = fields(config.ppo.stages[0]) | {"iterations": options.iterations, "lag": lag}
+                stage = fields(config.ppo_stages[0]) | {"iterations": options.iterations, "lag": lag}
                 policy = xray.ppo(
                     sft, prompts=chats, rewards=[judge], gold=config.gold, name=f"ppo-lag{lag}-{seed}", **stage
                 )

@@ -1,4 +1,4 @@
-"""The shipped lifecycle as a graph: data → base → SFT → preferences → reward model → PPO stages → evaluation."""
+"""The shipped lifecycle as a graph: data → base → SFT → preferences → reward model → PPO stages or DPO → evaluation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
+    DPO,
     EVALUATE,
     FRESH_BASE,
     PPO,
@@ -47,9 +48,9 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         base = graph.checkpoint(config.base.ref)
     start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
 
+    pairs = _preferences(config, start, data) if config.preferences is not None else None
     rewards: list[object] = [term.model_dump() for term in config.rewards]
     if config.reward is not None:
-        pairs = _preferences(config, start, data)
         rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
     elif config.reward_ref is not None:
         rewards.insert(0, graph.checkpoint(config.reward_ref))
@@ -59,7 +60,9 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
 
     judges = {"gold": config.gold, "generator": config.generator, "frozen": config.frozen}
     policy = start
-    for number, stage in enumerate(config.ppo.stages, start=1):
+    if config.dpo is not None:
+        policy = DPO(start, pairs, name="dpo", **_fields(config.dpo) | trained)
+    for number, stage in enumerate(config.ppo_stages, start=1):
         fields = _fields(stage) | trained | judges
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
     fields = _fields(config.evaluate) | judges

@@ -40,9 +40,12 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
+        BEST_OF_N as best_of_n,
         COMPARE as compare,
+        DPO as dpo,
         EVALUATE as evaluate,
         FRESH_BASE as fresh_base,
+        KTO as kto,
         PPO as ppo,
         PREFERENCES as preferences,
         PREPARE as prepare,

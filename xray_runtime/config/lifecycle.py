@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
+from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import (
     EngineConfig,
     FrozenConfig,
@@ -104,7 +105,7 @@ class PPOSection(Section):
 
 
 class LifecycleConfig(Section):
-    """Data → SFT → reward model → PPO stages → evaluation → registration."""
+    """Data → SFT → reward model → PPO stages, or DPO → evaluation → registration."""
 
     project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "xray"
     """Name of the MLflow experiment; the policy is registered as `<project>-policy`."""
@@ -120,7 +121,7 @@ class LifecycleConfig(Section):
     preferences: (
         Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")] | None
     ) = GoldPreferences()
-    """None where no reward model is trained."""
+    """None where neither a reward model nor DPO learns from them."""
     reward: RewardConfig | None = RewardConfig()
     """The reward model to train; None: none is."""
     reward_ref: Annotated[str, Field(min_length=1)] | None = None
@@ -129,7 +130,10 @@ class LifecycleConfig(Section):
     """A reward model of the hub, or in a directory."""
     rewards: list[FunctionReward] = Field(default_factory=list)
     """Functions whose weighted scores are added to the reward model's."""
-    ppo: PPOSection = PPOSection()
+    ppo: PPOSection | None = PPOSection()
+    """None: the policy learns by `dpo`."""
+    dpo: DPOConfig | None = None
+    """Learning from `preferences` themselves; a reward model then only judges in the evaluation."""
     evaluate: EvaluateConfig = EvaluateConfig()
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
@@ -138,17 +142,22 @@ class LifecycleConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
     @property
+    def ppo_stages(self) -> list[PPOStageConfig]:
+        """PPO stages in order; none with `dpo`."""
+        return self.ppo.stages if self.ppo is not None else []
+
+    @property
     def trained(self) -> dict[str, TrainingConfig]:
         """Path of each section that trains → the section."""
-        stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo.stages)}
-        sections = {"sft": self.sft, "reward": self.reward, **stages}
+        stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo_stages)}
+        sections = {"sft": self.sft, "reward": self.reward, "dpo": self.dpo, **stages}
         return {name: section for name, section in sections.items() if isinstance(section, TrainingConfig)}
 
     @property
     def engines(self) -> dict[str, EngineConfig]:
         """Path of each engine that is written out → the engine."""
         engines = {f"{name}.engine": section.engine for name, section in self.trained.items()}
-        for number, stage in enumerate(self.ppo.stages):
+        for number, stage in enumerate(self.ppo_stages):
             if stage.critic_engine is not None:
                 engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
         return engines
@@ -156,7 +165,7 @@ class LifecycleConfig(Section):
     @model_validator(mode="after")
     def _layouts(self) -> Self:
         _cut("frozen", self.frozen, self.base)
-        for number, stage in enumerate(self.ppo.stages):
+        for number, stage in enumerate(self.ppo_stages):
             field = f"ppo.stages.{number}.prompts_per_iteration × samples_per_prompt"
             check_one_row_each(self.frozen, field, stage.rollout_size, "frozen")
         check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
@@ -181,7 +190,7 @@ class LifecycleConfig(Section):
                 f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
                 "generator.engine 'vllm'; 'plasma' works everywhere"
             )
-        for number, stage in enumerate(self.ppo.stages):
+        for number, stage in enumerate(self.ppo_stages):
             if self.runtime.weight_transfer != "plasma" and stage.engine.data_parallel < stage.engine.num_workhorses:
                 raise ValueError(
                     f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
@@ -194,27 +203,27 @@ class LifecycleConfig(Section):
             )
         if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
             raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
-        for number, stage in enumerate(self.ppo.stages):
+        for number, stage in enumerate(self.ppo_stages):
             try:
                 stage.check_runtime(self.runtime)
             except ValueError as error:
                 raise ValueError(f"ppo.stages.{number}.{error}") from None
         if self.runtime.parallel == "auto":
             self._nothing_chosen()
+        if (self.dpo is not None) == (self.ppo is not None):
+            raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
         trained = self.reward is not None
-        if trained != (self.preferences is not None):
-            raise ValueError(
-                "preferences must be set where a reward model is trained"
-                if trained
-                else "preferences must be null where no reward model is trained"
-            )
+        if self.preferences is None and (trained or self.dpo is not None):
+            raise ValueError(f"preferences must be set where {'a reward model' if trained else 'dpo'} is trained")
+        if self.preferences is not None and not (trained or self.dpo is not None):
+            raise ValueError("preferences must be null where no reward model is trained")
         if trained and self.reward_ref is not None:
             raise ValueError("reward must be null where reward_ref names a reward model")
         if trained and self.reward_base is not None:
             raise ValueError("reward must be null where reward_base names a reward model")
         if self.reward_ref is not None and self.reward_base is not None:
             raise ValueError("reward_ref must be null where reward_base names a reward model")
-        if not (trained or self.reward_ref or self.reward_base or self.rewards):
+        if self.dpo is None and not (trained or self.reward_ref or self.reward_base or self.rewards):
             raise ValueError("rewards must name a function where reward, reward_ref and reward_base are null")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
@@ -231,7 +240,7 @@ class LifecycleConfig(Section):
                     f"base.num_kv_heads = {self.base.num_kv_heads}"
                 )
             limit = self.base.max_positions
-            new_tokens = [stage.max_new_tokens for stage in self.ppo.stages]
+            new_tokens = [stage.max_new_tokens for stage in self.ppo_stages]
             new_tokens += [self.evaluate.max_new_tokens]
             if self.sft is not None:
                 new_tokens.append(self.sft.max_response_tokens)

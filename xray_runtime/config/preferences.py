@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from xray_runtime.config.best_of_n import GroupsConfig
 from xray_runtime.config.engines import (
     Fraction,
     GeneratorConfig,
@@ -73,7 +74,18 @@ class SampledPreferences(GoldPreferences):
     generator: GeneratorConfig = GeneratorConfig()
 
 
+class _Rewards(Section):
+    source: Literal["rewards"] = "rewards"
+    heldout_fraction: Fraction = 0.1
+
+
+class RewardedPreferences(GroupsConfig, _Rewards):
+    """The best and the worst of several sampled replies to each prompt, by the stage's `rewards`: pairs of the policy's
+    own, for online DPO."""
+
+
 PreferencesStageConfig = Annotated[
-    SampledPreferences | RatingPreferences | DatasetPreferences | JudgedPreferences, Field(discriminator="source")
+    SampledPreferences | RatingPreferences | DatasetPreferences | JudgedPreferences | RewardedPreferences,
+    Field(discriminator="source"),
 ]
 """All that the stage kind `preferences` reads."""

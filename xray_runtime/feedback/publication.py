@@ -28,7 +28,7 @@ from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.stages.artifacts import JUDGED_PAIRS, Judgements, dataset_of
+from xray_runtime.stages.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
@@ -36,7 +36,6 @@ from xray_runtime.tracking.mlflow_tracker import Tracker
 
 JUDGEMENTS = "judgements"
 """Stage and kind of the checkpoint: nothing runs to make it."""
-VERDICTS = "judgements.jsonl"
 
 
 @dataclass(frozen=True)

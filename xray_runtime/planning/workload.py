@@ -84,7 +84,7 @@ class Workload:
     """The roles and what they see."""
 
     roles: tuple[Role, ...]
-    """Of a PPO stage, all alive at the same time."""
+    """Of a PPO stage, all alive at the same time; with DPO the policy, and the generator of other stages."""
     evaluated: tuple[Role, ...] = ()
     """Of the evaluation, all alive at the same time."""
     sequence_tokens: int
@@ -180,7 +180,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
     Raises:
         ValueError: the base model or the reward model cannot be found, read or planned.
     """
-    base, stages, sections = plannable_base(config.base), config.ppo.stages, config.trained.values()
+    base, stages, sections = plannable_base(config.base), config.ppo_stages, config.trained.values()
     shape = from_fresh(base) if isinstance(base, FreshBase) else _pretrained_shape(base.model)
     top_layers = None if isinstance(base, FreshBase) else base.trainable_layers
     if top_layers is not None and top_layers > shape.num_layers:
@@ -198,7 +198,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             scores_tokens=scores_tokens,
             top_layers=top_layers,
             # Above a frozen trunk the reference, and a reward model made of the same base, are branches of the policy.
-            branches=(2 if on_trunk else 1) if top_layers is not None and scores_tokens else 0,
+            branches=(2 if on_trunk else 1) if top_layers is not None and scores_tokens and stages else 0,
             options=options,
         )
 
@@ -224,18 +224,20 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
     return Workload(
         roles=(
             trained("policy", scores_tokens=True),
-            *([frozen("reference")] if top_layers is None else []),
+            # DPO's reference has scored before the policy learns, and its rewards only judge in the evaluation.
+            *([frozen("reference")] if top_layers is None and stages else []),
             *([trained("critic", scores_tokens=False)] if separate else []),
-            *(judges if not on_trunk else []),
+            *(judges if stages and not on_trunk else []),
             generator,
         ),
         evaluated=(frozen("before"), frozen("after"), *judges, generator),
         sequence_tokens=config.data.max_prompt_tokens + response,
         response_tokens=response,
         batch_size=min(
-            [s.batch_size for s in (config.sft, config.reward) if s is not None] + [s.minibatch_size for s in stages]
+            [s.batch_size for s in (config.sft, config.reward, config.dpo) if s is not None]
+            + [s.minibatch_size for s in stages]
         ),
-        rollout_size=max(stage.rollout_size for stage in stages),
+        rollout_size=max([stage.rollout_size for stage in stages] or [config.evaluate.num_prompts]),
         micro_batch_tokens=max(engine.micro_batch_tokens for engine in config.engines.values()),
         reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
         generator_replicas=config.runtime.generator_replicas,
@@ -250,7 +252,7 @@ def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
 
 
 def _longest_reply(config: LifecycleConfig) -> int:
-    replies = [config.evaluate.max_new_tokens, *(stage.max_new_tokens for stage in config.ppo.stages)]
+    replies = [config.evaluate.max_new_tokens, *(stage.max_new_tokens for stage in config.ppo_stages)]
     replies += [config.sft.max_response_tokens] if config.sft is not None else []
     replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
     return max(replies)

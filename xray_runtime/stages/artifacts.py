@@ -27,11 +27,11 @@ class Preferences(Artifact):
     """Pairs of replies, one of them preferred: train.arrow, heldout.arrow."""
 
 
-JUDGED_PAIRS = "pairs.arrow"
+VERDICTS, JUDGED_PAIRS = "judgements.jsonl", "pairs.arrow"
 
 
 class Judgements(Artifact):
-    """What people judged: judgements.jsonl, and `JUDGED_PAIRS` made of it."""
+    """What people judged: `VERDICTS`, and `JUDGED_PAIRS` made of them."""
 
 
 class Model(Artifact):

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.best_of_n import BestOfNConfig
+from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.preferences import (
     DatasetPreferences,
@@ -19,6 +22,7 @@ from xray_runtime.config.preferences import (
     JudgedPreferences,
     PreferencesStageConfig,
     RatingPreferences,
+    RewardedPreferences,
     SampledPreferences,
 )
 from xray_runtime.config.prepare import DataConfig
@@ -59,10 +63,12 @@ class SFTInputs:
 @dataclass(frozen=True)
 class PreferencesInputs:
     policy: Model | None = None
-    """Whose replies are labelled, with `source: gold`."""
+    """Whose replies are labelled, with `source: gold` and `source: rewards`."""
     data: Dataset | None = None
     """Whose prompts are asked; prompts it holds out for evaluation are left out of other sources' pairs."""
     judgements: Judgements | None = None
+    rewards: list[RewardModel] = field(default_factory=list)
+    """What chooses, with `source: rewards`."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,33 @@ class PPOInputs:
 
 
 @dataclass(frozen=True)
+class DPOInputs:
+    policy: Model
+    preferences: Preferences
+    reference: Model | None = None
+    """What the policy is held against, and kept near; the policy as it begins where absent."""
+
+
+@dataclass(frozen=True)
+class KTOInputs:
+    policy: Model
+    preferences: Preferences | None = None
+    """Chosen replies are desirable, rejected ones are not."""
+    verdicts: Judgements | None = None
+    """What people said of two replies: both may be desirable, or neither."""
+    data: Dataset | None = None
+    """What it holds out for evaluation is left out of the verdicts."""
+    reference: Model | None = None
+
+
+@dataclass(frozen=True)
+class BestOfNInputs:
+    policy: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class EvaluateInputs:
     policy: Model
     against: Model
@@ -110,8 +143,8 @@ def _gold(config: Any) -> list[str]:
     return [config.gold] if getattr(config, "gold", None) not in (None, BUILT_IN_GOLD) else []
 
 
-def _judges(config: JudgingConfig) -> list[str]:
-    return _gold(config) + [term.function for term in config.rewards if term.function is not None]
+def _judges(config: Any) -> list[str]:
+    return _gold(config) + [term.function for term in getattr(config, "rewards", []) if term.function is not None]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
@@ -126,7 +159,7 @@ def _ppo_models(config: PPOConfig) -> Layouts:
     return {**models, "critic": config.critic_engine or config.engine} if config.critic_in_use == "separate" else models
 
 
-def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model or a function")
     _check_terms(config, inputs)
@@ -138,6 +171,18 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
             raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
 
 
+def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.has_reference and "reference" in inputs:
+        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
+
+
+def _check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
+    if not {"preferences", "verdicts"} & set(inputs):
+        raise ValueError("preferences: is required, or verdicts")
+    if "verdicts" in inputs and "data" not in inputs:
+        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
+
+
 def _preferences_read(config: Any) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
         # No field names them: they come with the conversations.
@@ -145,13 +190,34 @@ def _preferences_read(config: Any) -> dict[str, str]:
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 
 
+def _preferences_models(config: Any) -> Layouts:
+    if isinstance(config, RewardedPreferences):
+        return {"generator": config.generator, **_frozen(config)}
+    return {"generator": config.generator} if isinstance(config, SampledPreferences) else {}
+
+
+def _fewer_preferences(config: Any) -> Any:
+    if isinstance(config, RewardedPreferences):
+        return _fewer_prompts(config)
+    if isinstance(config, GoldPreferences):
+        return config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
+    return config
+
+
+def _fewer_prompts(config: Any) -> Any:
+    return config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
+
+
 def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
-    needed: tuple[str, ...] = ("policy", "data") if isinstance(config, GoldPreferences) else ()
+    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
+    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed
     needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
     for role in needed:
         if role not in inputs:
             raise ValueError(f"{role}: is required with source {config.source!r}")
+    if isinstance(config, RewardedPreferences):
+        _check_rewards(config, inputs)
 
 
 PREPARE = register(
@@ -211,15 +277,11 @@ PREFERENCES = register(
         PreferencesInputs,
         Preferences,
         "xray_runtime.stages.preferences:run",
-        models=lambda config: {"generator": config.generator} if isinstance(config, SampledPreferences) else {},
+        models=_preferences_models,
         outside=_preferences_read,
-        functions=_gold,
+        functions=_judges,
         check=_check_preferences,
-        shorten=lambda config: (
-            config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
-            if isinstance(config, GoldPreferences)
-            else config
-        ),
+        shorten=_fewer_preferences,
         results="stats.json",
     )
 )
@@ -267,7 +329,7 @@ PPO = register(
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
         functions=_judges,
-        check=_check_ppo,
+        check=_check_rewards,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("reward", ["reward/mean"]),
@@ -284,6 +346,61 @@ PPO = register(
         title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
 )
+DPO = register(
+    StageKind(
+        "dpo",
+        DPOConfig,
+        DPOInputs,
+        Model,
+        "xray_runtime.stages.dpo:run",
+        models=lambda config: {"policy": config.engine},
+        check=_check_dpo,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["dpo/loss", "dpo/heldout_loss"]),
+            ("pairs in the right order", ["dpo/accuracy", "dpo/heldout_accuracy"]),
+            ("margin of implicit rewards", ["dpo/margin", "dpo/heldout_margin"]),
+            ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),
+            ("gradient norm", ["dpo/grad_norm"]),
+        ],
+        title="a policy after learning from preference pairs",
+    )
+)
+KTO = register(
+    StageKind(
+        "kto",
+        KTOConfig,
+        KTOInputs,
+        Model,
+        "xray_runtime.stages.kto:run",
+        models=lambda config: {"policy": config.engine},
+        check=_check_kto,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["kto/loss"]),
+            ("implicit rewards", ["kto/desirable_reward", "kto/undesirable_reward"]),
+            ("z, KL to the reference (nats a reply)", ["kto/baseline"]),
+            ("held-out pairs in the right order", ["kto/heldout_accuracy"]),
+            ("gradient norm", ["kto/grad_norm"]),
+        ],
+        title="a policy after learning from desirable and undesirable replies",
+    )
+)
+BEST_OF_N = register(
+    StageKind(
+        "best_of_n",
+        BestOfNConfig,
+        BestOfNInputs,
+        Dataset,
+        "xray_runtime.stages.best_of_n:run",
+        models=lambda config: {"generator": config.generator} | _frozen(config),
+        functions=_judges,
+        check=_check_rewards,
+        shorten=_fewer_prompts,
+        results="stats.json",
+        title="the best of several sampled replies to each prompt",
+    )
+)
 EVALUATE = register(
     StageKind(
         "evaluate",
@@ -294,7 +411,7 @@ EVALUATE = register(
         models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
         functions=_judges,
         check=_check_terms,
-        shorten=lambda config: config.model_copy(update={"num_prompts": min(config.num_prompts, FEW_PROMPTS)}),
+        shorten=_fewer_prompts,
         results="evaluation.json",
         sides=("policy", "against"),
     )

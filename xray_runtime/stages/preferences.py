@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.config.preferences import DatasetPreferences, JudgedPreferences, RatingPreferences, SampledPreferences
+from xray_runtime.algorithms.best_of_n import best_of, tied, worst_of
+from xray_runtime.config.preferences import (
+    DatasetPreferences,
+    JudgedPreferences,
+    RatingPreferences,
+    RewardedPreferences,
+    SampledPreferences,
+)
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
@@ -24,14 +31,13 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.stages.sampled_groups import GENERATION_BATCH, sample_groups
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.stages.kinds import PreferencesInputs
-
-GENERATION_BATCH = 512
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
@@ -41,11 +47,13 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
     if isinstance(config, RatingPreferences):
         sided, stats = _from_ratings(stage, config)
     else:
-        pairs, stats = (
-            _from_gold(stage, config, recorder)
-            if isinstance(config, SampledPreferences)
-            else _from_dataset(stage, config)
-        )
+        pairs: Iterable[PreferenceExample]
+        if isinstance(config, SampledPreferences):
+            pairs, stats = _from_gold(stage, config, recorder)
+        elif isinstance(config, RewardedPreferences):
+            pairs, stats = _from_rewards(stage, recorder)
+        else:
+            pairs, stats = _from_dataset(stage, config)
         sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
     with PairsWriter(out / TRAIN, PreferenceExample) as train, PairsWriter(out / HELDOUT, PreferenceExample) as heldout:
         for held_out, pair in sided:
@@ -143,3 +151,22 @@ def _from_gold(
         config.sharpness,
         derive_seed(stage.seed, stage.name, "labels"),
     )
+
+
+def _from_rewards(
+    stage: Stage[Any, PreferencesInputs], recorder: Recorder
+) -> tuple[list[PreferenceExample], dict[str, float]]:
+    """The best and the worst reply to each prompt; prompts whose replies are tied teach nothing."""
+    assert stage.inputs.policy is not None
+    assert stage.inputs.data is not None
+    groups = sample_groups(stage, stage.inputs.policy.path, stage.inputs.data.path, recorder)
+    best, worst = best_of(groups.rewards).tolist(), worst_of(groups.rewards).tolist()
+    stats = groups.stats | {"dropped_tied": 0.0, "dropped_same": 0.0}
+    pairs = []
+    for row, even in enumerate(tied(groups.rewards).tolist()):
+        chosen, rejected = groups.replies[row][best[row]], groups.replies[row][worst[row]]
+        if even or chosen == rejected:
+            stats["dropped_tied" if even else "dropped_same"] += 1
+        else:
+            pairs.append(PreferenceExample(f"{stage.name}-{row}", groups.prompts[row], chosen, rejected))
+    return pairs, stats | {"pairs": float(len(pairs))}

@@ -210,6 +210,25 @@ REFUSED = [
     ),
     ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
     ("reward: null", "preferences must be null where no reward model is trained"),
+    ("dpo: {}", "ppo must be null where dpo is set"),
+    ("ppo: null", "ppo or dpo must be set"),
+    ("{ppo: null, dpo: {}, reward: null, preferences: null}", "preferences must be set where dpo is trained"),
+    ("{ppo: null, dpo: {beta: 0}}", "dpo.beta: 0 is not allowed: must be greater than 0"),
+    (
+        "{ppo: null, dpo: {loss: orpo}}",
+        "dpo.loss: \"orpo\" is not allowed: must be 'sigmoid', 'sigmoid_norm', 'ipo', 'hi",
+    ),
+    ("{ppo: null, dpo: {label_smoothing: 0.5}}", "dpo.label_smoothing: 0.5 is not allowed: must be less than 0.5"),
+    ("{ppo: null, dpo: {loss: ipo, label_smoothing: 0.1}}", "dpo: label_smoothing = 0.1 must be 0 with loss = 'ipo'"),
+    ("{ppo: null, dpo: {gamma: 0.5}}", "dpo: gamma = 0.5 must be 0 with loss = 'sigmoid'"),
+    (
+        "{ppo: null, dpo: {batch_size: 1, engine: {num_workhorses: 2}}}",
+        "dpo: batch_size = 1 must be at least engine.num_workhorses = 2",
+    ),
+    (
+        "{ppo: null, dpo: {engine: {precision: bfloat16}}}",
+        "dpo.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
+    ),
     ("preferences: null", "preferences must be set where a reward model is trained"),
     (
         "{reward: null, preferences: null}",
@@ -395,3 +414,22 @@ def test_whatever_comes_is_taken_or_refused_in_one_line(path: str, value: Any) -
         assert validate(yaml.safe_load(resolved_yaml(config))) == config
     assert first in message
     assert "\n" not in message
+
+
+def test_dpo_takes_the_place_of_ppo() -> None:
+    config = validate({"ppo": None, "dpo": {"beta": 0.2}, "reward": None})
+    assert config.ppo_stages == []
+    assert set(config.trained) == {"sft", "dpo"}
+    graph = recorded_graph(config)
+    assert list(graph.calls) == ["prepare", "base", "sft", "preferences", "dpo", "evaluate"]
+    call = graph.calls["dpo"]
+    assert call.config.beta == 0.2
+    assert {role: handle.name for role, handle in call.parents.items()} == {
+        "policy": "sft",
+        "preferences": "preferences",
+    }
+    # A reward model that is trained too learns from the same pairs, and judges.
+    both = recorded_graph(validate({"ppo": None, "dpo": {}}))
+    assert list(both.calls) == ["prepare", "base", "sft", "preferences", "reward", "dpo", "evaluate"]
+    assert both.calls["evaluate"].parents["rewards.0"].name == "reward"
+    assert both.calls["reward"].parents["data"] is both.calls["dpo"].parents["preferences"]

@@ -220,6 +220,19 @@ def test_the_innermost_graph_counts() -> None:
             lambda data, base: xray.preferences(source="judgements"),
             "preferences: judgements: is required with source 'judgements'",
         ),
+        (
+            lambda data, base: xray.dpo(base, xray.checkpoint("x"), base, loss="simpo"),
+            "dpo: reference: is not allowed with loss 'simpo', which has none",
+        ),
+        (lambda data, base: xray.kto(base), "kto: preferences: is required, or verdicts"),
+        (
+            lambda data, base: xray.kto(base, verdicts=xray.checkpoint("x")),
+            "kto: data: is required with verdicts: the dataset whose held-out prompts are not trained on",
+        ),
+        (
+            lambda data, base: xray.best_of_n(base, data),
+            "best_of_n: rewards: must have at least 1 item: a reward model or a function",
+        ),
     ],
 )
 def test_a_wrong_input_is_refused_as_the_graph_is_written(
@@ -242,7 +255,8 @@ def test_fields_are_refused_as_in_yaml(graph: Graph) -> None:
         "sft.engine.zero_stage: 9 is not allowed: must be less than or equal to 3"
     )
     assert refused(lambda: xray.preferences(source="dpo", data=data)) == (
-        "preferences.source: \"dpo\" is not allowed: must be one of 'gold', 'ratings', 'dataset', 'judgements'"
+        "preferences.source: \"dpo\" is not allowed: must be one of 'gold', 'ratings', 'dataset', 'judgements', "
+        "'rewards'"
     )
     assert refused(lambda: xray.ppo(base, data, minibatch_size=48, rewards=[brevity])) == (
         "ppo: minibatch_size = 48 must divide prompts_per_iteration × samples_per_prompt = 64"

@@ -85,7 +85,7 @@ def test_a_body_may_be_named() -> None:
 
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
     expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
-    expected |= {"reward_base", "reward_model"}
+    expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model"}
     assert {name for name, kind in KINDS.items() if kind.registered_in == "xray_runtime.stages.kinds"} == expected
     for name in expected:
         kind = KINDS[name]
@@ -317,8 +317,8 @@ def test_names_of_xray() -> None:
     # What runs a graph imports Prefect and Ray; the rest is at hand.
     for name in set(names) - {"Result", "Workspace", "task_runner"}:
         assert getattr(xray, name) is not None
-    with pytest.raises(AttributeError, match=r"^module 'xray' has no attribute 'dpo'$"):
-        xray.dpo  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'xray' has no attribute 'orpo'$"):
+        xray.orpo  # noqa: B018
     with pytest.raises(AttributeError, match="_private"):
         xray._private  # noqa: B018
 

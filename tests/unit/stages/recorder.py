@@ -1,0 +1,40 @@
+"""A recorder that keeps what a stage reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.store.snapshots import Snapshot
+
+
+class FakeRecorder:
+    """Keeps what is reported; makes a snapshot after each step."""
+
+    def __init__(self, directory: Path, newest: Snapshot | None = None) -> None:
+        self.log_dir, self._newest = directory, newest
+        self.points: list[dict[str, float]] = []
+        self.snapshots: list[Snapshot] = []
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self.points.append(dict(values))
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def figure(self, name: str, figure: Any) -> None: ...
+
+    def resume(self) -> Snapshot | None:
+        return self._newest
+
+    def snapshot_due(self, step: int) -> bool:
+        return True
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        directory = self.log_dir / str(step)
+        directory.mkdir()
+        save(directory)
+        self.snapshots.append(Snapshot(directory, step, json.loads(json.dumps(state))))

@@ -1,0 +1,274 @@
+"""The loops of `dpo` and `kto` over a model in this process that answers with arrays worked out by hand.
+
+The model gives each reply the log-probability −(its tokens); a step of training makes every reply 0.5 nats likelier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.stages.recorder import FakeRecorder
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
+from xray_runtime.data.rows import Rows
+from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.stages import dpo, kto
+from xray_runtime.stages.artifacts import Dataset, Judgements, Model, Preferences
+from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import DPOInputs, KTOInputs
+from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.workers.protocols import ModelHandle, Ready
+
+PAIRS, HELDOUT = 10, 3
+STEP = 0.5
+
+
+@dataclass
+class World:
+    """What happened, in order."""
+
+    calls: list[str] = field(default_factory=list)
+    batches: list[tuple[Rows, dict[str, float], float]] = field(default_factory=list)
+
+
+class FakeModel:
+    """A WholeModel, as far as these loops use it."""
+
+    def __init__(self, directory: Path, world: World) -> None:
+        self.name, self.world, self.updates = directory.name, world, 0
+
+    def __getattr__(self, name: str) -> Any:
+        function: Callable[..., Any] = getattr(type(self), f"do_{name}")
+
+        class Method:
+            def remote(_, *args: Any) -> Ready[Any]:
+                return Ready(function(self, *args))
+
+        return Method()
+
+    def do_score(self, rows: Rows) -> Rows:
+        self.world.calls.append(f"{self.name} scores {len(rows['prompt_lengths'])}")
+        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+        bias = -1.0 if self.name == "reference" else STEP * self.updates
+        return {"logprobs": (bias - tokens).astype(np.float32)}
+
+    def do_train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+        self.world.calls.append(f"{self.name} learns")
+        self.world.batches.append((rows, totals, lr))
+        self.updates += 1
+        names = ("loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs")
+        return dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
+
+    def do_save(self, directory: Path) -> None:
+        self.world.calls.append(f"{self.name} saves")
+
+    def do_save_state(self, directory: Path) -> None:
+        directory.write_text(str(self.updates))
+
+    def do_load_state(self, directory: Path) -> None:
+        self.updates = int(directory.read_text())
+
+
+def message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """model/ and reference/, pairs/, data/ and judged/."""
+    for name in ("model", "reference", "pairs", "data", "judged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"of": name}))
+    prompts = [f"question number {number}" for number in range(PAIRS)]
+    train_tokenizer([*prompts, "an answer to it", "no"] * 5, 300).save_pretrained(tmp_path / "model")
+    pairs = [PreferenceExample(str(i), message(text), f"an answer {i}", "no") for i, text in enumerate(prompts)]
+    write_pairs(tmp_path / "pairs" / "train.arrow", PreferenceExample, pairs)
+    write_pairs(tmp_path / "pairs" / "heldout.arrow", PreferenceExample, pairs[:HELDOUT])
+    held_out = [Example("h", "h", message("held out"), "reply")]
+    write_pairs(tmp_path / "data" / "heldout.arrow", Example, held_out)
+    said = ["a", "b", "tie", "bad", "skip", "a"]
+    asked = ["one", "two", "three", "four", "five", "held out"]
+    lines = [
+        json.dumps({"prompt": message(p), "a": "yes", "b": "no", "verdict": v})
+        for p, v in zip(asked, said, strict=True)
+    ]
+    (tmp_path / "judged" / "judgements.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def attempt(
+    body: Any, inputs: Any, config: Any, out: Path, world: World, newest: Snapshot | None = None
+) -> FakeRecorder:
+    @contextlib.contextmanager
+    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+        yield {role: FakeModel(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
+
+    out.mkdir()
+    recorder = FakeRecorder(out, newest)
+    body.run(Stage("stage", 7, config, inputs, RuntimeConfig(), open_models), out, recorder)
+    return recorder
+
+
+def plain(batches: list[tuple[Rows, dict[str, float], float]]) -> list[Any]:
+    def columns(rows: Rows) -> dict[str, Any]:
+        return {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.items()}
+
+    return [(columns(rows), totals, lr) for rows, totals, lr in batches]
+
+
+def kept(root: Path, beside: str = "pairs") -> list[Path]:
+    return list((root / f"{beside}.tokens-").glob("reference-*"))
+
+
+# DPO
+
+
+def pairs_of(root: Path, reference: str | None = None) -> DPOInputs:
+    other = None if reference is None else Model(root / reference)
+    return DPOInputs(Model(root / "model"), Preferences(root / "pairs"), other)
+
+
+def test_the_policy_as_it_begins_is_its_reference_and_scores_once(root: Path) -> None:
+    world, config = World(), DPOConfig(batch_size=5, epochs=2)
+    recorder = attempt(dpo, pairs_of(root), config, root / "out", world)
+    assert world.calls[:3] == ["model scores 20", "model scores 6", "model learns"]
+    assert world.calls.count("model learns") == 4
+    assert world.calls[-1] == "model saves"
+    for rows, totals, _ in world.batches:
+        # Both replies of a pair are in one step, and what they are divided by is global.
+        assert totals == {"pairs": 5}
+        sides = (("input_ids", "ref_chosen"), ("rejected_ids", "ref_rejected"))
+        for ids, ref in sides:
+            np.testing.assert_array_equal(rows[ref], -(rows[ids].lengths - rows["prompt_lengths"]).astype(float))
+    assert len({ids.tobytes() for rows, _, _ in world.batches[:2] for ids in rows["input_ids"]}) == PAIRS
+    # Every reply became 2 nats likelier: no margin grew, and of 3 held-out pairs none is in order or out of it.
+    assert recorder.points[-1]["dpo/heldout_accuracy"] == 0.5
+    assert recorder.points[-1]["dpo/heldout_loss"] == pytest.approx(np.log(2))
+    assert recorder.points[-1]["dpo/loss"] == 2.0 / 5
+    # Another run with another beta finds the reference's scores.
+    again = World()
+    attempt(dpo, pairs_of(root), DPOConfig(batch_size=5, beta=0.5), root / "again", again)
+    assert again.calls[0] == "model learns"
+
+
+def test_another_reference_scores_before_the_policy_is_opened(root: Path) -> None:
+    world = World()
+    attempt(dpo, pairs_of(root, "reference"), DPOConfig(batch_size=10), root / "out", world)
+    assert world.calls[:3] == ["reference scores 20", "reference scores 6", "model learns"]
+    rows = world.batches[0][0]
+    np.testing.assert_array_equal(rows["ref_chosen"], -1 - (rows["input_ids"].lengths - rows["prompt_lengths"]))
+    assert len(kept(root)) == 1
+    # Another reference has another key.
+    attempt(dpo, pairs_of(root), DPOConfig(batch_size=10), root / "own", World())
+    assert len(kept(root)) == 2
+
+
+def test_what_is_damaged_or_of_other_bytes_is_scored_again(root: Path) -> None:
+    config = DPOConfig(batch_size=10)
+    attempt(dpo, pairs_of(root), config, root / "out", World())
+    [path] = kept(root)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    damaged = World()
+    attempt(dpo, pairs_of(root), config, root / "damaged", damaged)
+    assert damaged.calls[0] == "model scores 20"
+    assert kept(root) == [path]
+    (root / "model" / "manifest.json").write_text(json.dumps({"of": "another"}))
+    other = World()
+    attempt(dpo, pairs_of(root), config, root / "other", other)
+    assert other.calls[0] == "model scores 20"
+
+
+def test_simpo_opens_no_reference(root: Path) -> None:
+    world = World()
+    attempt(dpo, pairs_of(root), DPOConfig(loss="simpo", beta=2.0, batch_size=10), root / "out", world)
+    assert world.calls[0] == "model learns"
+    assert set(world.batches[0][0]) == {"input_ids", "rejected_ids", "prompt_lengths"}
+    assert not kept(root)
+
+
+@pytest.mark.parametrize("lose_what_is_kept", [False, True])
+def test_dpo_goes_on_as_if_nothing_had_happened(root: Path, lose_what_is_kept: bool) -> None:
+    whole, resumed, config = World(), World(), DPOConfig(batch_size=4, epochs=2)
+    first = attempt(dpo, pairs_of(root), config, root / "whole", whole)
+    assert [snapshot.step for snapshot in first.snapshots] == [1, 2, 3, 4]
+    if lose_what_is_kept:
+        kept(root)[0].unlink()
+    second = attempt(dpo, pairs_of(root), config, root / "resumed", resumed, first.snapshots[2])
+    np.testing.assert_equal(plain(resumed.batches), plain(whole.batches[3:]))
+    assert second.points == first.points[3:]
+    # The policy as it began scores again, not the one that had learned.
+    assert ("model scores 20" in resumed.calls) == lose_what_is_kept
+
+
+# KTO
+
+
+def replies_of(root: Path, **given: bool) -> KTOInputs:
+    pairs = Preferences(root / "pairs") if given.get("preferences") else None
+    verdicts = Judgements(root / "judged") if given.get("verdicts") else None
+    return KTOInputs(Model(root / "model"), pairs, verdicts, Dataset(root / "data"))
+
+
+def test_kto_learns_from_pairs_and_verdicts(root: Path) -> None:
+    world = World()
+    # 20 replies of pairs and 8 of verdicts: of six one is a skip, and one was asked a held-out prompt.
+    config = KTOConfig(batch_size=14, epochs=2)
+    recorder = attempt(kto, replies_of(root, preferences=True, verdicts=True), config, root / "out", world)
+    counts = {name: v for name, v in recorder.points[0].items() if name != "kto/lr"}
+    assert counts == {
+        "kto/skipped": 1,
+        "kto/dropped_prompt_held_out": 1,
+        "kto/dropped_same": 0,
+        "kto/desirable": 14,
+        "kto/undesirable": 14,
+    }
+    learned = {
+        (ids.tobytes(), bool(desirable))
+        for rows, _, _ in world.batches[:2]
+        for ids, desirable in zip(rows["input_ids"], rows["desirable"], strict=True)
+    }
+    assert len(learned) == 28
+    assert sum(desirable for _, desirable in learned) == 14
+    # Each step every reply is 0.5 nats likelier than the reference says, under whatever prompt.
+    assert [totals for _, totals, _ in world.batches] == [
+        {"rows": 14, "baseline": pytest.approx(STEP * step)} for step in range(4)
+    ]
+    assert [point["kto/baseline"] for point in recorder.points[1:]] == pytest.approx([0, 0.5, 1.0, 1.5])
+    assert "kto/heldout_accuracy" in recorder.points[-1]
+
+
+def test_kto_learns_from_verdicts_alone(root: Path) -> None:
+    world = World()
+    recorder = attempt(kto, replies_of(root, verdicts=True), KTOConfig(batch_size=8), root / "out", world)
+    rows = world.batches[0][0]
+    np.testing.assert_array_equal(rows["ref_logprobs"], -(rows["input_ids"].lengths - rows["prompt_lengths"]))
+    assert sorted(rows["desirable"].tolist()) == [False] * 4 + [True] * 4
+    assert "kto/heldout_accuracy" not in recorder.points[-1]
+    assert len(kept(root, "judged")) == 1
+
+
+def test_kto_goes_on_as_if_nothing_had_happened(root: Path) -> None:
+    whole, resumed, config = World(), World(), KTOConfig(batch_size=6, epochs=1)
+    inputs = replies_of(root, preferences=True)
+    first = attempt(kto, inputs, config, root / "whole", whole)
+    second = attempt(kto, inputs, config, root / "resumed", resumed, first.snapshots[0])
+    np.testing.assert_equal(plain(resumed.batches), plain(whole.batches[1:]))
+    assert second.points == first.points[2:]
+
+
+def test_too_few_replies_are_said(root: Path) -> None:
+    (root / "judged" / "judgements.jsonl").write_text("")
+    with pytest.raises(ValueError, match="0 replies are too few, must be at least 2"):
+        attempt(kto, replies_of(root, verdicts=True), KTOConfig(), root / "out", World())

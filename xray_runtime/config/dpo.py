@@ -1,0 +1,42 @@
+"""Learning from preference pairs without a reward model and without sampling: DPO and its kin."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, check_one_row_each
+
+
+class DPOConfig(TrainingConfig):
+    """Direct preference optimization (Rafailov et al. 2023), and losses of its kind."""
+
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "simpo"] = "sigmoid"
+    """`sigmoid`: DPO; `sigmoid_norm`: the same over mean, not summed, log-ratios of a reply (Tülu 3); `ipo`: a squared
+    distance to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-probabilities without a reference."""
+    beta: Positive = 0.1
+    """What log-ratios are multiplied by: the larger, the nearer the policy stays to the reference. SimPO's is 2 or
+    more."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Share of labels taken to be wrong (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`."""
+    gamma: NonNegative = 0.0
+    """SimPO's target margin between the rewards of a pair; about half of `beta`."""
+    lr: Positive = 2e-4
+    epochs: Count = 1
+    batch_size: Count = 32
+    """Pairs in one optimizer step, over all Workhorses."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return self.loss != "simpo"
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.label_smoothing and self.loss in ("ipo", "hinge"):
+            raise ValueError(f"label_smoothing = {self.label_smoothing} must be 0 with loss = {self.loss!r}")
+        if self.gamma and self.loss != "simpo":
+            raise ValueError(f"gamma = {self.gamma} must be 0 with loss = {self.loss!r}: it is SimPO's")
+        check_one_row_each(self.engine, "batch_size", self.batch_size)
+        return self

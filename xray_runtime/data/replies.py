@@ -1,0 +1,122 @@
+"""Replies, each a row of its own, out of preference pairs and out of verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.permutation import permuted
+from xray_runtime.data.rows import Ragged, Rows, join, take
+from xray_runtime.data.text_set import TextSet
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+
+SIDES = ("input_ids", "rejected_ids")
+"""The column of each side of a pair, the chosen one first."""
+DESIRABLE = {"a": (True, False), "b": (False, True), "tie": (True, True), "bad": (False, False)}
+"""Verdict → whether the replies `a` and `b` are desirable: a tie is of two that will do, since `bad` can be said."""
+
+
+class PairRows(Protocol):
+    """Rows of pairs, `Tokens` for one: `input_ids`, `rejected_ids` and `prompt_lengths`."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Replies that can be taken by their numbers."""
+
+    size: int
+    take: Callable[[np.ndarray], Rows]
+    """Numbers [B] → rows `input_ids`, `prompt_lengths`."""
+
+
+def both_sides(pairs: PairRows, size: int | None = None) -> Replies:
+    """Of pair i, reply 2i is the chosen one and 2i + 1 the rejected one; of the first `size` pairs."""
+
+    def read(numbers: np.ndarray) -> Rows:
+        pair, side = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
+        taken, n = pairs.take(pair), len(pair)
+        sides = [{"input_ids": taken[name], "prompt_lengths": taken["prompt_lengths"]} for name in SIDES]
+        return take(join(sides, [range(n), range(n, 2 * n)]), np.arange(n) + n * side)
+
+    return Replies(2 * (len(pairs) if size is None else min(size, len(pairs))), read)
+
+
+class LabelledReply(NamedTuple):
+    """A reply that is desirable or not."""
+
+    prompt: Messages
+    reply: str
+    desirable: bool
+
+
+def from_verdicts(
+    records: Iterable[Mapping[str, Any]], held_out: TextSet
+) -> tuple[list[LabelledReply], dict[str, float]]:
+    """The two replies of each verdict but a skip, and counts.
+
+    Args:
+        records: lines of judgements.jsonl.
+        held_out: texts of prompts that an evaluation will ask: what was said of them is left out.
+    """
+    found: list[LabelledReply] = []
+    counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
+    for record in records:
+        desirable = DESIRABLE.get(record["verdict"])
+        if desirable is None:
+            counts["skipped"] += 1
+        elif prompt_text(record["prompt"]) in held_out:
+            counts["dropped_prompt_held_out"] += 1
+        elif desirable[0] != desirable[1] and record["a"] == record["b"]:
+            counts["dropped_same"] += 1
+        else:
+            found += [LabelledReply(record["prompt"], record[side], d) for side, d in zip("ab", desirable, strict=True)]
+    return found, counts
+
+
+def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
+    """The tokens of these replies, in memory: people's verdicts are few."""
+    prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
+    replies = encode_replies(tokenizer, [one.reply for one in labelled])
+    rows = {
+        "input_ids": Ragged.of(prompt + reply for prompt, reply in zip(prompts, replies, strict=True)),
+        "prompt_lengths": np.array(list(map(len, prompts)), dtype=np.int64),
+    }
+    return Replies(len(labelled), lambda numbers: take(rows, numbers))
+
+
+def joined(parts: Sequence[Replies]) -> Replies:
+    """The replies of all parts, one part after the other."""
+    bounds = np.cumsum([0, *(part.size for part in parts)])
+
+    def read(numbers: np.ndarray) -> Rows:
+        numbers = np.asarray(numbers, dtype=np.int64)
+        owners = np.searchsorted(bounds, numbers, side="right") - 1
+        places = {part: np.flatnonzero(owners == part).tolist() for part in sorted(set(owners.tolist()))}
+        taken = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
+        return join(taken, list(places.values()))
+
+    return Replies(int(bounds[-1]), read)
+
+
+def mismatched(replies: Replies, seed: int) -> Replies:
+    """Each prompt with the reply that follows its own in a seeded order of all, the first after the last."""
+    order = permuted(np.arange(replies.size), replies.size, seed)
+    following = np.empty_like(order)
+    following[order] = np.roll(order, -1)
+
+    def read(numbers: np.ndarray) -> Rows:
+        own, other = replies.take(numbers), replies.take(following[np.asarray(numbers, dtype=np.int64)])
+        prompts = [ids[:n] for ids, n in zip(own["input_ids"], own["prompt_lengths"], strict=True)]
+        answers = [ids[n:] for ids, n in zip(other["input_ids"], other["prompt_lengths"], strict=True)]
+        ids = Ragged.of(np.concatenate(parts) for parts in zip(prompts, answers, strict=True))
+        return {"input_ids": ids, "prompt_lengths": own["prompt_lengths"]}
+
+    return Replies(replies.size, read)
