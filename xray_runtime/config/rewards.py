@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, model_validator
 from xray_runtime.config.engines import Count, NonNegative, Positive, Section
 from xray_runtime.config.sources import Function, without_login
 
+SOURCES = ("model", "models", "function", "verifier", "service", "judge")
+"""Fields of which a term of the reward sets one."""
 Column = Annotated[str, Field(min_length=1)]
 """A column of the dataset, which `data.columns` carries along."""
 Role = Annotated[str, Field(pattern=r"^rewards\.\d+$")]
@@ -186,6 +188,3 @@ class RewardTerm(ExternalReward):
     def roles(self) -> list[str]:
         """The reward models that score."""
         return self.models or ([self.model] if self.model is not None else [])
-
-
-SOURCES = ("model", "models", "function", "verifier", "service", "judge")

@@ -129,6 +129,8 @@ def _ppo_models(config: PPOConfig) -> Layouts:
 def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
+    if not any(term.weight for term in config.rewards):
+        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
     _check_terms(config, inputs)
 
 

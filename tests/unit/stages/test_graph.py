@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import xray
+from xray.flows.promote import _source
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -347,6 +348,24 @@ def test_sources_have_fields_of_their_own(graph: Graph) -> None:
     assert policy.call.parents == {"policy": base, "prompts": data, "rewards.0": kind, "rewards.1": safe}
 
 
+def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> None:
+    """As a promotion asks candidate and champion."""
+    data, base, kind = parts()
+    safe = xray.reward_model(base, data=xray.preferences(source="dataset", path="z.jsonl"))
+    rewards = [
+        xray.reward([kind, safe], uncertainty=0.25),
+        0.5 * safe,
+        {"verifier": {"kind": "regex", "pattern": "x"}},
+    ]
+    first = xray.evaluate(base, base, data, rewards=rewards).call
+    assert first is not None
+    handles = {role: handle for role, handle in first.parents.items() if role.startswith("rewards.")}
+    again = xray.compare(base, base, data, rewards=[_source(t, handles) for t in first.config_json()["rewards"]]).call
+    assert again is not None
+    assert again.config.rewards == first.config.rewards
+    assert {role: again.parents[role] for role in handles} == handles
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -464,6 +483,7 @@ def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
     [
         ([], "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
         (None, "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
+        ([0.0 * reward(brevity)], "ppo: rewards: one must have a weight other than 0: the others are only logged"),
         ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
         ([{"weight": 1.0}], "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set"),
         ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
