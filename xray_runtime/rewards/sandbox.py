@@ -2,10 +2,11 @@
 
 A sandboxed process is the leader of a session of its own, in an empty temporary directory, with next to no environment,
 no file of ours open, no processes or threads of its own, and limits on processor time, address space, open files and
-the size of a file. Where we are root it works as nobody, who reads what root does. Whoever starts it ends its group.
+the size of a file. Code that is not trusted changes no file, signals no process and opens no socket; where we are root
+it works as nobody, who reads what root does. Whoever starts it ends its group.
 
-It is no jail: code in it can reach the network and read what its user may read, and it runs in one process with the
-tests that judge it.
+It is no jail: code in it can read what its user may read, it runs in one process with the tests that judge it, and what
+the filter of its system calls (`seccomp`) does not name is allowed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.processes import TAG
+from xray_runtime.rewards.seccomp import seccomp_filter
 
 NOBODY = 65534
 FILE_BYTES = 2**24
@@ -55,12 +57,24 @@ if os.geteuid() == 0:
 """
 """Root's rights are given up, but for CAP_DAC_READ_SEARCH: Python's library may lie where root alone reads."""
 
-JUDGED = f"""{LIMITED}{AS_NOBODY}
+FILTERED = """
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
+def refuse(steps):
+    libc = ctypes.CDLL(None)
+    program = Program(len(steps) // 8, steps)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program), 0, 0):
+        sys.exit("the kernel takes no filter of system calls")
+"""
+"""Nothing more can be gained by what is run, and calls of `seccomp_filter` are refused."""
+
+JUDGED = f"""{LIMITED}{AS_NOBODY}{FILTERED}
 def judge():
-    secret, *sources = json.load(sys.stdin)
+    secret, steps, *sources = json.load(sys.stdin)
     verdict, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
+    refuse(bytes.fromhex(steps))
     os.write(verdict, b"{STARTED}")
     space = dict(__name__="__main__")
     for source in sources:
@@ -128,7 +142,7 @@ def passes(code: str, tests: str, limit_s: float, memory_mb: int) -> bool:
     Raises:
         OSError: the sandbox could not be set up.
     """
-    secret = uuid.uuid4().hex
+    secret, filter = uuid.uuid4().hex, seccomp_filter().hex()
     directory = Path(tempfile.mkdtemp(prefix="xray-sandbox-"))
     try:
         if os.geteuid() == 0:
@@ -140,7 +154,7 @@ def passes(code: str, tests: str, limit_s: float, memory_mb: int) -> bool:
             sandboxed(JUDGED, limits, directory, stdout=verdict, **streams) as process,
         ):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(json.dumps([secret, code, tests]).encode(), timeout=limit_s)
+                process.communicate(json.dumps([secret, filter, code, tests]).encode(), timeout=limit_s)
             verdict.seek(0)
             said = verdict.read(2 * len(STARTED) + len(secret)).decode("ascii", "replace")
         if not said.startswith(STARTED):

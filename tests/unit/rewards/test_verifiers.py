@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVe
 from xray_runtime.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
 from xray_runtime.rewards.sandbox import passes
+from xray_runtime.rewards.seccomp import seccomp_filter
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.rewards.verifiers import VerifierSource
 
@@ -136,11 +138,58 @@ for number in range(3, 64):
     except OSError:
         continue
     assert os.readlink(f"/proc/self/fd/{{number}}") != {str(tmp_path / "ours")!r}
-open("mine", "w").write("x")
 """
     assert passes(look, "", limit_s=10.0, memory_mb=256)
-    assert not passes(f"open({str(tmp_path / 'theirs')!r}, 'w')" if os.geteuid() == 0 else "1 / 0", "", 10.0, 256)
     kept.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "open('mine', 'w')",
+        "open(THEIRS, 'a')",
+        "os.unlink(THEIRS)",
+        "os.rename(THEIRS, THEIRS + '2')",
+        "os.chmod(THEIRS, 0)",
+        "os.truncate(THEIRS, 0)",
+        "os.mkdir('directory')",
+        "os.symlink(THEIRS, 'link')",
+        "os.kill(os.getppid(), 0)",
+        "os.kill(-1, 0)",
+        "socket.socket()",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
+        "resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))",
+    ],
+)
+def test_code_changes_no_file_and_reaches_no_process_and_no_network(call: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("x")
+    # Readable by whom the sandbox is: what is refused is refused by the filter.
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o777)
+    theirs.chmod(0o666)
+    code = f"""
+import os, resource, socket
+THEIRS = {str(theirs)!r}
+assert open(THEIRS).read() == "x"
+try:
+    {call}
+except (PermissionError, ValueError) as error:
+    refused = True
+"""
+    assert passes(code, "assert refused", limit_s=10.0, memory_mb=256)
+    assert theirs.read_text() == "x"
+
+
+def test_only_known_machines_have_a_filter() -> None:
+    # Of each step the places it may jump to lie within the program.
+    for machine in ("x86_64", "aarch64"):
+        steps = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
+        for place, (_, true, false, _) in enumerate(steps):
+            assert place + 1 + max(true, false) <= len(steps)
+    with pytest.raises(OSError, match="the sandbox knows no system calls of sparc"):
+        seccomp_filter("sparc")
 
 
 def test_a_sandbox_that_does_not_start_is_no_wrong_reply(monkeypatch: pytest.MonkeyPatch) -> None:
