@@ -207,7 +207,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         kind = f"list of {_allowed(items)}" if items else "list of numbers"
     elif kind == "object":
         values = schema.get("additionalProperties")
-        kind = f"mapping to {_allowed(values)}" if values else "mapping"
+        kind = f"mapping to {_allowed(values)}" if isinstance(values, dict) else "mapping"
     names = {"integer": "whole number", "string": "text", "boolean": "true or false", "null": "null"}
     words = names.get(kind, kind)
     pattern = f"matches `{schema['pattern']}`" if "pattern" in schema else ""

@@ -58,7 +58,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields = _fields(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
-    judges = {"gold": config.gold, "generator": config.generator, "frozen": config.frozen}
+    judges: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
+    judges |= {"generator": config.generator, "frozen": config.frozen}
     policy = start
     if config.dpo is not None:
         policy = DPO(start, pairs, name="dpo", **_fields(config.dpo) | trained)

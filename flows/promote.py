@@ -33,6 +33,7 @@ from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import Review
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.stages.graph import Handle, RewardSource, reward
 from xray_runtime.stages.identify import identify
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.store.digest_memory import DigestMemory
@@ -148,15 +149,19 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     ) as workspace:
         roles = {role: workspace.checkpoint(sha256) for role, sha256 in spec.parents.items()}
         config = dict(spec.config)
-        rewards = [
-            term["weight"] * roles[term["model"]] if term["model"] is not None else term
-            for term in config.pop("rewards")
-        ]
+        rewards = [_source(term, roles) for term in config.pop("rewards")]
         seen = [handle for role, handle in roles.items() if role.partition(".")[0] == promotion.SEEN]
         compared = COMPARE(
             roles["policy"], roles["champion"], roles["prompts"], rewards=rewards, seen=seen, name=STAGE, **config
         )
     return str(compared.result().sha256)
+
+
+def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | dict[str, Any]:
+    """A source of reward as another stage takes it, its models among that stage's inputs."""
+    models = [roles[role] for role in term["models"] or [term["model"]] if role is not None]
+    fields = {name: value for name, value in term.items() if name not in ("model", "models")}
+    return reward(models, **fields) if models else term
 
 
 def review_markdown(seen: Review, place: LineageStore) -> str:

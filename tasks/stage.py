@@ -248,6 +248,7 @@ class _Job:
             runtime=runtime,
             open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
             functions=self._functions,
+            kept=recorder.kept,
         )
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from urllib.parse import unquote, urlsplit
 
 TRACKING = "MLFLOW_TRACKING_URI"
 PREFECT = "PREFECT_API_URL"
+API_KEYS = "XRAY_API_KEYS"
+"""`host=key` pairs, separated by commas, a port with the host where the address has one. A config may come from
+anybody: so the environment says which host a key is for, and the config names none."""
 FORWARDED = (
     "MLFLOW_TRACKING_USERNAME",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
     "XRAY_ALLOWED_IMPORTS",
+    API_KEYS,
 )
 """Variables that a stage needs on another machine, whose environment may lack them."""
 
@@ -53,6 +57,13 @@ def tracking_address(environment: MutableMapping[str, str] = os.environ) -> str 
     """MLFLOW_TRACKING_URI, its login hidden; None where it is not set."""
     hide_logins(environment)
     return environment.get(TRACKING) or None
+
+
+def api_key(address: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The key that the environment has for the host of an address."""
+    pairs = (pair.strip().partition("=") for pair in environment.get(API_KEYS, "").split(","))
+    keys = {host.lower(): key for host, _, key in pairs}
+    return keys.get(urlsplit(address).netloc.lower()) or None
 
 
 def _take(environment: MutableMapping[str, str], name: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import pytest
 
 from xray.deployments.automations import webhook
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import hide_logins, strip_credentials, tracking_address
+from xray_runtime.credentials import api_key, hide_logins, strip_credentials, tracking_address
 from xray_runtime.lineage.provenance import variables
 from xray_runtime.lineage.reference import check_tracking_uri
 
@@ -93,3 +93,21 @@ def test_the_address_for_notices_is_not_shown_and_works() -> None:
     sent = block._build_request_args("the body", "the subject")
     assert sent["url"] == "https://chat/services/s3cr3t"
     assert sent["json"] == {"text": "the subject\nthe body"}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("https://api.example.com/v1", "sk=1"),
+        ("https://API.example.com/v1", "sk=1"),
+        ("http://localhost:8000/v1", "two"),
+        ("http://localhost:8001/v1", None),
+        ("https://example.com", None),
+        ("https://api.example.com.evil.org", None),
+        ("https://empty", None),
+    ],
+)
+def test_a_key_is_for_its_host(address: str, expected: str | None) -> None:
+    environment = {"XRAY_API_KEYS": "api.example.com=sk=1, localhost:8000=two,empty=,"}
+    assert api_key(address, environment) == expected
+    assert api_key(address, {}) is None

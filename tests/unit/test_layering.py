@@ -43,6 +43,10 @@ FORBIDDEN = {
         "xray_runtime.workers",
         "xray_runtime.weights",
     },
+    "xray_runtime/rewards": {
+        *("ray", "torch", "deepspeed", "megatron", "vllm", "transformers", "mlflow"),
+        *("xray_runtime.engines", "xray_runtime.stages", "xray_runtime.workers"),
+    },
     "xray_runtime/planning": {"ray", "deepspeed", "megatron", "vllm", "mlflow"},
     "xray_runtime/store": {"torch", "ray", "mlflow", "vllm", "deepspeed", "megatron", "transformers"},
 }

@@ -1,33 +1,76 @@
-"""Several sources of reward as one number a reply. Shapes: B replies."""
+"""Several sources of reward as one number a reply. Shapes: B replies.
+
+A score that failed is NaN, and so is the reward of its row: whoever reads rewards leaves such rows out, as if they were
+absent. A source that does not apply to a row is another thing: it contributes nothing there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
-def overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
+@dataclass(frozen=True)
+class SourceScores:
+    """What the sources say of some replies."""
+
+    values: Mapping[str, Tensor]
+    """Source → its raw score of each reply [B] float32; NaN where it has none."""
+    applies: Mapping[str, Tensor]
+    """Source → whether it applies to each reply [B] bool."""
+
+    def failed(self, source: str) -> Tensor:
+        """Where `source` has no score that it should have [B] bool."""
+        return self.applies[source] & self.values[source].isnan()
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
     """DAPO's soft punishment (Yu et al. 2025) of replies of `lengths` [B]: 0 up to `max_tokens` − `buffer`, then
     linearly to −1 at `max_tokens`."""
     return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def weighted_sum(
-    scores: Mapping[str, torch.Tensor],
-    weights: Mapping[str, float],
-    moments: Mapping[str, tuple[float, float]] | None = None,
-) -> torch.Tensor:
-    """Σ weight · (score − mean) / deviation over the sources [B].
+    scores: SourceScores, weights: Mapping[str, float], moments: Mapping[str, tuple[float, float]] | None = None
+) -> Tensor:
+    """Σ weight · (score − mean) / deviation over the sources that apply [B].
+
+    NaN where one of them has no score, and where none applies. A source of weight 0 does not count at all.
 
     Args:
-        scores: source → its score of each reply [B].
         weights: source → weight.
         moments: source → (mean, deviation) to scale it by; a source that is not in it counts as it is.
     """
     moments = moments or {}
-    total = torch.zeros_like(next(iter(scores.values())))
-    for source, score in scores.items():
+    first = next(iter(scores.values.values()))
+    total, any_applies = torch.zeros_like(first), torch.zeros_like(first, dtype=torch.bool)
+    for source, score in scores.values.items():
+        if weights[source] == 0.0:
+            continue
         mean, deviation = moments.get(source, (0.0, 1.0))
-        total = total + weights[source] * (score - mean) / deviation
-    return total
+        applies = scores.applies[source]
+        total = total + torch.where(applies, weights[source] * (score - mean) / deviation, 0.0)
+        any_applies = any_applies | applies
+    return torch.where(any_applies, total, torch.nan)
+
+
+def uncertainty_penalized(members: Tensor, uncertainty: float) -> Tensor:
+    """Mean − `uncertainty` · variance over an ensemble's members [M, B] → [B]: uncertainty-weighted optimization (Coste
+    et al. 2023, "Reward model ensembles help mitigate overoptimization"), with the population's variance."""
+    return members.mean(0) - uncertainty * members.var(0, correction=0)
+
+
+def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
+    """Source → `mean`, `std` (population), `min` and `max` of its scores, where it has any, and how many `failed`."""
+    found: dict[str, dict[str, float]] = {}
+    for source, values in scores.values.items():
+        there = values[scores.applies[source] & ~values.isnan()].double()
+        numbers = {"failed": float(scores.failed(source).sum())}
+        if len(there):
+            numbers |= {"mean": float(there.mean()), "std": float(there.std(correction=0))}
+            numbers |= {"min": float(there.min()), "max": float(there.max())}
+        found[source] = numbers
+    return found

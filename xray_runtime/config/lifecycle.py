@@ -21,6 +21,7 @@ from xray_runtime.config.engines import (
     LoRAConfig,
     Section,
     TrainingConfig,
+    UnitInterval,
     check_one_row_each,
 )
 from xray_runtime.config.evaluate import EvaluateConfig, PromotionConfig
@@ -28,9 +29,10 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, RatingPreferences
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBase, RewardConfig
+from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.sources import Function, Gold
+from xray_runtime.config.sources import Gold
 
 BaseModelConfig = FreshBase | PretrainedBase | CheckpointBase
 
@@ -92,13 +94,6 @@ def _adapt(field: str, lora: LoRAConfig, base: BaseModelConfig) -> None:
         raise ValueError(f"{field}.lora.target_modules: {unknown[0]!r} must be one of {', '.join(LINEAR_LAYERS)}")
 
 
-class FunctionReward(Section):
-    """A function that scores replies."""
-
-    function: Function
-    weight: float = 1.0
-
-
 class PPOSection(Section):
     stages: list[PPOStageConfig] = Field(default=[PPOStageConfig()], min_length=1, max_length=16)
     """PPO stages in order."""
@@ -128,8 +123,10 @@ class LifecycleConfig(Section):
     """A reward model that exists already: a REF as `base.ref` takes it."""
     reward_base: RewardBase | None = None
     """A reward model of the hub, or in a directory."""
-    rewards: list[FunctionReward] = Field(default_factory=list)
-    """Functions whose weighted scores are added to the reward model's."""
+    rewards: list[ExternalReward] = Field(default_factory=list)
+    """Sources whose weighted scores are added to the reward model's."""
+    max_failed: UnitInterval = 0.1
+    """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
     ppo: PPOSection | None = PPOSection()
     """None: the policy learns by `dpo`."""
     dpo: DPOConfig | None = None
@@ -224,7 +221,11 @@ class LifecycleConfig(Section):
         if self.reward_ref is not None and self.reward_base is not None:
             raise ValueError("reward_ref must be null where reward_base names a reward model")
         if self.dpo is None and not (trained or self.reward_ref or self.reward_base or self.rewards):
-            raise ValueError("rewards must name a function where reward, reward_ref and reward_base are null")
+            raise ValueError("rewards must name a source where reward, reward_ref and reward_base are null")
+        for number, term in enumerate(self.rewards):
+            for field, column in term.columns.items():
+                if column not in self.data.columns:
+                    raise ValueError(f"rewards.{number}.{field} = {column!r} must be one of data.columns")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if isinstance(self.preferences, RatingPreferences) and self.data.source != "chitchat":

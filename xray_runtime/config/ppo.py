@@ -22,24 +22,9 @@ from xray_runtime.config.engines import (
     check_whole_layers,
 )
 from xray_runtime.config.methods import Method, with_method
+from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import Gold
-
-
-class RewardTerm(Section):
-    """One of the sources whose weighted sum is the reward."""
-
-    weight: float = 1.0
-    model: Annotated[str, Field(pattern=r"^rewards\.\d+$")] | None = None
-    """The input that scores: `rewards.0` is the first reward model."""
-    function: str | None = None
-    """The function that scores, `module:function`, or the name of one that was handed over."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.model is None) == (self.function is None):
-            raise ValueError("one of model and function must be set")
-        return self
 
 
 class JudgingConfig(Section):
@@ -47,6 +32,8 @@ class JudgingConfig(Section):
 
     rewards: list[RewardTerm] = Field(default_factory=list)
     """Sources of the reward; their weighted sum counts."""
+    max_failed: UnitInterval = 0.1
+    """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
     gold: Gold | None = None
     """What replies are really worth, for the evaluation alone: it is logged and never trained on."""
     generator: GeneratorConfig = GeneratorConfig()

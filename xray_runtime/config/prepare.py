@@ -23,6 +23,8 @@ class DataConfig(Section):
     chosen/rejected."""
     split: Annotated[str, Field(min_length=1)] = "train"
     """Split to read when `source` is a `datasets` name."""
+    columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] = Field(default_factory=list)
+    """Further columns to carry along: ground truth for rewards, such as `answer`."""
     context_messages: Annotated[int, Field(ge=1, le=64)] = 1
     """How many messages before a reply become its prompt."""
     min_chars: Annotated[int, Field(ge=1)] = 2
@@ -40,4 +42,6 @@ class DataConfig(Section):
     def _bounds(self) -> Self:
         if self.max_chars <= self.min_chars:
             raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
+        if self.columns and self.source == "chitchat":
+            raise ValueError(f"columns = {self.columns} must be empty with source = 'chitchat', which has none")
         return self

@@ -12,7 +12,8 @@ from xray_runtime.credentials import has_login, strip_credentials
 BUILT_IN_GOLD = "vader"
 
 
-def _without_login(source: str) -> str:
+def without_login(source: str) -> str:
+    """`source`. Raises ValueError where a login stands in it."""
     if has_login(source):
         raise ValueError(
             f"a login before {strip_credentials(source)!r} is not allowed: the config is recorded and shown"
@@ -26,7 +27,7 @@ def _allowed(path: str) -> str:
     return path
 
 
-Source = Annotated[str, Field(min_length=1), AfterValidator(_without_login)]
+Source = Annotated[str, Field(min_length=1), AfterValidator(without_login)]
 """A file, a directory, a name or an address."""
 
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), AfterValidator(_allowed)]

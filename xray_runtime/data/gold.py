@@ -26,39 +26,44 @@ def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
 
 
 def load_gold(name: str) -> GoldScore:
-    """`vader`, or your own function by its import path `module:function`. Raises as `load_function`."""
-    return vader if name == BUILT_IN_GOLD else load_function(name, "gold")
-
-
-def load_function(name: str, field: str, given: Callable[..., Any] | None = None) -> GoldScore:
-    """A function `f(prompts, replies) -> scores`, its answers checked.
-
-    Args:
-        field: of the config, for errors.
-        given: the function where it was handed over as an object; else `name` is imported.
+    """`vader`, or your own function by its import path `module:function`, its answers checked.
 
     Raises:
-        ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called; later, a call
-            that does not return one finite number a reply.
+        ValueError: as `import_function`; later, a call that does not return one finite number a reply.
     """
-    function = given if given is not None else _imported(name, field)
-    if not callable(function):
-        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
+    if name == BUILT_IN_GOLD:
+        return vader
+    function = import_function(name, "gold")
 
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
         answer = function(list(prompts), list(replies))
         try:
             scores = [float(score) for score in answer]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{field}: {name!r} must return a list of numbers ({error})") from error
+            raise ValueError(f"gold: {name!r} must return a list of numbers ({error})") from error
         if len(scores) != len(replies) or not all(map(math.isfinite, scores)):
             raise ValueError(
-                f"{field}: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
+                f"gold: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
                 f"{len(scores)} numbers, {sum(map(math.isfinite, scores))} of them finite"
             )
         return scores
 
     return checked
+
+
+def import_function(name: str, field: str) -> Callable[..., Any]:
+    """The function `module:function`.
+
+    Args:
+        field: of the config, for errors.
+
+    Raises:
+        ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called.
+    """
+    function = _imported(name, field)
+    if not callable(function):
+        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
+    return function
 
 
 def _imported(name: str, field: str) -> Any:

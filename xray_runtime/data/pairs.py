@@ -32,6 +32,8 @@ class Example(NamedTuple):
     conversation: str
     prompt: Messages
     response: str
+    columns: str = "{}"
+    """Further columns of its record, as a JSON object: what rewards compare replies with."""
 
 
 class PreferenceExample(NamedTuple):

@@ -59,6 +59,11 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         row = int(self._rows[index])
         return self._pairs[row].prompt, self._tokens.prompt(row)
 
+    def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Column that the dataset carries → its values where those prompts first appear, None where there is none."""
+        rows = [json.loads(self._pairs[int(self._rows[index])].columns) for index in indices]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
+
 
 def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
     """Rows of prompt and reply together: ragged `input_ids`, and `prompt_lengths` [B]."""

@@ -41,7 +41,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     config, inputs = stage.config, stage.inputs
     paths = {"champion": inputs.champion.path, "candidate": inputs.policy.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
-    prompts = asked_prompts(stage, tokenizers)
+    prompts, columns = asked_prompts(stage, tokenizers)
     asked = [prompt_text(messages) for messages in prompts]
     max_length = max_prompt_tokens(inputs.prompts.path) + config.max_new_tokens
     texts: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
             replies = sample_replies(models["generator"], stage, tokenizer, encode_prompts(tokenizer, prompts))
         texts[side], lengths[side] = decode_replies(tokenizer, replies), [len(ids) for ids in replies]
         recorder.progress(number, 3, "steps", f"asked the {side}")
-    rewards = _rewards(stage, prompts, asked, texts)
+    rewards = _rewards(stage, prompts, asked, texts, columns)
     golds = gold_scores(config, asked, texts)
     comparison: dict[str, Any] = {"samples": len(asked)}
     comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", rewards, golds)
@@ -63,21 +63,26 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     return 0
 
 
-def asked_prompts(stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any]) -> list[Messages]:
-    """Held-out prompts in random order that fit both and that no dataset behind the champion has for training."""
+def asked_prompts(
+    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any]
+) -> tuple[list[Messages], dict[str, list[Any]]]:
+    """Held-out prompts in random order that fit both and that no dataset behind the champion has for training; and what
+    columns the dataset carries for them."""
     dataset = stage.inputs.prompts.path
     limit = max_prompt_tokens(dataset)
-    found = [messages for messages, _ in UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)]
+    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)
+    found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
     seen = TextSet(text for dataset in stage.inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
-    found = [m for m, size in zip(found, sizes, strict=True) if size <= limit and prompt_text(m) not in seen]
-    if len(found) < MIN_PROMPTS:
+    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
+    if len(fit) < MIN_PROMPTS:
         raise ValueError(
-            f"{len(found)} held-out prompts are left that the champion was not trained on; {MIN_PROMPTS} are needed: "
+            f"{len(fit)} held-out prompts are left that the champion was not trained on; {MIN_PROMPTS} are needed: "
             "evaluate both on a dataset that neither has seen, or set promotion.max_regression=null"
         )
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    return [found[i] for i in order[: stage.config.num_prompts]]
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
+    chosen = [fit[i] for i in order[: stage.config.num_prompts]]
+    return [found[i] for i in chosen], heldout.columns(chosen)
 
 
 def _rewards(
@@ -85,6 +90,7 @@ def _rewards(
     prompts: list[Messages],
     asked: list[str],
     texts: dict[str, list[str]],
+    columns: dict[str, list[Any]],
 ) -> dict[str, torch.Tensor] | None:
     """Side → reward of each reply [n], texts encoded as the reward models read them; None where nothing rewards."""
     sources = RewardSources(stage)
@@ -94,5 +100,6 @@ def _rewards(
     with stage.open_models(sources.specs()) as models:
         for side in SIDES:
             answers = get_all(sources.requests(models, prompts, texts[side]))
-            found[side] = sources.scaled(sources.scores(answers, asked, texts[side])).double()
+            scores = sources.scores(answers, asked, texts[side], messages=prompts, columns=columns)
+            found[side] = sources.scaled(scores).double()
     return found

@@ -43,7 +43,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     limit = max_prompt_tokens(dataset)
     found = UniquePrompts(tokenizer, dataset / HELDOUT, limit)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    prompts = [found[i] for i in order[: config.num_prompts]]
+    chosen = order[: config.num_prompts].tolist()
+    prompts, columns = [found[i] for i in chosen], found.columns(chosen)
     asked = [prompt_text(messages) for messages, _ in prompts]
     rewards = RewardSources(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
@@ -66,9 +67,11 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             ended = [with_end_of_turn(reply, tokenizer.eos_token_id) for reply in replies[side]]
             tokens = text_rows([ids for _, ids in prompts], ended)
-            answers = get_all(rewards.requests(models, [m for m, _ in prompts], texts[side], tokens))
+            said = [messages for messages, _ in prompts]
+            answers = get_all(rewards.requests(models, said, texts[side], tokens))
             if rewards.weights:
-                scored[side] = rewards.scaled(rewards.scores(answers, asked, texts[side])).double()
+                sources = rewards.scores(answers, asked, texts[side], messages=said, columns=columns)
+                scored[side] = rewards.scaled(sources).double()
     golds = gold_scores(config, asked, texts)
 
     evaluation: dict[str, Any] = {"samples": len(replies["after"]), "kl": kl}

@@ -5,7 +5,7 @@ Everything here is computed over the *whole* rollout, so nothing depends on how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ from xray_runtime.algorithms.groups import group_advantages, tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import overlong_penalty, weighted_sum
+from xray_runtime.algorithms.rewards import SourceScores, overlong_penalty, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.rows import Ragged, Rows, take
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig
@@ -30,8 +30,8 @@ class Experience:
     """One rollout ready for updates."""
 
     rows: Rows
-    """`input_ids`, `prompt_lengths`, `id`, and for each response token `old_logprobs`, `advantages`, `weights`, with a
-    critic `values` and `returns`, with the KL in the loss `ref_logprobs`."""
+    """Of replies with a reward `input_ids`, `prompt_lengths`, `id`, and for each response token `old_logprobs`,
+    `advantages`, `weights`, with a critic `values` and `returns`, with the KL in the loss `ref_logprobs`."""
     num_tokens: int
     """Response tokens in it."""
     metrics: dict[str, float]
@@ -45,15 +45,20 @@ def build_experience(
     rewards: torch.Tensor,
     kl_coef: float,
 ) -> Experience:
-    """Rewards, advantages and weights of one rollout.
+    """Rewards, advantages and weights of one rollout. A reply without a reward is left out, as if it was absent.
 
     Args:
         rows: prompt and reply tokens.
         rollout: the generator's `rollout_logprobs` of each response token and `ended` [B].
         scores: `logprobs` and `ref_logprobs` of each response token; of a critic `values` of each, `final_values` [B].
-        rewards: of each reply [B], scaled (`scaled_rewards`).
+        rewards: of each reply [B], scaled (`scaled_rewards`); NaN where there is none.
         kl_coef: weight of the per-token penalty.
     """
+    groups = torch.arange(len(rewards)) // config.samples_per_prompt
+    scored = torch.nonzero(~rewards.isnan()).squeeze(-1)
+    if len(scored) < len(rewards):
+        rewards, groups = rewards[scored], groups[scored].unique(return_inverse=True)[1]
+        rows, rollout, scores = (take(part, scored.numpy()) for part in (rows, rollout, scores))
     ragged = (rollout["rollout_logprobs"], *(scores[name] for name in ("logprobs", "ref_logprobs")))
     # Advantages run over all replies at a time, from their last tokens to their first: here alone rows are padded.
     rollout_logprobs, logprobs, ref_logprobs = (torch.from_numpy(column.dense()) for column in ragged)
@@ -72,7 +77,6 @@ def build_experience(
         rewards = rewards + overlong_penalty(mask.sum(-1), config.max_new_tokens, config.overlong_buffer)
     in_reward = kl_coef if config.kl.place == "reward" else 0.0
     penalties = in_reward * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
-    groups = torch.arange(len(rewards)) // config.samples_per_prompt
     if config.advantages == "gae" or config.advantages == "reinforce++":
         token_rewards = place_rewards(rewards, penalties, mask)
         lam = config.gae_lambda if has_critic else 1.0
@@ -122,28 +126,30 @@ def build_experience(
 
 
 def scaled_rewards(
-    config: PPOStageConfig, rewards: RewardSources, sources: Mapping[str, torch.Tensor], moments: RunningMoments
+    config: PPOStageConfig, rewards: RewardSources, sources: SourceScores, moments: RunningMoments
 ) -> torch.Tensor:
-    """The reward of each reply [B] by `config.reward_scaling`, clipped.
+    """The reward of each reply [B] by `config.reward_scaling`, clipped; NaN where there is none.
 
     Args:
-        sources: source → its raw score of each reply [B].
         moments: running moments of the weighted sum; updated here when the config scales by them.
     """
     raw = weighted_sum(sources, rewards.weights)
     if config.reward_scaling == "reward_model":
         scaled = rewards.scaled(sources)
     elif config.reward_scaling == "running":
-        moments.update(raw.tolist())
+        moments.update(raw[~raw.isnan()].tolist())
         scaled = (raw - moments.mean) / moments.std
     else:
         scaled = raw
     return scaled if config.reward_clip is None else scaled.clamp(-config.reward_clip, config.reward_clip)
 
 
-def reward_metrics(rewards: RewardSources, sources: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Means of the raw reward and, where there are several sources, of each by itself."""
-    metrics = {"reward/raw": float(weighted_sum(sources, rewards.weights).mean())}
-    if len(sources) > 1:
-        metrics |= {f"reward/source/{name.replace(':', '.')}": float(s.mean()) for name, s in sources.items()}
+def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:
+    """Mean of the raw reward, how many replies have none, and what each source gave by itself."""
+    raw = weighted_sum(sources, rewards.weights)
+    metrics = {"reward/raw": float(raw.nanmean()), "reward/failed": float(raw.isnan().sum())}
+    for source, numbers in statistics(sources).items():
+        # MLflow takes few signs in the name of a metric, and a function's has colons and brackets.
+        name = re.sub(r"[^\w. -]", ".", source)
+        metrics |= {f"reward/source/{name}/{key}": value for key, value in numbers.items()}
     return metrics

@@ -62,17 +62,19 @@ class Handle:
 
 
 @dataclass(frozen=True)
-class RewardFunction:
-    """A function `f(prompts, replies) -> scores` as a source of reward."""
+class RewardSource:
+    """A source of reward with fields of its own."""
 
-    function: Callable[..., Any] | str
+    source: Callable[..., Any] | str | Handle | list[Handle] | None
+    """A function or its import path; a reward model, or several as an ensemble; None: the fields say what it is."""
+    fields: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """`module:function`, or the name of a function that is handed over as it is."""
-        if isinstance(self.function, str):
-            return self.function
-        return f"{self.function.__module__}:{self.function.__qualname__}"
+        """`module:function`, or the name of a function that is handed over as it is; of others none."""
+        if isinstance(self.source, str):
+            return self.source
+        return f"{self.source.__module__}:{self.source.__qualname__}" if callable(self.source) else "a source of reward"
 
     def __mul__(self, weight: float) -> Weighted:
         return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
@@ -84,7 +86,7 @@ class RewardFunction:
 class Weighted:
     """A source of reward with its weight."""
 
-    source: Handle | RewardFunction
+    source: Handle | RewardSource
     weight: float
 
     def __mul__(self, weight: float) -> Weighted:
@@ -93,16 +95,30 @@ class Weighted:
     __rmul__ = __mul__
 
 
-def reward(function: Callable[..., Any] | str) -> RewardFunction:
-    """A function `(prompts, replies) -> scores`, one score a reply, as a source of reward; or its import path.
+def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None, **fields: Any) -> RewardSource:
+    """A source of reward.
+
+    Args:
+        source: a function `(prompts, replies) -> scores`, one score a reply, or its import path; a reward model; an
+            ensemble of them. None where `fields` say what it is: `verifier`, `service`, `judge`.
+        fields: of `RewardTerm`: `when`, `uncertainty`, …
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of these.
     """
-    path = isinstance(function, str) and FUNCTION_PATH.fullmatch(function)
-    if not path and not (callable(function) and hasattr(function, "__qualname__")):
-        raise ConfigError(f"reward: {function!r} is not allowed: must be a function, or 'module:function'")
-    return RewardFunction(function)
+    if source is None and fields:
+        return RewardSource(None, fields)
+    if isinstance(source, Handle):
+        return RewardSource(source, fields)
+    if isinstance(source, list | tuple) and source and all(isinstance(one, Handle) for one in source):
+        return RewardSource(list(source), fields)
+    path = isinstance(source, str) and FUNCTION_PATH.fullmatch(source)
+    if not path and not (callable(source) and hasattr(source, "__qualname__")):
+        raise ConfigError(
+            f"reward: {source!r} is not allowed: must be a function, 'module:function', or reward models; or nothing, "
+            "with fields that say what it is"
+        )
+    return RewardSource(source, fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -201,7 +217,7 @@ class Graph:
         """`value` as an input of this type. Raises ConfigError, which begins with `where`."""
         wanted = f"must be {_a(type)}"
         if not isinstance(value, Handle):
-            shown = value.name if isinstance(value, RewardFunction | StageKind) else repr(value)
+            shown = value.name if isinstance(value, RewardSource | StageKind) else repr(value)
             raise ConfigError(f"{where}: {shown} is not allowed: {wanted} that a stage makes")
         if value.graph is not self:
             raise ConfigError(
@@ -311,7 +327,7 @@ class _Bound:
                     raise ConfigError(f"{stage}.{role.name}: given twice")
                 given[role.name] = keywords.pop(role.name)
         for name, value in keywords.items():
-            if isinstance(value, Handle | Weighted | RewardFunction):
+            if isinstance(value, Handle | Weighted | RewardSource):
                 known = [role.name for role in roles]
                 allowed = f"{self._kind.name} takes {', '.join(known) or 'none'}"
                 raise ConfigError(f"{stage}.{name}: unknown input{_hint(name, known)}; {allowed}")
@@ -331,7 +347,6 @@ class _Bound:
         if not isinstance(values, list | tuple):
             values = [values]
         terms: list[dict[str, Any]] = []
-        number = 0
         for position, value in enumerate(values):
             where = f"{role.name}.{position}"
             if weighs and isinstance(value, dict | BaseModel):
@@ -340,21 +355,33 @@ class _Bound:
             source, weight = (value.source, value.weight) if isinstance(value, Weighted) and weighs else (value, 1.0)
             if callable(source) and not isinstance(source, StageKind):
                 source = reward(source)
-            if weighs and isinstance(source, RewardFunction):
-                terms.append({"function": self._function(where, source), "weight": weight})
-                continue
-            name = f"{role.name}.{number}"
-            number += 1
-            self.parents[name] = self._graph.require(f"{self._stage}.{where}", role.type, source)
-            if weighs:
-                terms.append({"model": name, "weight": weight})
+            models: list[Any] = [source]
+            term: dict[str, Any] = {"weight": weight}
+            if weighs and isinstance(source, RewardSource):
+                term = {**source.fields, "weight": weight * source.fields.get("weight", 1.0)}
+                given = source.source
+                models = given if isinstance(given, list) else [given] if isinstance(given, Handle) else []
+                if given is not None and not models:
+                    term["function"] = self._function(where, source)
+            names = [self._role(role, f"{self._stage}.{where}", model) for model in models]
+            if names:
+                term |= {"model": names[0]} if len(names) == 1 else {"models": names}
+            terms.append(term)
         if weighs:
             self.terms[role.name] = terms
 
-    def _function(self, where: str, source: RewardFunction) -> str:
-        if not isinstance(source.function, str):
-            known = self.functions.setdefault(source.name, source.function)
-            if known is not source.function:
+    def _role(self, role: Role, where: str, value: Any) -> str:
+        """The name of one of the inputs that a role takes many of; a model of two sources is one input."""
+        mine = {name: handle for name, handle in self.parents.items() if name.startswith(f"{role.name}.")}
+        handle = self._graph.require(where, role.type, value)
+        name = next((name for name, known in mine.items() if known is handle), f"{role.name}.{len(mine)}")
+        self.parents[name] = handle
+        return name
+
+    def _function(self, where: str, source: RewardSource) -> str:
+        if callable(source.source):
+            known = self.functions.setdefault(source.name, source.source)
+            if known is not source.source:
                 raise ConfigError(
                     f"{self._stage}.{where}: two functions are called {source.name!r}; give one of them another name"
                 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage
 
 Scores = Mapping[str, torch.Tensor]
-"""Side → score of each reply [n], float64."""
+"""Side → score of each reply [n], float64; NaN where it has none: then the pair of replies is left out."""
 
 
 def sample_replies(
@@ -58,7 +58,11 @@ def judge(
 
     `judge` says whose scores decide a win: the gold score's where there is one, else the rewards'; null, as the win
     rate is, where there is neither.
+
+    Raises:
+        RuntimeError: no pair of replies has both its rewards.
     """
+    rewards = _both_scored(rewards, stage) if rewards is not None else None
     judged, name = (golds, "gold") if golds is not None else (rewards, "reward" if rewards is not None else None)
 
     def interval(x: torch.Tensor, purpose: str) -> tuple[float, list[float]]:
@@ -80,6 +84,14 @@ def judge(
     return content
 
 
+def _both_scored(scores: Scores, stage: str) -> Scores:
+    """The rows where every side has a score."""
+    there = ~torch.stack(list(scores.values())).isnan().any(0)
+    if not there.any():
+        raise RuntimeError(f"{stage}: no prompt has a reward for both replies")
+    return {side: of_side[there] for side, of_side in scores.items()}
+
+
 def record_replies(
     out: Path,
     recorder: Recorder,
@@ -95,7 +107,7 @@ def record_replies(
     """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
 
     def score(scores: Scores | None, side: str, row: int) -> float | None:
-        return None if scores is None else float(scores[side][row])
+        return None if scores is None or scores[side][row].isnan() else float(scores[side][row])
 
     samples: list[dict[str, Any]] = [
         dict[str, Any]({"prompt": asked[i]})

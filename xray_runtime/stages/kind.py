@@ -95,6 +95,8 @@ class Stage(Generic[C, I]):
     open_models: OpenModels
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions that were handed over as objects, by name."""
+    kept: Path | None = None
+    """A directory that stays, beside the snapshots, for the attempts after this one, until the stage is published."""
 
 
 Body = Callable[[Stage[Any, Any], Path, Recorder], int]

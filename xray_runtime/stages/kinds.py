@@ -148,7 +148,7 @@ def _judges(config: Any) -> list[str]:
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
-    models = [term.model for term in config.rewards if term.model is not None]
+    models = [role for term in config.rewards for role in term.roles]
     return dict.fromkeys((*roles, *models), config.frozen)
 
 
@@ -161,14 +161,27 @@ def _ppo_models(config: PPOConfig) -> Layouts:
 
 def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
-        raise ValueError("rewards: must have at least 1 item: a reward model or a function")
+        raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
+    if not any(term.weight for term in config.rewards):
+        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
     _check_terms(config, inputs)
 
 
 def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+    prompts = inputs.get("prompts")
+    # Of a checkpoint nothing is known before it is opened.
+    data = prompts.call.config if prompts is not None and prompts.call is not None else None
     for number, term in enumerate(config.rewards):
-        if term.model is not None and term.model not in inputs:
-            raise ValueError(f"rewards.{number}.model: {term.model!r} is not allowed: there is no such input")
+        for role in term.roles:
+            if role not in inputs:
+                field = "model" if term.model is not None else "models"
+                raise ValueError(f"rewards.{number}.{field}: {role!r} is not allowed: there is no such input")
+        for field, column in term.columns.items():
+            if isinstance(data, DataConfig) and column not in data.columns:
+                raise ValueError(
+                    f"rewards.{number}.{field}: {column!r} is not allowed: the dataset carries "
+                    f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+                )
 
 
 def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:

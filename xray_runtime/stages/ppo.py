@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
-from xray_runtime.data.rows import Rows, num_response_tokens, take
+from xray_runtime.data.rows import Rows, num_response_tokens, num_rows, take
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
@@ -76,7 +76,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 asked = [prompts[i] for i in rollout.prompts]
                 replies = decode_replies(tokenizer, list(sampled["response_ids"]))
             with clock.phase("score"):
-                rows, scores, sources = _score(models, config, rewards, tokenizer, asked, sampled, replies)
+                columns = prompts.columns(rollout.prompts)
+                rows, scores, sources = _score(
+                    models, config, rewards, tokenizer, asked, sampled, replies, columns, iteration
+                )
                 scaled = scaled_rewards(config, rewards, sources, moments)
                 experience = build_experience(config, rows, sampled, scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
@@ -84,7 +87,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 sums = _update(models, stage, experience, iteration, kl.coef)
             with clock.phase("generate"):
                 rollouts.wait()
-            kl.update(experience.metrics["kl/reference_k1"], len(asked))
+            kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
             metrics = experience.metrics | reward_metrics(rewards, sources) | _update_metrics(sums)
             metrics |= {"kl/coef": kl.coef} | probed | clock.metrics()
@@ -163,7 +166,9 @@ def _score(
     asked: list[tuple[Messages, list[int]]],
     sampled: Rows,
     replies: list[str],
-) -> tuple[Rows, Rows, dict[str, torch.Tensor]]:
+    columns: dict[str, list[Any]],
+    iteration: int,
+) -> tuple[Rows, Rows, SourceScores]:
     """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
     prompts, ids = [ids for _, ids in asked], sampled["response_ids"]
     rows = text_rows(prompts, ids) | {"id": np.arange(len(ids))}
@@ -179,8 +184,12 @@ def _score(
     scores: Rows = {}
     for answer in answers[: len(roles)]:
         scores |= answer
-    texts = [prompt_text(messages) for messages, _ in asked]
-    return rows, scores, rewards.scores(answers[len(roles) :], texts, replies, scores)
+    messages = [messages for messages, _ in asked]
+    texts = [prompt_text(said) for said in messages]
+    sources = rewards.scores(
+        answers[len(roles) :], texts, replies, scores, messages=messages, columns=columns, step=iteration
+    )
+    return rows, scores, sources
 
 
 def _check_mismatch(mismatch: float, config: PPOConfig) -> None:
@@ -201,13 +210,17 @@ def _update(
 ) -> dict[str, float]:
     """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`."""
     config = stage.config
-    num_rows = config.rollout_size
-    per_epoch = num_rows // config.minibatch_size
+    per_epoch = config.rollout_size // config.minibatch_size
     planned = config.iterations * config.epochs * per_epoch
+    # Replies without a reward are not there: minibatches are then a little smaller, and fewer only where few are left.
+    num_scored, engines = num_rows(experience.rows), (config.engine, config.critic_engine or config.engine)
+    parts = min(per_epoch, num_scored // max(engine.data_parallel for engine in engines))
+    if not parts:
+        raise RuntimeError(f"{stage.name}: {num_scored} replies have a reward, fewer than there are Workhorses")
     sums: dict[str, float] = {"updates": 0.0, "tokens": 0.0, "stopped_early": 0.0}
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
     for epoch in range(config.epochs):
-        for number, index in enumerate(order.permutation(num_rows).reshape(per_epoch, -1)):
+        for number, index in enumerate(np.array_split(order.permutation(num_scored), parts)):
             step = (iteration * config.epochs + epoch) * per_epoch + number
             batch = take(experience.rows, index)
             tokens = float(num_response_tokens(batch))
@@ -228,7 +241,7 @@ def _update(
                 break
         if sums["stopped_early"]:
             break
-    sums["epochs"] = sums["updates"] / per_epoch
+    sums["epochs"] = sums["updates"] / parts
     return sums
 
 

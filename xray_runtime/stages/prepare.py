@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Messages, Pairs, PairsWriter, prompt_text, write_pairs
@@ -28,8 +28,8 @@ PROGRESS_EVERY = 500
 
 NUM_EXAMPLES_SHOWN = 20
 
-ConversationPairs = tuple[str, list[tuple[Messages, str]]]
-"""A conversation's id and its (prompt, reply) pairs."""
+ConversationPairs = tuple[str, list[tuple[Messages, str]], str]
+"""A conversation's id, its (prompt, reply) pairs and its further columns as JSON."""
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
@@ -44,10 +44,11 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
     everyone, trained, asked = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
-    total, source = _read(config)
+    absent = set(config.columns)
+    total, source = _read(config, absent)
     both_sides = out / "heldout.unchecked.arrow"
     with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
-        for number, (conversation, pairs) in enumerate(source):
+        for number, (conversation, pairs, columns) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -64,10 +65,13 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                 if reason:
                     counts[f"dropped_{reason}"] += 1
                     continue
-                (heldout if held_out else train).append(Example(f"{number}-{place}", conversation, prompt, reply))
+                example = Example(f"{number}-{place}", conversation, prompt, reply, columns)
+                (heldout if held_out else train).append(example)
                 if not held_out:
                     trained.add(conversation)
                     asked.add(text)
+    if absent:
+        raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {config.source!r}")
     candidates = Pairs(both_sides, Example)
     # Held-out conversations may begin with what a training one does.
     unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
@@ -94,16 +98,27 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     return 0
 
 
-def _read(config: DataConfig) -> tuple[int, Iterator[ConversationPairs]]:
-    """(number of conversations or records, their pairs in the source's order)."""
+def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[ConversationPairs]]:
+    """(number of conversations or records, their pairs in the source's order). Columns found leave `absent`."""
     context = config.context_messages
     if config.source == "chitchat":
         conversations = chitchat_conversations()
-        return len(conversations), ((c.id, list(chat_pairs(c, context))) for c in conversations)
+        return len(conversations), ((c.id, list(chat_pairs(c, context)), "{}") for c in conversations)
     total, records = read_records("data.source", config.source, config.split)
     return total, (
-        (conversation_id(record), list(prompt_and_replies(where, record, context))) for where, record in records
+        (
+            conversation_id(record),
+            list(prompt_and_replies(where, record, context)),
+            _columns(record, config.columns, absent),
+        )
+        for where, record in records
     )
+
+
+def _columns(record: dict[str, Any], names: list[str], absent: set[str]) -> str:
+    absent.difference_update(record)
+    # Dates and the like become text.
+    return json.dumps({name: record.get(name) for name in names}, default=str)
 
 
 def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:

@@ -1,28 +1,44 @@
-"""The sources of a stage's reward: reward models and functions, each scored by itself, then weighed and summed."""
+"""The sources of a stage's reward: each scores by itself, then they are weighed and summed.
+
+A score that fails is NaN. Up to `max_failed` of the replies may be left without a reward; they are as if absent for
+whatever comes after. What functions, verifiers, services and judges answered is kept for the next attempt.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xray_runtime.algorithms.rewards import weighted_sum
-from xray_runtime.data.gold import load_function
+from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
+from xray_runtime.data.gold import import_function
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.tensor_file import same_trunk
+from xray_runtime.rewards.functions import FunctionSource
+from xray_runtime.rewards.journal import Journal
+from xray_runtime.rewards.judge import JudgeSource
+from xray_runtime.rewards.service import ServiceSource
+from xray_runtime.rewards.source import Batch, Score, Source
+from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.reward_reader import RewardReader
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
+    from xray_runtime.config.rewards import RewardTerm
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.rows import Rows
     from xray_runtime.stages.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
+
+log = logging.getLogger(__name__)
 
 
 class RewardSources:
@@ -36,21 +52,27 @@ class RewardSources:
 
     def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None, trunk: tuple[Path, int] | None = None) -> None:
         config: JudgingConfig = stage.config
-        self._frozen = config.frozen
-        self._models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
-        self.weights: dict[str, float] = {}
-        self._functions: dict[str, Any] = {}
+        self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
+        self._journal = Journal(stage.kept)
+        self._terms: dict[str, RewardTerm] = {}
+        self._fields: dict[str, str] = {}
+        self._external: dict[str, Source] = {}
         for number, term in enumerate(config.rewards):
-            source = term.model or str(term.function)
-            self.weights[source] = self.weights.get(source, 0.0) + term.weight
-            if term.function is not None:
-                field = f"{stage.name}.rewards.{number}.function"
-                self._functions[source] = load_function(source, field, stage.functions.get(source))
+            source = self._free_name(term)
+            self._terms[source], self._fields[source] = term, f"{stage.name}.rewards.{number}"
+            if not term.roles:
+                self._external[source] = self._open(source, term, stage.functions)
+        self.weights = {source: term.weight for source, term in self._terms.items()}
+
+        models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
+        used = [role for role in models if any(role in term.roles for term in self._terms.values())]
+        self._models = {role: models[role] for role in used}
         summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
-        self.moments = {role: (s["mean"], s["std"]) for role, s in summaries.items() if role in self.weights}
-        """Reward model → mean and deviation of its scores of held-out replies."""
+        self._members = {role: (s["mean"], s["std"]) for role, s in summaries.items()}
+        self.moments = {s: self._members[term.model] for s, term in self._terms.items() if term.model is not None}
+        """Source that is a reward model → mean and deviation of its scores of held-out replies."""
         self._readers = {
-            role: RewardReader(self._models[role], f"{stage.name}.{role}", tokenizer) for role in self.moments
+            role: RewardReader(path, f"{stage.name}.{role}", tokenizer) for role, path in self._models.items()
         }
 
         self.branches: dict[str, BranchSpec] = {}
@@ -61,10 +83,33 @@ class RewardSources:
                 if reader.takes_tokens and same_trunk(path, *trunk):
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
 
+    def _free_name(self, term: RewardTerm) -> str:
+        """What the source is called in metrics and errors."""
+        kinds = {"service": term.service, "judge": term.judge}
+        kind = term.verifier.kind if term.verifier else next((k for k, section in kinds.items() if section), "")
+        name = base = term.function or "+".join(term.roles) or kind
+        number = 1
+        while name in self._terms:
+            number += 1
+            name = f"{base}-{number}"
+        return name
+
+    def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
+        if term.verifier is not None:
+            return VerifierSource(term.verifier)
+        if term.service is not None:
+            return ServiceSource(term.service)
+        if term.judge is not None:
+            return JudgeSource(term.judge)
+        assert term.function is not None
+        field = f"{self._fields[source]}.function"
+        function = functions.get(term.function) or import_function(term.function, field)
+        return FunctionSource(function, f"{field} {term.function!r}", term.timeout_s, term.retries)
+
     @property
     def roles(self) -> list[str]:
         """Roles of the reward models that are models of their own."""
-        return [role for role in self.moments if role not in self.branches]
+        return [role for role in self._models if role not in self.branches]
 
     def specs(self) -> dict[str, ModelSpec]:
         """Those models, to be opened with the stage's others."""
@@ -94,22 +139,106 @@ class RewardSources:
         return [models[role].score.remote(rows[role], at_once=share) for role in self.roles]
 
     def scores(
-        self, answers: Sequence[Rows], prompts: Sequence[str], replies: Sequence[str], of_branches: Rows | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Source → raw score of each reply [B], float32.
+        self,
+        answers: Sequence[Rows],
+        prompts: Sequence[str],
+        replies: Sequence[str],
+        of_branches: Rows | None = None,
+        *,
+        messages: Sequence[Messages] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        step: int = 0,
+    ) -> SourceScores:
+        """What each source says of each reply.
 
         Args:
             answers: to `requests`.
             prompts: the texts that were asked.
             of_branches: scores of `branches` by role.
+            messages: the prompts with their roles; by default one user's message each.
+            columns: ground truth of each row, by column of the dataset.
+            step: the iteration; what is asked again in another may be answered in another way.
+
+        Raises:
+            RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
+                what went wrong there.
+            ValueError: the dataset lacks a column, or a function returns something else than scores.
         """
+        if not self._terms:
+            return SourceScores({}, {})
+        said = messages or [[{"role": "user", "content": text}] for text in prompts]
+        batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
+        applies = {source: self._applies(source, batch) for source in self._terms}
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: (of_branches or {})[role] for role in self.branches}
-        found = {role: torch.from_numpy(answered[role]) for role in self.moments}
-        for name, function in self._functions.items():
-            found[name] = torch.tensor(function(prompts, replies), dtype=torch.float32)
-        return found
+        values = {s: self._model_scores(term, answered) for s, term in self._terms.items() if term.roles}
+        keys = {source: self._journal.keys(source, batch) for source in self._external}
+        with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
+            rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
+            asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
+        found = {source: future.result() for source, future in asked.items()}
+        for source, by_row in found.items():
+            values[source] = torch.full((len(replies),), math.nan)
+            values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
+        scores = SourceScores({source: values[source] for source in self._terms}, applies)
+        self._check(scores, found)
+        for source, by_row in found.items():
+            # Only now: where the stage fails, its next attempt asks again.
+            lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
+            self._journal.write(source, step, lost)
+        return scores
 
-    def scaled(self, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The weighted sum [B]: reward models in their own deviations, functions as they score."""
+    def scaled(self, scores: SourceScores) -> torch.Tensor:
+        """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""
         return weighted_sum(scores, self.weights, self.moments)
+
+    def _applies(self, source: str, batch: Batch) -> torch.Tensor:
+        term = self._terms[source]
+        for field, column in term.columns.items():
+            if column not in batch.columns:
+                raise ValueError(
+                    f"{self._fields[source]}.{field}: {column!r} is no column of the dataset: name it in data.columns"
+                )
+        if term.when is None:
+            return torch.ones(len(batch.replies), dtype=torch.bool)
+        return torch.tensor([term.when.applies(value) for value in batch.columns[term.when.column]], dtype=torch.bool)
+
+    def _model_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
+        if term.model is not None:
+            return torch.from_numpy(answered[term.model])
+        members = []
+        for role in term.roles:
+            mean, deviation = self._members[role]
+            members.append((torch.from_numpy(answered[role]) - mean) / deviation)
+        return uncertainty_penalized(torch.stack(members), term.uncertainty)
+
+    def _ask(self, source: str, batch: Batch, rows: list[int], keys: list[str]) -> dict[int, Score]:
+        """Row → what a source that is no model says of it; of the `rows` it applies to."""
+        known = {row: score for row in rows if (score := self._journal.find(keys[row])) is not None}
+        asked = [row for row in rows if row not in known]
+        if asked and isinstance(self._external[source], FunctionSource):
+            asked = rows  # its score of a row may depend on the others
+        if asked:
+            answers = self._external[source].score(batch.take(asked))
+            fresh = dict(zip(asked, answers, strict=True))
+            said = [(keys[row], score) for row, score in fresh.items() if not math.isnan(score.value)]
+            self._journal.write(source, batch.metadata["step"], said)
+            known = fresh | known
+        return {row: known[row] for row in rows}
+
+    def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
+        """Raises RuntimeError where too many replies have no reward."""
+        without = weighted_sum(scores, self.weights).isnan()
+        lost, total = int(without.sum()), len(without)
+        if not lost:
+            return
+        failed = {source: int(scores.failed(source).sum()) for source, weight in self.weights.items() if weight}
+        worst = max(failed, key=failed.__getitem__, default="")
+        reason = "no source of reward applies to them"
+        if failed.get(worst):
+            whys = (score.why for score in found.get(worst, {}).values() if math.isnan(score.value))
+            reason = f"{worst} failed for {failed[worst]}: {next(whys, 'its score is not a number')}"
+        message = f"{self._stage}: {lost} of {total} replies have no reward; {reason}"
+        if lost == total or lost / total > self._max_failed:
+            raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
+        log.warning("%s", message)

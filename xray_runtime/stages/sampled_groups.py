@@ -77,7 +77,8 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     with stage.open_models({"generator": generator, **sources.specs()}) as models:
         state = Resumable(recorder, {}, done=done)
         for number in range(state.restore(), len(batches)):
-            asked = [found[i] for i in batches[number] for _ in range(config.samples)]
+            numbers = [i for i in batches[number].tolist() for _ in range(config.samples)]
+            asked = [found[i] for i in numbers]
             first = len(done.replies)
             seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(asked))]
             rows = {"input_ids": Ragged.of(ids for _, ids in asked), "seed": np.array(seeds)}
@@ -85,8 +86,15 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
             replies = decode_replies(tokenizer, list(answer["response_ids"]))
             prompts = [messages for messages, _ in asked]
             answers = get_all(sources.requests(models, prompts, replies))
-            scores = sources.scores(answers, [prompt_text(m) for m in prompts], replies)
-            for name, of_source in scores.items():
+            scores = sources.scores(
+                answers,
+                [prompt_text(m) for m in prompts],
+                replies,
+                messages=prompts,
+                columns=found.columns(numbers),
+                step=number,
+            )
+            for name, of_source in scores.values.items():
                 done.scores.setdefault(name, []).extend(of_source.tolist())
             done.rewards += sources.scaled(scores).tolist()
             done.replies += replies

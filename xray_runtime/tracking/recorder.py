@@ -71,6 +71,8 @@ class StageRecorder:
         self._directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self._directory / METRICS
         self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
+        self.kept = self._snapshots.directory
+        """A directory that stays from attempt to attempt until the stage is published."""
         self._metrics = self.metrics_path.open("ab")
         self.attempt = self._count_attempt()
         """How many times this stage has been begun under its key, this one included."""

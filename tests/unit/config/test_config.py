@@ -232,7 +232,7 @@ REFUSED = [
     ("preferences: null", "preferences must be set where a reward model is trained"),
     (
         "{reward: null, preferences: null}",
-        "rewards must name a function where reward, reward_ref and reward_base are null",
+        "rewards must name a source where reward, reward_ref and reward_base are null",
     ),
     ("reward_base: {model: x}", "reward must be null where reward_base names a reward model"),
     (
@@ -244,7 +244,15 @@ REFUSED = [
     ("reward_base: {model: x, num_replies: 1}", "reward_base.num_replies: 1 is not allowed: must be greater than or"),
     ("reward_ref: DIR#reward", "reward must be null where reward_ref names a reward model"),
     ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, and"),
-    ("rewards: [{weight: 2}]", "rewards.0.function: is required"),
+    (
+        "rewards: [{verifier: {kind: math, column: answer}}]",
+        "rewards.0.verifier.column = 'answer' must be one of data.columns",
+    ),
+    (
+        "rewards: [{service: {url: 'ftp://host'}}]",
+        'rewards.0.service.url: "ftp://host" is not allowed: must match ^https?://',
+    ),
+    ("rewards: [{weight: 2}]", "rewards.0: one of function, verifier, service and judge must be set"),
     ("reward: {epochs: 0}", "reward.epochs: 0 is not allowed: must be greater than or equal to 1"),
     ("reward: {epochss: 1}", "reward.epochss: unknown field (did you mean epochs?)"),
     ("ppo: {stages: [{critic_engine: {zero: 1}}]}", "ppo.stages.0.critic_engine.zero: unknown field"),

@@ -87,10 +87,10 @@ def test_nobody_is_asked_what_the_champion_has_seen(stage: Stage[EvaluationConfi
         "candidate": train_tokenizer(["question"] * 9, 300),
         "champion": train_tokenizer(["answers"] * 9, 300),
     }
-    asked = [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)]
+    asked = [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)[0]]
     assert len(asked) == 8
     assert set(asked) <= {f"question {i}" for i in range(3, 12)}
-    assert asked == [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)]
+    assert asked == [prompt_text(messages) for messages in asked_prompts(stage, tokenizers)[0]]
 
 
 def test_too_few_prompts_are_an_error(stage: Stage[EvaluationConfig, CompareInputs]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,10 +18,13 @@ import pytest
 import torch
 
 from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 
+NAN = float("nan")
+STATISTICS = ("mean", "std", "min", "max", "failed")
 KL_COEF = 0.5
 PLAIN: dict[str, Any] = {
     "gamma": 0.5,
@@ -79,19 +82,21 @@ class Sources:
     weights: ClassVar = {"rewards.0": 1.0, "mine:f": 0.5}
     moments: ClassVar = {"rewards.0": (1.0, 2.0)}
 
-    def scaled(self, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def scaled(self, scores: SourceScores) -> torch.Tensor:
         # Written out: (m − 1) / 2 + f / 2.
-        return (scores["rewards.0"] - 1.0) / 2.0 + scores["mine:f"] / 2.0
+        return (scores.values["rewards.0"] - 1.0) / 2.0 + scores.values["mine:f"] / 2.0
 
 
 SOURCES: Any = Sources()
 
 
-def scores(model: Sequence[float] = SCORES, function: Sequence[float] = (0.0, 0.0)) -> dict[str, torch.Tensor]:
-    return {"rewards.0": torch.tensor(model), "mine:f": torch.tensor(function)}
+def scores(model: Sequence[float] = SCORES, function: Sequence[float] = (0.0, 0.0)) -> SourceScores:
+    everywhere = torch.ones(len(model), dtype=torch.bool)
+    values = {"rewards.0": torch.tensor(model), "mine:f": torch.tensor(function)}
+    return SourceScores(values, dict.fromkeys(values, everywhere))
 
 
-def scaled(sources: dict[str, torch.Tensor], moments: RunningMoments | None = None, **options: Any) -> list[float]:
+def scaled(sources: SourceScores, moments: RunningMoments | None = None, **options: Any) -> list[float]:
     config = PPOStageConfig(**(PLAIN | options))
     return scaled_rewards(config, SOURCES, sources, moments or RunningMoments()).tolist()
 
@@ -191,12 +196,76 @@ def test_the_penalty_of_a_cut_comes_after_the_clip() -> None:
 def test_each_source_is_reported_raw() -> None:
     assert reward_metrics(SOURCES, scores(function=[4.0, -2.0])) == {
         "reward/raw": 4.0,
-        "reward/source/rewards.0": 3.5,
+        "reward/failed": 0.0,
+        **{f"reward/source/rewards.0/{k}": v for k, v in zip(STATISTICS, (3.5, 1.5, 2.0, 5.0, 0.0), strict=True)},
         # MLflow takes no colon in the name of a metric.
-        "reward/source/mine.f": 1.0,
+        **{f"reward/source/mine.f/{k}": v for k, v in zip(STATISTICS, (1.0, 3.0, -2.0, 4.0, 0.0), strict=True)},
     }
-    # One alone is the raw reward.
-    assert reward_metrics(SOURCES, {"rewards.0": torch.tensor(SCORES)}) == {"reward/raw": 3.5}
+    # Of those that failed nothing is averaged; where all did there is nothing to report but that.
+    lost = reward_metrics(SOURCES, scores([NAN, 5.0], [NAN, NAN]))
+    assert lost["reward/failed"] == 2.0
+    assert [lost[f"reward/source/rewards.0/{k}"] for k in STATISTICS] == [5.0, 0.0, 5.0, 5.0, 1.0]
+    assert lost["reward/source/mine.f/failed"] == 2.0
+    assert "reward/source/mine.f/mean" not in lost
+
+
+def test_moments_are_of_the_replies_that_have_a_reward() -> None:
+    moments, absent = RunningMoments(), RunningMoments()
+    found = scaled(scores([2.0, NAN, 5.0], [0.0] * 3), moments, reward_scaling="running")
+    assert [found[0], found[2]] == scaled(scores(), absent, reward_scaling="running") == [-1.0, 1.0]
+    assert math.isnan(found[1])
+    assert (moments, moments.count) == (absent, 2)
+
+
+@pytest.mark.parametrize("advantages", ["gae", "rloo", "grpo", "dr_grpo", "reinforce++"])
+@pytest.mark.parametrize("whiten", [True, False])
+def test_a_reply_without_a_reward_is_as_if_it_was_absent(advantages: Any, whiten: bool) -> None:
+    """Two groups of three, of each of which one reply has no reward, are two groups of two."""
+    fields: dict[str, Any] = {"advantages": advantages, "whiten_advantages": whiten, "truncated": "penalize"}
+    fields |= {"prompts_per_iteration": 2, "minibatch_size": 2, "overlong_buffer": 2}
+    lengths, rewards, left = [2, 4, 3, 1, 2, 3], [1.0, NAN, 0.5, NAN, -2.0, 0.75], [0, 2, 4, 5]
+    tokens = [[0.1 * (i + j) for j in range(n)] for i, n in enumerate(lengths)]
+
+    def data(index: list[int]) -> tuple[Rows, Rows, Rows]:
+        one = ragged([tokens[i] for i in index])
+        rows = {
+            "input_ids": Ragged.of([list(range(lengths[i] + 1)) for i in index]),
+            "prompt_lengths": np.ones(len(index), np.int64),
+            "id": np.array(index),
+        }
+        rollout = {"rollout_logprobs": one, "ended": np.array([i % 2 == 0 for i in index])}
+        off = [Ragged(one.values * f32(scale), one.offsets) for scale in (0.9, 0.8, 0.7)]
+        scored = dict(zip(("logprobs", "ref_logprobs", "values"), off, strict=True))
+        return rows, rollout, scored | {"final_values": np.zeros(len(index), np.float32)}
+
+    found = build(rewards, data(list(range(6))), samples_per_prompt=3, **fields)
+    absent = build([rewards[i] for i in left], data(left), samples_per_prompt=2, **fields)
+    assert found.rows["id"].tolist() == left
+    assert (found.num_tokens, found.metrics) == (absent.num_tokens, absent.metrics)
+    for name in ("advantages", "weights", "old_logprobs"):
+        np.testing.assert_array_equal(found.rows[name].values, absent.rows[name].values)
+    assert found.rows["advantages"].values.any()
+    assert all(np.isfinite(column.values).all() for name, column in found.rows.items() if isinstance(column, Ragged))
+
+
+def test_one_of_four_failed() -> None:
+    # Of [1, NaN, 0, 1] RLOO leaves ½, −1, ½: each score minus the mean of the two others.
+    one = ragged([[-1.0]] * 4)
+    rows = {"input_ids": Ragged.of([[5, 6]] * 4), "prompt_lengths": np.ones(4, np.int64), "id": np.arange(4)}
+    data = (
+        rows,
+        {"rollout_logprobs": one, "ended": np.ones(4, bool)},
+        {"logprobs": one, "ref_logprobs": one},
+    )
+    experience = build(
+        [1.0, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=4, truncated="penalize", max_new_tokens=2
+    )
+    assert column(experience, "advantages") == [[0.5], [-1.0], [0.5]]
+    assert experience.rows["id"].tolist() == [0, 2, 3]
+    # Of a whole group nothing is left: it is no group.
+    lost = build([NAN, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=2, truncated="penalize")
+    assert column(lost, "advantages") == [[-1.0], [1.0]]
+    assert lost.metrics["rollout/tied_groups"] == 0.0
 
 
 def test_whitening_is_over_the_valid_tokens_of_the_whole_rollout() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import xray
+from xray.flows.promote import _source
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.artifacts import Artifact, Dataset, Model, Preferences, RewardModel
@@ -308,10 +310,13 @@ def test_registering_takes_a_policy_and_its_evaluation(graph: Graph) -> None:
 # Rewards
 
 
+DEFAULT_TERM = RewardTerm(function="f", weight=1.0).model_dump() | {"function": None}
+
+
 def terms(handle: Handle) -> list[dict[str, Any]]:
     assert handle.call is not None
     return [
-        {name: value for name, value in term.items() if value is not None}
+        {name: value for name, value in term.items() if name == "weight" or value != DEFAULT_TERM[name]}
         for term in handle.call.config_json()["rewards"]
     ]
 
@@ -332,6 +337,102 @@ def test_rewards_have_weights(graph: Graph) -> None:
     assert policy.call is not None
     assert policy.call.parents == {"policy": base, "prompts": data, "rewards.0": kind, "rewards.1": safe}
     assert policy.call.functions == {f"{here}:brevity": brevity, f"{here}:other": other}
+
+
+def test_sources_have_fields_of_their_own(graph: Graph) -> None:
+    data = xray.prepare(source="math.jsonl", columns=["answer", "task"])
+    base = xray.base(model="x")
+    kind = xray.reward_model(base, data=xray.preferences(source="dataset", path="a.jsonl"))
+    safe = xray.reward_model(base, data=xray.preferences(source="dataset", path="z.jsonl"))
+    sources = [
+        2.0 * xray.reward([kind, safe], uncertainty=0.25),
+        xray.reward(kind, when={"column": "task", "equals": "chat"}),
+        0.5 * xray.reward(brevity, retries=0),
+        xray.reward(verifier={"kind": "math", "column": "answer"}, weight=3.0),
+    ]
+    policy = xray.ppo(base, data, rewards=sources)
+    assert terms(policy) == [
+        {"models": ["rewards.0", "rewards.1"], "uncertainty": 0.25, "weight": 2.0},
+        {"model": "rewards.0", "when": {"column": "task", "equals": "chat"}, "weight": 1.0},
+        {"function": f"{__name__}:brevity", "retries": 0, "weight": 0.5},
+        {"verifier": {"kind": "math", "column": "answer", "limit_s": 10.0}, "weight": 3.0},
+    ]
+    assert policy.call is not None
+    # A model of two sources is one input.
+    assert policy.call.parents == {"policy": base, "prompts": data, "rewards.0": kind, "rewards.1": safe}
+
+
+def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> None:
+    """As a promotion asks candidate and champion."""
+    data, base, kind = parts()
+    safe = xray.reward_model(base, data=xray.preferences(source="dataset", path="z.jsonl"))
+    rewards = [
+        xray.reward([kind, safe], uncertainty=0.25),
+        0.5 * safe,
+        {"verifier": {"kind": "regex", "pattern": "x"}},
+    ]
+    first = xray.evaluate(base, base, data, rewards=rewards).call
+    assert first is not None
+    handles = {role: handle for role, handle in first.parents.items() if role.startswith("rewards.")}
+    again = xray.compare(base, base, data, rewards=[_source(t, handles) for t in first.config_json()["rewards"]]).call
+    assert again is not None
+    assert again.config.rewards == first.config.rewards
+    assert {role: again.parents[role] for role in handles} == handles
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"verifier": {"kind": "math", "column": "answr"}},
+            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; name it in "
+            "data.columns",
+        ),
+        (
+            {"function": "f", "when": {"column": "task", "equals": "a"}},
+            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset carries answer; name it in data.columns",
+        ),
+        (
+            {"verifier": {"kind": "maths"}},
+            "ppo.rewards.0.verifier.kind: \"maths\" is not allowed: must be one of 'math', 'regex', 'json_schema', "
+            "'code'",
+        ),
+        (
+            {"verifier": {"kind": "regex", "pattern": "("}},
+            "ppo.rewards.0.verifier.pattern: '(' is not allowed: must be a regular expression (missing ), unterminated "
+            "subpattern at position 0)",
+        ),
+        (
+            {"verifier": {"kind": "json_schema"}},
+            "ppo.rewards.0.verifier: one of definition and column must be set",
+        ),
+        (
+            {"verifier": {"kind": "code", "column": "answer", "memory": 3}},
+            "ppo.rewards.0.verifier.memory: unknown field (did you mean memory_mb?); allowed here: column, kind, "
+            "limit_s, memory_mb",
+        ),
+        (
+            {"service": {"url": "https://me:secret@host/score"}},
+            "ppo.rewards.0.service.url: a login before 'https://host/score' is not allowed: the config is recorded and "
+            "shown",
+        ),
+        (
+            {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "scale": [5, 1]}},
+            "ppo.rewards.0.judge: scale = [5.0, 1.0] must ascend",
+        ),
+        (
+            {"service": {"url": "http://host"}, "retries": 1},
+            "ppo.rewards.0: retries must be left out: it limits calls of a function",
+        ),
+        (
+            {"service": {"url": "http://host"}, "function": "f"},
+            "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set",
+        ),
+    ],
+)
+def test_each_field_of_a_source_is_refused_in_one_line(fields: dict[str, Any], message: str, graph: Graph) -> None:
+    data, base = xray.prepare(source="math.jsonl", columns=["answer"]), xray.base(model="x")
+    assert refused(lambda: xray.ppo(base, data, rewards=[fields])) == message
 
 
 def test_a_single_source_needs_no_list(graph: Graph) -> None:
@@ -377,7 +478,8 @@ def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch
 )
 def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (
-        f"reward: {shown} is not allowed: must be a function, or 'module:function'"
+        f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or nothing, with "
+        "fields that say what it is"
     )
 
 
@@ -393,10 +495,11 @@ def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ([], "ppo: rewards: must have at least 1 item: a reward model or a function"),
-        (None, "ppo: rewards: must have at least 1 item: a reward model or a function"),
+        ([], "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
+        (None, "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
+        ([0.0 * reward(brevity)], "ppo: rewards: one must have a weight other than 0: the others are only logged"),
         ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
-        ([{"weight": 1.0}], "ppo.rewards.0: one of model and function must be set"),
+        ([{"weight": 1.0}], "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set"),
         ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
     ],
 )

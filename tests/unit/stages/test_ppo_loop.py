@@ -236,6 +236,9 @@ def attempt(
     *,
     newest: Snapshot | None = None,
     runtime: RuntimeConfig | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    kept: Path | None = None,
+    model: type[FakeModel] = FakeModel,
     **fields: Any,
 ) -> FakeRecorder:
     """Run the stage over fake models."""
@@ -254,11 +257,11 @@ def attempt(
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
-        yield {role: FakeModel(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
+        yield {role: model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
 
     out.mkdir()
     recorder = FakeRecorder(out, newest)
-    stage = Stage("ppo", 7, config, inputs, runtime or RuntimeConfig(), open_models)
+    stage = Stage("ppo", 7, config, inputs, runtime or RuntimeConfig(), open_models, functions or {}, kept)
     assert run(stage, out, recorder) == config.iterations  # type: ignore[arg-type]
     return recorder
 

@@ -171,3 +171,25 @@ def test_an_empty_side_is_refused(tmp_path: Path) -> None:
     source = rows_file(tmp_path / "rows.jsonl", [{"prompt": "only one", "completion": "x" * 500}])
     with pytest.raises(ValueError, match=r"0 training and 0 held-out pairs .* \(dropped: \{'dropped_too_long': 1\}\)"):
         prepare(tmp_path / "a", source=source)
+
+
+def test_ground_truth_is_carried_along(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}.", "answer": 2 * i, "note": "\ud800 é"}
+        for i in range(40)
+    ]
+    rows[3] |= {"answer": None}
+    source = rows_file(tmp_path / "a.jsonl", rows)
+    train, heldout, _, _ = prepare(tmp_path / "out", source=source, columns=["answer", "note"], heldout_fraction=0.3)
+    found = {example.prompt[0]["content"]: json.loads(example.columns) for example in train + heldout}
+    assert found == {row["prompt"]: {"answer": row["answer"], "note": row["note"]} for row in rows}
+    assert train
+    assert heldout
+    plain, _, _, _ = prepare(tmp_path / "plain", source=source, heldout_fraction=0.3)
+    assert {example.columns for example in plain} == {"{}"}
+    with pytest.raises(ValueError, match=r"^data\.columns: 'anser' has a value in no record of "):
+        prepare(tmp_path / "wrong", source=source, columns=["answer", "anser"])
+    with pytest.raises(
+        ValueError, match="columns = \\['answer'\\] must be empty with source = 'chitchat', which has none"
+    ):
+        DataConfig(columns=["answer"])

@@ -1,0 +1,64 @@
+"""Several sources as one reward: what fails, what does not apply, and ensembles, in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from xray_runtime.algorithms.rewards import SourceScores, statistics, uncertainty_penalized, weighted_sum
+
+NAN = math.nan
+
+
+def scores(values: dict[str, list[float]], applies: dict[str, list[bool]] | None = None) -> SourceScores:
+    everywhere = {source: [True] * len(row) for source, row in values.items()} | (applies or {})
+    return SourceScores(
+        {source: torch.tensor(row) for source, row in values.items()},
+        {source: torch.tensor(row) for source, row in everywhere.items()},
+    )
+
+
+def test_a_row_that_a_counted_source_failed_has_no_reward() -> None:
+    found = weighted_sum(scores({"a": [1.0, NAN, 3.0], "b": [4.0, 5.0, NAN]}), {"a": 1.0, "b": 0.5})
+    assert found[0] == 3.0
+    assert found.isnan().tolist() == [False, True, True]
+    # One that is only logged loses no row.
+    logged = weighted_sum(scores({"a": [1.0, 2.0], "b": [NAN, 7.0]}), {"a": 2.0, "b": 0.0})
+    assert logged.tolist() == [2.0, 4.0]
+
+
+def test_a_source_that_does_not_apply_contributes_nothing() -> None:
+    found = weighted_sum(
+        scores(
+            {"a": [1.0, NAN, 3.0, NAN], "b": [NAN, 5.0, 6.0, NAN]},
+            {
+                "a": [True, False, True, False],
+                "b": [False, True, True, False],
+            },
+        ),
+        {"a": 1.0, "b": 2.0},
+        {"a": (1.0, 0.5)},
+    )
+    # (1 − 1) / ½; 2 · 5; (3 − 1) / ½ + 2 · 6; and where none applies there is no reward at all.
+    assert found[:3].tolist() == [0.0, 10.0, 16.0]
+    assert found[3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("uncertainty", "expected"),
+    # Mean 2, population variance 2/3.
+    [(0.0, 2.0), (0.5, 5 / 3), (3.0, 0.0)],
+)
+def test_an_ensemble_loses_by_what_its_members_disagree(uncertainty: float, expected: float) -> None:
+    members = torch.tensor([[1.0, 4.0], [2.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
+    # Where all agree nothing is lost.
+    assert uncertainty_penalized(members, uncertainty).tolist() == pytest.approx([expected, 4.0])
+    assert uncertainty_penalized(torch.tensor([[1.0], [NAN]]), uncertainty).isnan().all()
+
+
+def test_statistics_are_of_what_there_is() -> None:
+    found = statistics(scores({"a": [1.0, NAN, 3.0, 9.0], "b": [NAN, NAN, NAN, NAN]}, {"a": [True, True, True, False]}))
+    assert found["a"] == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "failed": 1.0}
+    assert found["b"] == {"failed": 4.0}

@@ -1,0 +1,55 @@
+"""The journal: what is in it is found again, and what a kill cut short is not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from xray_runtime.rewards.journal import ANSWERS, Journal
+from xray_runtime.rewards.source import Batch, Score, failure
+
+
+def batch(step: int = 0) -> Batch:
+    said = [[{"role": "user", "content": "p"}]] * 3
+    return Batch(["p"] * 3, ["a", "a", "b"], said, metadata={"stage": "ppo", "step": step})
+
+
+def test_answers_are_found_by_the_next_attempt(tmp_path: Path) -> None:
+    first = Journal(tmp_path)
+    keys = first.keys("judge", batch())
+    others = {*first.keys("judge", batch(1)), *first.keys("service", batch())}
+    assert len({*keys} | others) == 9
+    first.write("judge", 0, [(keys[0], Score(0.1, "said"))])
+    first.write("judge", 0, [(keys[1], failure("away"))])
+    second = Journal(tmp_path)
+    assert second.find(keys[0]) == Score(0.1, "said")
+    lost = second.find(keys[1])
+    assert lost is not None
+    assert math.isnan(lost.value)
+    assert second.find(keys[2]) is None
+    # What is known is not written twice.
+    second.write("judge", 0, [(keys[0], Score(9.0))])
+    assert len((tmp_path / ANSWERS).read_bytes().splitlines()) == 2
+
+
+def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    journal, path = Journal(tmp_path), tmp_path / ANSWERS
+    keys = journal.keys("judge", batch())
+    journal.write("judge", 0, [(keys[0], Score(1.0)), (keys[1], Score(2.0))])
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
+        torn = Journal(tmp_path)
+        assert torn.find(keys[0]) == Score(1.0)
+        assert torn.find(keys[1]) is None
+        assert path.read_bytes() == whole[:first]
+    torn.write("judge", 0, [(keys[1], Score(2.0))])
+    assert path.read_bytes() == whole
+
+
+def test_without_a_directory_nothing_is_kept() -> None:
+    journal = Journal(None)
+    [key, *_] = journal.keys("judge", batch())
+    journal.write("judge", 0, [(key, Score(1.0))])
+    assert journal.find(key) is None

@@ -1,0 +1,268 @@
+"""Services and judges behind a real HTTP server of this process, which fails in every way that servers do."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from xray_runtime.config.rewards import JudgeConfig, ServiceConfig
+from xray_runtime.rewards.judge import JudgeSource, score_in
+from xray_runtime.rewards.service import ServiceSource
+from xray_runtime.rewards.source import Batch, Score
+
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers requests one after the other by `answers`, the last of which stands for all that follow."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.answers: list[Answer] = []
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.at_work = self.most_at_work = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.requests)
+            self.server.requests.append(body | {"path": self.path})
+            self.server.headers.append(dict(self.headers))
+            self.server.at_work += 1
+            self.server.most_at_work = max(self.server.most_at_work, self.server.at_work)
+        try:
+            self.server.answers[min(number, len(self.server.answers) - 1)](self, body)
+        finally:
+            with self.server.lock:
+                self.server.at_work -= 1
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def send(handler: BaseHTTPRequestHandler, content: Any, status: int = 200) -> None:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def lengths(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    send(handler, {"scores": [len(reply) for reply in body["replies"]]})
+
+
+def status(code: int) -> Answer:
+    return lambda handler, body: send(handler, b"no", code)
+
+
+def content(value: Any) -> Answer:
+    return lambda handler, body: send(handler, value)
+
+
+def hangs(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    time.sleep(5.0)
+
+
+def drips(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """A byte now and then: no single read takes long."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def crashes(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    handler.connection.close()
+
+
+def slow(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    time.sleep(0.1)
+    lengths(handler, body)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+REPLIES = ["a", "bb", "ccc"]
+BATCH = Batch(["p"] * 3, REPLIES, [[{"role": "user", "content": "p"}]] * 3, {"answer": [1, 2, None]})
+
+
+def service(url: str, batch: Batch = BATCH, **fields: Any) -> list[Score]:
+    config = ServiceConfig(**{"url": url, "timeout_s": 0.3, "retries": 1, "backoff_s": 0.01} | fields)
+    return ServiceSource(config).score(batch)
+
+
+def values(scores: list[Score]) -> list[float]:
+    return [score.value for score in scores]
+
+
+def test_a_service_is_asked_a_batch_at_a_time(server: Server) -> None:
+    server.answers = [lengths]
+    assert values(service(server.url, batch_size=2, concurrency=1)) == [1.0, 2.0, 3.0]
+    first, second = server.requests
+    assert (first["replies"], second["replies"]) == (["a", "bb"], ["ccc"])
+    assert first["columns"] == {"answer": [1, 2]}
+    assert (second["prompts"], second["messages"]) == (["p"], [[{"role": "user", "content": "p"}]])
+
+
+def test_null_is_no_score(server: Server) -> None:
+    server.answers = [content({"scores": [1, None, 2.5]})]
+    found = service(server.url)
+    assert (found[0].value, found[2].value) == (1.0, 2.5)
+    assert math.isnan(found[1].value)
+    assert found[1].why == "the service gave no score"
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (hangs, "no answer within timeout_s = 0.3"),
+        (drips, "no answer within timeout_s = 0.3"),
+        (crashes, "RemoteProtocolError"),
+        (status(500), "status 500 no"),
+        (status(429), "status 429 no"),
+        (content(b"<html>"), "the answer is not JSON: <html>"),
+        (content({"scores": [1, 2]}), "the answer must be {scores: [3 numbers or null]}"),
+        (content({"scores": [1, 2, "3"]}), "the answer must be"),
+        (content({"scores": [1, 2, True]}), "the answer must be"),
+        (content(b'{"scores": [1, 2, NaN]}'), "the answer must be"),
+        (content([1, 2, 3]), "the answer must be"),
+        (content(b" " * (2**24 + 1)), "the answer is longer than"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else getattr(value, "__name__", None),
+)
+def test_a_failure_is_bounded_and_said(answer: Answer, why: str, server: Server) -> None:
+    server.answers = [answer]
+    start = time.monotonic()
+    found = service(server.url, timeout_s=3.0 if "longer" in why else 0.3)
+    assert time.monotonic() - start < 10.0
+    assert all(math.isnan(score.value) for score in found)
+    assert why in str(found[0].why)
+    assert server.url in str(found[0].why)
+    assert len(server.requests) == 2
+    # After a failure the next answer counts.
+    server.answers = [*[answer] * 3, lengths]
+    assert values(service(server.url, timeout_s=3.0 if "longer" in why else 0.3)) == [1.0, 2.0, 3.0]
+
+
+def test_what_is_refused_is_not_asked_again(server: Server) -> None:
+    server.answers = [status(401), status(302)]
+    for code in (401, 302):
+        assert f"status {code}" in str(service(server.url)[0].why)
+    assert len(server.requests) == 2
+
+
+def test_only_the_requests_that_fail_are_lost(server: Server) -> None:
+    server.answers = [lengths, status(500), status(500), lengths]
+    found = values(service(server.url, batch_size=1, concurrency=1))
+    assert [found[0], found[2]] == [1.0, 3.0]
+    assert math.isnan(found[1])
+
+
+def test_a_server_that_is_away_and_returns(server: Server) -> None:
+    port = server.server_port
+    server.stop()
+    returned: list[Server] = []
+
+    def come_back() -> None:
+        returned.append(Server(port))
+        returned[0].answers = [lengths]
+
+    threading.Timer(0.4, come_back).start()
+    found = service(f"http://127.0.0.1:{port}", retries=8, backoff_s=0.05, timeout_s=5.0)
+    assert values(found) == [1.0, 2.0, 3.0]
+    returned[0].stop()
+
+
+def test_so_many_requests_at_the_same_time(server: Server) -> None:
+    server.answers = [slow]
+    many = Batch(["p"] * 12, ["r"] * 12, [[]] * 12)
+    assert values(service(server.url, many, batch_size=1, concurrency=3, timeout_s=5.0)) == [1.0] * 12
+    assert server.most_at_work == 3
+
+
+def test_a_key_goes_to_its_host_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answers = [lengths]
+    monkeypatch.setenv("XRAY_API_KEYS", f"other.example=no, 127.0.0.1:{server.server_port}=sk-1=2")
+    service(server.url)
+    monkeypatch.setenv("XRAY_API_KEYS", "127.0.0.1=no")
+    service(server.url)
+    assert [headers.get("Authorization") for headers in server.headers] == ["Bearer sk-1=2", None]
+
+
+def says(text: Any) -> Answer:
+    return content({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def judge(url: str, **fields: Any) -> list[Score]:
+    base = {"url": f"{url}/v1", "model": "m", "rubric": "Be {kind}.", "scale": (0, 10), "timeout_s": 2.0, "retries": 1}
+    return JudgeSource(JudgeConfig(**base | {"backoff_s": 0.01} | fields)).score(BATCH)
+
+
+def test_a_judge_scores_by_a_rubric(server: Server) -> None:
+    server.answers = [says("It says score 3 at first.\nScore: 7.5"), says("**Score:** 10"), says("2")]
+    found = judge(server.url, concurrency=1, column="answer")
+    assert values(found) == [7.5, 10.0, 2.0]
+    assert found[1].why == "**Score:** 10"
+    first = server.requests[0]
+    assert (first["path"], first["model"], first["temperature"]) == ("/v1/chat/completions", "m", 0.0)
+    [message] = first["messages"]
+    for part in (
+        "Be {kind}.",
+        "user: p",
+        "<reply>\na\n</reply>",
+        "<reference_answer>\n1\n",
+        "from 0 (worst) to 10 (best)",
+    ):
+        assert part in message["content"]
+
+
+@pytest.mark.parametrize("said", ["I like it.", "Score: 11", "Score: -1", None, ""])
+def test_a_judge_that_names_no_score_is_asked_again(said: Any, server: Server) -> None:
+    server.answers = [says(said), says("Score: 1")]
+    assert values(judge(server.url, concurrency=1)) == [1.0] * 3
+    server.answers = [says(said)]
+    found = judge(server.url)
+    assert all(math.isnan(score.value) for score in found)
+    assert "the judge named no score from 0 to 10" in str(found[0].why) or said is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("Score: 3/10", 3.0), ("score = -2.5.", -2.5), (" 4 ", 4.0), ("4 of 5", None), ("", None), ("Score:\n\n7", 7.0)],
+)
+def test_the_number_in_an_answer(text: str, expected: float | None) -> None:
+    assert score_in(text) == expected

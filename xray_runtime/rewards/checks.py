@@ -1,0 +1,63 @@
+"""What verifiers check of one reply: pure functions that answer 1 or 0. `worker` calls them where they can be ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def last_block(reply: str) -> str:
+    """The last fenced block of a reply, or the reply where there is none."""
+    blocks = FENCE.findall(reply)
+    return str(blocks[-1]) if blocks else reply.strip()
+
+
+def math(reply: str, answer: Any) -> float:
+    """Whether the reply's final answer equals `answer` (a number, an expression, LaTeX), by math-verify.
+
+    Raises:
+        ValueError: `answer` cannot be read.
+    """
+    from math_verify import parse, verify
+
+    # Its own limits are alarms, which only a main thread has; whoever calls this ends the process.
+    text = str(answer)
+    expected = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
+    if not expected:
+        raise ValueError(f"{text[:100]!r} cannot be read as mathematics")
+    return float(verify(expected, parse(reply, parsing_timeout=None), timeout_seconds=None))
+
+
+def regex(reply: str, pattern: str, answer: Any) -> float:
+    """Whether `pattern` is found; where there is an answer, whether the last match (its first group) is it."""
+    matches = list(re.finditer(pattern, reply))
+    if not matches or answer is None:
+        return float(bool(matches))
+    last = matches[-1]
+    return float((last.group(1 if last.re.groups else 0) or "").strip() == str(answer).strip())
+
+
+def json_schema(reply: str, schema: Any) -> float:
+    """Whether the reply's JSON is valid under `schema`, an object or its JSON text.
+
+    Raises:
+        ValueError: `schema` is no JSON Schema.
+    """
+    import jsonschema
+    import referencing
+
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    validator = jsonschema.validators.validator_for(schema)
+    try:
+        validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"no JSON Schema ({error.message})") from error
+    try:
+        value = json.loads(last_block(reply))
+    except ValueError:
+        return 0.0
+    # A registry of its own: nothing is fetched from where a schema points to.
+    return float(validator(schema, registry=referencing.Registry()).is_valid(value))

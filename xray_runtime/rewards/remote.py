@@ -1,0 +1,98 @@
+"""Asking another server, as one must: limited in time and size, again after a failure, a few requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+
+from xray_runtime.credentials import api_key
+from xray_runtime.rewards.source import described
+
+if TYPE_CHECKING:
+    from xray_runtime.config.rewards import RemoteConfig
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 2**24
+MAX_PAUSE_S = 60.0
+WORTH_ANOTHER_TRY = (408, 425, 429)
+"""Statuses below 500 that may pass; any other says that the request itself is wrong."""
+
+
+class AnswerError(Exception):
+    """What came back is not what was asked for."""
+
+
+class RefusedError(Exception):
+    """The server refuses the request; so it will the next time."""
+
+
+def ask_all(
+    config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
+) -> list[T | BaseException]:
+    """POST each request as JSON; what `read` makes of (number, answer), or why it failed after the retries.
+
+    Args:
+        path: below `config.url`.
+        read: raises AnswerError where the answer is not what was asked for: it is asked again.
+    """
+    return asyncio.run(_ask_all(config, path, requests, read))
+
+
+async def _ask_all(
+    config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
+) -> list[T | BaseException]:
+    free = asyncio.Semaphore(config.concurrency)
+    key = api_key(config.url)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    url = config.url.rstrip("/") + path
+
+    async def ask(number: int, request: Any) -> T | BaseException:
+        async with free:
+            for attempt in range(config.retries + 1):
+                if attempt:
+                    await asyncio.sleep(min(config.backoff_s * 2 ** (attempt - 1), MAX_PAUSE_S))
+                try:
+                    answer = await asyncio.wait_for(_post(client, url, request), config.timeout_s)
+                    return read(number, answer)
+                except TimeoutError:
+                    error: BaseException = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
+                except RefusedError as refused:
+                    return refused
+                except (httpx.HTTPError, AnswerError) as failed:
+                    error = type(failed)(f"{url}: {failed or described(failed)}")
+                log.warning("attempt %d of %d: %s", attempt + 1, config.retries + 1, described(error))
+            return error
+
+    # Limits of httpx are of single reads: a server that sends a byte now and then would never come to one.
+    async with httpx.AsyncClient(headers=headers, timeout=config.timeout_s) as client:
+        return list(await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests))))
+
+
+async def _post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
+    async with client.stream("POST", url, json=request) as response:
+        content = b""
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > MAX_ANSWER_BYTES:
+                raise AnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    status = response.status_code
+    if status >= 500 or status in WORTH_ANOTHER_TRY:
+        raise AnswerError(f"status {status} {_start(content)}")
+    if not response.is_success:
+        raise RefusedError(f"{url}: status {status} {_start(content)}")
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise AnswerError(f"the answer is not JSON: {_start(content)}") from error
+
+
+def _start(content: bytes) -> str:
+    return " ".join(content[:200].decode("utf-8", "replace").split())

@@ -1,0 +1,46 @@
+"""An HTTP service as a source of reward: POST {prompts, messages, replies, columns} → {scores: [number or null]}."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.rewards.remote import AnswerError, ask_all
+from xray_runtime.rewards.source import Batch, Score, described, failure
+
+if TYPE_CHECKING:
+    from xray_runtime.config.rewards import ServiceConfig
+
+
+class ServiceSource:
+    """A service that scores a few replies at a time."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+
+    def score(self, batch: Batch) -> list[Score]:
+        size, rows = self._config.batch_size, range(len(batch.replies))
+        parts = [batch.take(rows[start : start + size]) for start in rows[::size]]
+        requests = [
+            {"prompts": p.prompts, "messages": p.messages, "replies": p.replies, "columns": p.columns} for p in parts
+        ]
+        answers = ask_all(self._config, "", requests, lambda number, answer: _scores(parts[number], answer))
+        return [
+            score
+            for part, answer in zip(parts, answers, strict=True)
+            for score in (
+                [failure(described(answer))] * len(part.replies) if isinstance(answer, BaseException) else answer
+            )
+        ]
+
+
+def _scores(batch: Batch, answer: Any) -> list[Score]:
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    count = len(batch.replies)
+    if not isinstance(scores, list) or len(scores) != count or not all(map(_allowed, scores)):
+        raise AnswerError(f"the answer must be {{scores: [{count} numbers or null]}}, not {str(answer)[:200]}")
+    return [failure("the service gave no score") if score is None else Score(float(score)) for score in scores]
+
+
+def _allowed(score: Any) -> bool:
+    # JSON as Python reads it has NaN and Infinity.
+    return score is None or (type(score) in (int, float) and abs(score) < 1e300)

@@ -1,0 +1,48 @@
+"""A process that checks replies, one a line, and can be ended while it does: `python -m xray_runtime.rewards.worker`.
+
+Each line in is [name of a check, its arguments]; each line out {"score": number} or {"error": why}. The first line out
+says that it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from xray_runtime.rewards import checks
+
+CHECKS: dict[str, Callable[..., float]] = {
+    "math": checks.math,
+    "regex": checks.regex,
+    "json_schema": checks.json_schema,
+}
+READY = {"ready": True}
+
+
+def main() -> None:
+    logging.disable()
+    # What a library prints is no answer.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(answer: object) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    say(READY)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            say({"score": CHECKS[name](*arguments)})
+        except (RecursionError, MemoryError, ArithmeticError):
+            # The reply asks for more than a process has.
+            say({"score": 0.0})
+        except Exception as error:  # of what the column holds, or of a library
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()
