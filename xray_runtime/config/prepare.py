@@ -23,8 +23,9 @@ class DataConfig(Section):
     chosen/rejected."""
     split: Annotated[str, Field(min_length=1)] = "train"
     """Split to read when `source` is a `datasets` name."""
-    context_messages: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many messages before a reply become its prompt."""
+    context_messages: Annotated[int, Field(ge=1, le=64)] | None = 1
+    """How many messages before a reply become its prompt (null: all). Replies whose prompts begin alike make one row of
+    SFT: with null each conversation is one."""
     min_chars: Annotated[int, Field(ge=1)] = 2
     """Prompts and replies shorter than this are dropped, and counted."""
     max_chars: Annotated[int, Field(ge=2)] = 120

@@ -1,4 +1,4 @@
-"""Stage `prepare`: conversations → cleaned prompt/reply pairs, split by conversation into train and held-out."""
+"""Stage `prepare`: conversations → prompt/reply pairs, split by conversation into train and held-out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Messages, Pairs, PairsWriter, prompt_text, write_pairs
+from xray_runtime.data.pairs import (
+    HELDOUT,
+    TRAIN,
+    Example,
+    Messages,
+    Pairs,
+    PairsWriter,
+    message_text,
+    prompt_text,
+    write_pairs,
+)
 from xray_runtime.data.sources import (
     chat_pairs,
     chitchat_conversations,
@@ -28,7 +38,7 @@ PROGRESS_EVERY = 500
 
 NUM_EXAMPLES_SHOWN = 20
 
-ConversationPairs = tuple[str, list[tuple[Messages, str]]]
+ConversationPairs = tuple[str, list[tuple[Messages, dict[str, Any]]]]
 """A conversation's id and its (prompt, reply) pairs."""
 
 
@@ -59,12 +69,13 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
             counts["read_without_reply"] += not pairs
             counts["read_pairs"] += len(pairs)
             for place, (prompt, reply) in enumerate(pairs):
-                text = prompt_text(prompt)
-                reason = _reason_to_drop(prompt, text, reply, config)
+                text, calls = prompt_text(prompt), reply.get("tool_calls")
+                reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
                 if reason:
                     counts[f"dropped_{reason}"] += 1
                     continue
-                (heldout if held_out else train).append(Example(f"{number}-{place}", conversation, prompt, reply))
+                example = Example(f"{number}-{place}", conversation, prompt, reply["content"], calls)
+                (heldout if held_out else train).append(example)
                 if not held_out:
                     trained.add(conversation)
                     asked.add(text)
@@ -90,7 +101,9 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-train.count // NUM_EXAMPLES_SHOWN)]
-    recorder.table("data_examples", ["prompt", "response"], [[prompt_text(e.prompt), e.response] for e in shown])
+    replies = [message_text(e.response, e.tool_calls) for e in shown]
+    asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
+    recorder.table("data_examples", ["prompt", "response"], asked_and_said)
     return 0
 
 
@@ -107,7 +120,8 @@ def _read(config: DataConfig) -> tuple[int, Iterator[ConversationPairs]]:
 
 
 def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:
-    if not reply or not text or "" in [message["content"] for message in prompt]:
+    said = [message_text(m["content"], m.get("tool_calls")) for m in prompt if m["role"] != "tool"]
+    if not reply.strip() or not all(map(str.strip, said)):
         return "empty"
     if min(len(text), len(reply)) < config.min_chars:
         return "too_short"

@@ -143,6 +143,36 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
     }
 
 
+def test_texts_are_kept_to_the_byte(tmp_path: Path) -> None:
+    code = "def f(x):\n    if x:\n\t\treturn  '\u00a0'\r\n\n\n{number}  \n"
+    rows = [
+        {"messages": [{"role": r, "content": code + f"{r} {i}"} for r in ("system", "user", "assistant")]}
+        for i in range(40)
+    ]
+    train, heldout, _, _ = prepare(
+        tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), max_chars=400, heldout_fraction=0.2
+    )
+    found = [[m["content"] for m in e.prompt] + [e.response] for e in (*train, *heldout)]
+    assert sorted(found) == sorted([m["content"] for m in row["messages"]] for row in rows)
+
+
+def test_calls_of_tools_are_replies_and_nothing_said_is_dropped(tmp_path: Path) -> None:
+    def conversation(i: int) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"i": i}}}
+        said = [("user", f"question {i}"), ("assistant", ""), ("tool", ""), ("assistant", f"answer {i}")]
+        return [{"role": r, "content": c} | ({"tool_calls": [call]} if r + c == "assistant" else {}) for r, c in said]
+
+    rows = [{"messages": conversation(i), "tools": [{"function": {"name": "f"}}]} for i in range(40)]
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    train, heldout, stats, _ = prepare(tmp_path / "a", source=source, context_messages=None, heldout_fraction=0.2)
+    assert stats["dropped_empty"] == 0
+    assert len(train) + len(heldout) == 80
+    for e in (*train, *heldout):
+        assert e.prompt[0]["tools"] == [{"function": {"name": "f"}}]
+        assert (e.tool_calls is None) == (len(e.prompt) == 3)
+        assert len(e.prompt) == 1 or e.prompt[1]["tool_calls"]
+
+
 def test_a_prompt_of_training_is_no_held_out_prompt(tmp_path: Path) -> None:
     rows = [
         {"conversation_id": f"c{i}", "prompt": "same" if i % 2 else f"own {i}", "completion": f"answer {i}"}
