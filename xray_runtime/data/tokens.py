@@ -24,7 +24,7 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
-from xray_runtime.data import tokenizing
+from xray_runtime.data import chat_format, control_tokens, tokenizing
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
@@ -37,7 +37,7 @@ SUFFIX = ".tokens-"
 """Of the directory beside a dataset's."""
 SHARD_ROWS = 8192
 """Rows of a record batch; the last one has what is left. As many are tokenized at a time."""
-CODE = (__file__, tokenizing.__file__)
+CODE = (__file__, tokenizing.__file__, chat_format.__file__, control_tokens.__file__)
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))

@@ -311,7 +311,7 @@ def test_a_kind_of_ones_own_does_not_depend_on_what_runs_it(own: Path, memory: D
     assert kind is not None
     identity, _ = identify(kind, "short", kind.validated({}), 0, RUNTIME, {"data": "0" * 64}, {}, memory)
     # Its helper reads pairs.
-    assert set(identity.versions) == {"numpy", "pyarrow"}
+    assert set(identity.versions) == {"numpy", "orjson", "pyarrow"}
 
 
 def test_declarations_are_modules() -> None:
