@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -25,6 +26,8 @@ from xray_runtime.models.causal_lm import (
     load_tokenizer,
     save_model,
     skeleton,
+    stop_tokens,
+    stops_of,
 )
 from xray_runtime.models.tensor_file import TensorFile
 
@@ -54,6 +57,23 @@ def test_the_seed_alone_decides_and_nothing_else_is_drawn(tiny_tokenizer: Any) -
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
     assert not torch.equal(first.get_input_embeddings().weight, other.get_input_embeddings().weight)
     assert first.get_output_embeddings().weight is first.get_input_embeddings().weight
+
+
+def test_stop_tokens_are_one_list_wherever_they_are_asked_for(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A template that ends turns with a token of its own, an end-of-sequence token, and what the model recommends."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    end, pad, system = (tokenizer.convert_tokens_to_ids(t) for t in ("<|end|>", "<|pad|>", "<|system|>"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")
+    assert stop_tokens(tokenizer, None) == (system, end)
+    assert stop_tokens(tokenizer, end) == (system, end)
+    assert stop_tokens(tokenizer, [end, pad]) == (system, end, pad)
+    save_model(fresh_llama(SMALL, tokenizer, 5), tokenizer, tmp_path / "a", stop_tokens(tokenizer, [pad]))
+    # What vLLM and others read, and what a stage that gets the checkpoint does.
+    assert json.loads((tmp_path / "a" / "generation_config.json").read_text())["eos_token_id"] == [system, end, pad]
+    copy_model(tmp_path / "a", tmp_path / "b")
+    assert stops_of(tmp_path / "b", load_tokenizer(tmp_path / "b")) == (system, end, pad)
+    (tmp_path / "b" / "generation_config.json").unlink()
+    assert stops_of(tmp_path / "b", load_tokenizer(tmp_path / "b")) == (system, end)
 
 
 def test_what_is_saved_is_what_is_loaded(saved: Path, tiny_tokenizer: Any) -> None:

@@ -66,10 +66,11 @@ def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[S
     return {"input_ids": input_ids, "prompt_lengths": np.array([len(p) for p in prompts], dtype=np.int64)}
 
 
-def with_end_of_turn(reply: Sequence[int] | np.ndarray, eos_token_id: int) -> list[int]:
-    """A reply that ends with the end token: the reward model has seen no other."""
+def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:
+    """A reply that ends with one of the stop tokens, else with the first, which ends a turn: the reward model has seen
+    no other."""
     ids = list(reply)
-    return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
+    return ids if ids and ids[-1] in stops else [*ids, stops[0]]
 
 
 def tokenizing(recorder: Recorder) -> Report:
