@@ -180,18 +180,18 @@ class ChatFormat:
             possible = _possible_forms(messages[number]["content"])
             form = next((form for form in possible if plain.startswith(form + written, at)), None)
             if form is None:
-                _refuse(messages, number, "does not write what {} says as it stands")
+                _refuse(messages, number, "changes what {} says")
             forms.append(form)
             at += len(form) + len(written)
         if at != len(plain) or not plain.startswith(first):
-            _refuse(messages, len(messages) - 1, "does not write what {} says as it stands")
+            _refuse(messages, len(messages) - 1, "changes what {} says")
         return forms
 
     def _check_nothing_is_left_out(self, messages: Messages, skeleton: str) -> None:
         standing = set(map(int, self._slots.findall(skeleton)))
         for number, message in enumerate(messages):
             if message["content"] and number not in standing:
-                _refuse(messages, number, "leaves out what {} says")
+                _refuse(messages, number, "leaves out or changes what {} says")
             for key in ("tools", "tool_calls"):
                 names = [self._guard((of.get("function") or of).get("name", "")) for of in message.get(key) or ()]
                 if not all(name in skeleton for name in names):

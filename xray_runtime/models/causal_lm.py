@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.chat_templates import named_template
 from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
@@ -51,8 +52,11 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
         return transformers.LlamaForCausalLM(llama)
 
 
-def load_pretrained(model: str) -> tuple[Any, Any]:
+def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any]:
     """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+
+    Args:
+        chat_template: a name or a file, in place of the tokenizer's own.
 
     Raises:
         ValueError: `model` cannot be found, or not be loaded without running code of its own, or is of a family
@@ -83,6 +87,11 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = named_template(chat_template)
+        except (OSError, UnicodeDecodeError) as error:
+            raise unloadable("base.chat_template", chat_template, error) from error
     complete_tokenizer(tokenizer, "base.model", model)
     return lm, tokenizer
 
@@ -90,7 +99,7 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
 def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
     """Have the end token pad where nothing else does. Raises ValueError where a conversation cannot be written."""
     if tokenizer.chat_template is None:
-        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template")
+        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template: set chat_template")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{field}: the tokenizer of {model!r} has no end-of-sequence token")
     if tokenizer.pad_token_id is None:

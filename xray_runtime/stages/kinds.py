@@ -153,6 +153,11 @@ def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
             raise ValueError(f"{role}: is required with source {config.source!r}")
 
 
+def _base_reads(config: HubModel) -> dict[str, str]:
+    template = config.chat_template or ""
+    return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+
+
 PREPARE = register(
     StageKind(
         "prepare",
@@ -172,7 +177,7 @@ BASE = register(
         NoInputs,
         Model,
         "xray_runtime.stages.base:run",
-        outside=lambda config: {"model": config.model},
+        outside=_base_reads,
         title="the pretrained model that everything starts from",
     )
 )
