@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -93,9 +94,10 @@ class ChatFormat:
         between = whole.text[len(prompt) : whole.spans[0][0]] if whole.text.startswith(prompt) else ""
         return prompt[begin:] + between, len(prompt) - begin
 
-    def prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """Ids up to where the assistant's reply begins."""
-        return [encoded.ids for encoded in self.control.encode([self._render(p, True).text for p in prompts])]
+    def prompts(self, prompts: Sequence[Messages], **variables: Any) -> list[list[int]]:
+        """Ids up to where the assistant's reply begins; `variables` are the template's."""
+        texts = [self._render(messages, True, (), variables).text for messages in prompts]
+        return [encoded.ids for encoded in self.control.encode(texts)]
 
     def replies(self, replies: Sequence[str]) -> list[list[int]]:
         """Ids of replies behind a prompt, each closed by the end of its turn."""
@@ -118,13 +120,19 @@ class ChatFormat:
         encoded = self.control.encode([r.text for r in rendered])
         return [Turns(e.ids, [_tokens_of(e, span) for span in r.spans]) for e, r in zip(encoded, rendered, strict=True)]
 
-    def _render(self, messages: Messages, prompt: bool, replies: Collection[int] = ()) -> Rendered:
+    def _render(
+        self,
+        messages: Messages,
+        prompt: bool,
+        replies: Collection[int] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Rendered:
         tools = messages[0].get("tools")
         said = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
-        plain = self._apply(said, tools, prompt).text
+        plain = self._apply(said, tools, prompt, variables).text
         tools = self._guard(tools)
         marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(said)]
-        skeleton = self._apply(marked, tools, prompt)
+        skeleton = self._apply(marked, tools, prompt, variables, marks=bool(replies))
         self._check_nothing_is_left_out(messages, skeleton.text)
         forms = self._forms(messages, plain, skeleton.text)
         named = skeleton.named(self.control)
@@ -137,25 +145,32 @@ class ChatFormat:
     def _slot(self, number: int) -> str:
         return f"{self._slot_prefix}{number:06}"
 
-    def _apply(self, messages: Messages, tools: Any, prompt: bool) -> Rendered:
-        """The rendering, and the spans of its `{% generation %}` blocks."""
+    def _apply(
+        self,
+        messages: Messages,
+        tools: Any,
+        prompt: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        marks: bool = False,
+    ) -> Rendered:
+        """The rendering, and with `marks` the spans of its `{% generation %}` blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(tools=tools)
         try:
-            texts, marks = render_jinja_template(
+            texts, found = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=template,
-                return_assistant_tokens_mask=GENERATION.search(template) is not None,
+                return_assistant_tokens_mask=marks and GENERATION.search(template) is not None,
                 add_generation_prompt=prompt,
-                **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime},
+                **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
             )
         except Exception as error:
             # A template refuses in its own words, and with errors of the template engine or of Python.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template refuses a conversation ({reason})") from error
-        return Rendered(texts[0], marks[0] if marks else [])
+        return Rendered(texts[0], found[0] if found else [])
 
     def _guard(self, value: Any) -> Any:
         """What is rendered beside the messages' texts, each control token that it spells replaced by a word."""
