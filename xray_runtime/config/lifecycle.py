@@ -218,7 +218,7 @@ class LifecycleConfig(Section):
             raise ValueError("rewards must name a function where reward, reward_ref and reward_base are null")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
-        if isinstance(self.preferences, RatingPreferences) and self.data.source != "chitchat":
+        if isinstance(self.preferences, RatingPreferences) and (self.data.source != "chitchat" or self.data.sources):
             raise ValueError(
                 f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "
                 "only those conversations carry ratings"

@@ -153,6 +153,11 @@ def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
             raise ValueError(f"{role}: is required with source {config.source!r}")
 
 
+def _data_read(config: DataConfig) -> dict[str, str]:
+    mixed = {f"sources.{number}.source": part.source for number, part in enumerate(config.sources)}
+    return mixed or {"source": config.source}
+
+
 def _base_reads(config: HubModel) -> dict[str, str]:
     template = config.chat_template or ""
     return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
@@ -166,7 +171,7 @@ PREPARE = register(
         Dataset,
         "xray_runtime.stages.prepare:run",
         computes=False,
-        outside=lambda config: {"source": config.source},
+        outside=_data_read,
         results="stats.json",
     )
 )

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.config.prepare import DEFAULT_SOURCE
 from xray_runtime.data.heldout import is_held_out
+from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,
@@ -57,7 +59,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     total, source = _read(config)
     both_sides = out / "heldout.unchecked.arrow"
     with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
-        for number, (conversation, pairs) in enumerate(source):
+        for number, (part, (conversation, pairs)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -68,6 +70,8 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
             held_out = is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction)
             counts["read_without_reply"] += not pairs
             counts["read_pairs"] += len(pairs)
+            if config.sources:
+                counts[f"read_conversations_source_{part}"] += 1
             for place, (prompt, reply) in enumerate(pairs):
                 text, calls = prompt_text(prompt), reply.get("tool_calls")
                 reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
@@ -76,6 +80,8 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     continue
                 example = Example(f"{number}-{place}", conversation, prompt, reply["content"], calls)
                 (heldout if held_out else train).append(example)
+                if config.sources:
+                    counts[f"kept_pairs_source_{part}"] += 1
                 if not held_out:
                     trained.add(conversation)
                     asked.add(text)
@@ -107,13 +113,24 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     return 0
 
 
-def _read(config: DataConfig) -> tuple[int, Iterator[ConversationPairs]]:
-    """(number of conversations or records, their pairs in the source's order)."""
+def _read(config: DataConfig) -> tuple[int, Iterator[tuple[int, ConversationPairs]]]:
+    """(number of conversations or records, of each the number of its source and its pairs, in order)."""
     context = config.context_messages
-    if config.source == "chitchat":
+    if not config.sources:
+        total, pairs = _read_one("data.source", config.source, config.split, context)
+        return total, ((0, one) for one in pairs)
+    read = [
+        _read_one(f"data.sources.{n}.source", one.source, one.split, context) for n, one in enumerate(config.sources)
+    ]
+    parts = [Part(one.weight, rows, one.limit) for one, (_, rows) in zip(config.sources, read, strict=True)]
+    return sum(total for total, _ in read), mixed(parts)
+
+
+def _read_one(field: str, source: str, split: str, context: int | None) -> tuple[int, Iterator[ConversationPairs]]:
+    if source == DEFAULT_SOURCE:
         conversations = chitchat_conversations()
         return len(conversations), ((c.id, list(chat_pairs(c, context))) for c in conversations)
-    total, records = read_records("data.source", config.source, config.split)
+    total, records = read_records(field, source, split)
     return total, (
         (conversation_id(record), list(prompt_and_replies(where, record, context))) for where, record in records
     )

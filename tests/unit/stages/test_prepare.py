@@ -173,6 +173,33 @@ def test_calls_of_tools_are_replies_and_nothing_said_is_dropped(tmp_path: Path) 
         assert len(e.prompt) == 1 or e.prompt[1]["tool_calls"]
 
 
+def test_a_mixture_has_its_shares_and_says_what_it_read(tmp_path: Path) -> None:
+    sources = [
+        {
+            "source": rows_file(
+                tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i}", "completion": f"answer {i}"} for i in range(400)]
+            ),
+            "weight": weight,
+        }
+        for name, weight in (("code", 0.7), ("chat", 0.2), ("maths", 0.1))
+    ]
+    train, heldout, stats, _ = prepare(tmp_path / "a", sources=sources, max_conversations=500)
+    assert [stats[f"read_conversations_source_{n}"] for n in range(3)] == [350, 100, 50]
+    assert [stats[f"kept_pairs_source_{n}"] for n in range(3)] == [350, 100, 50]
+    assert len(train) + len(heldout) == 500
+    sources[2]["limit"] = 10
+    _, _, stats, _ = prepare(tmp_path / "b", sources=sources, max_conversations=460)
+    assert [stats[f"read_conversations_source_{n}"] for n in range(3)] == [350, 100, 10]
+    # Where one ends and no limit said so, the mixture does.
+    _, _, stats, _ = prepare(tmp_path / "c", sources=sources[:2])
+    assert stats["read_conversations_source_0"] == 400
+    assert abs(stats["read_conversations_source_1"] - 400 * 2 / 7) <= 1
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.source: .*gone\.jsonl' is not a file"):
+        prepare(tmp_path / "d", sources=[sources[0], {"source": str(tmp_path / "gone.jsonl")}])
+    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed beside sources"):
+        DataConfig.model_validate({"source": "x.jsonl", "sources": sources})
+
+
 def test_a_prompt_of_training_is_no_held_out_prompt(tmp_path: Path) -> None:
     rows = [
         {"conversation_id": f"c{i}", "prompt": "same" if i % 2 else f"own {i}", "completion": f"answer {i}"}
