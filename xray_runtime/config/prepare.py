@@ -40,6 +40,9 @@ class DataConfig(Section):
     """Split to read when `source` is a `datasets` name."""
     sources: list[MixedSource] = Field(default_factory=list)
     """Several sources by weight, in place of `source`."""
+    curriculum: Annotated[str, Field(min_length=1)] | None = None
+    """A column of numbers, by which training conversations are ordered, least first; SFT then reads them in that order.
+    Without it each epoch has an order of its own."""
     context_messages: Annotated[int, Field(ge=1, le=64)] | None = 1
     """How many messages before a reply become its prompt (null: all). Replies whose prompts begin alike make one row of
     SFT: with null each conversation is one."""
@@ -58,6 +61,9 @@ class DataConfig(Section):
     def _bounds(self) -> Self:
         if self.sources and self.source != DEFAULT_SOURCE:
             raise ValueError(f"source = {self.source!r} is not allowed beside sources: name it there")
+        read = [part.source for part in self.sources] or [self.source]
+        if self.curriculum is not None and DEFAULT_SOURCE in read:
+            raise ValueError(f"curriculum = {self.curriculum!r} is not allowed: {DEFAULT_SOURCE!r} has no columns")
         if self.max_chars <= self.min_chars:
             raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
         return self

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
 
 
+def is_in_order(dataset: Path) -> bool:
+    """Whether training conversations are to be read in their order: the dataset has a curriculum."""
+    return bool(json.loads((dataset / "dataset.json").read_text()).get("in_order"))
+
+
 def max_prompt_tokens(dataset: Path) -> int:
     """The longest prompt that stages take from a dataset, in tokens."""
     return int(json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"])

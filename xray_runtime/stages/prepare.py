@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from xray_runtime.config.prepare import DEFAULT_SOURCE
 from xray_runtime.data.heldout import is_held_out
@@ -40,8 +44,13 @@ PROGRESS_EVERY = 500
 
 NUM_EXAMPLES_SHOWN = 20
 
-ConversationPairs = tuple[str, list[tuple[Messages, dict[str, Any]]]]
-"""A conversation's id and its (prompt, reply) pairs."""
+
+class Conversation(NamedTuple):
+    """What is read of one: its id, its (prompt, reply) pairs, and its place in the curriculum."""
+
+    id: str
+    pairs: list[tuple[Messages, dict[str, Any]]]
+    difficulty: float = 0.0
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
@@ -56,10 +65,11 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
     everyone, trained, asked = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
+    difficulties = array("d")
     total, source = _read(config)
     both_sides = out / "heldout.unchecked.arrow"
     with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
-        for number, (part, (conversation, pairs)) in enumerate(source):
+        for number, (part, (conversation, pairs, difficulty)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -83,8 +93,11 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1
                 if not held_out:
+                    difficulties.append(difficulty)
                     trained.add(conversation)
                     asked.add(text)
+    if config.curriculum is not None:
+        _reorder(out / TRAIN, np.argsort(np.array(difficulties), kind="stable"))
     candidates = Pairs(both_sides, Example)
     # Held-out conversations may begin with what a training one does.
     unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
@@ -102,6 +115,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         )
     (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
     facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
+    facts |= {"in_order": config.curriculum is not None}
     (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
     recorder.progress(total, total, "conversations", f"{train.count + counts['heldout_pairs']:,} pairs kept")
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
@@ -113,27 +127,47 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     return 0
 
 
-def _read(config: DataConfig) -> tuple[int, Iterator[tuple[int, ConversationPairs]]]:
-    """(number of conversations or records, of each the number of its source and its pairs, in order)."""
-    context = config.context_messages
+def _read(config: DataConfig) -> tuple[int, Iterator[tuple[int, Conversation]]]:
+    """(number of conversations or records, of each the number of its source and what is read of it, in order)."""
     if not config.sources:
-        total, pairs = _read_one("data.source", config.source, config.split, context)
+        total, pairs = _read_one("data.source", config.source, config.split, config)
         return total, ((0, one) for one in pairs)
     read = [
-        _read_one(f"data.sources.{n}.source", one.source, one.split, context) for n, one in enumerate(config.sources)
+        _read_one(f"data.sources.{n}.source", one.source, one.split, config) for n, one in enumerate(config.sources)
     ]
     parts = [Part(one.weight, rows, one.limit) for one, (_, rows) in zip(config.sources, read, strict=True)]
     return sum(total for total, _ in read), mixed(parts)
 
 
-def _read_one(field: str, source: str, split: str, context: int | None) -> tuple[int, Iterator[ConversationPairs]]:
+def _read_one(field: str, source: str, split: str, config: DataConfig) -> tuple[int, Iterator[Conversation]]:
+    context = config.context_messages
     if source == DEFAULT_SOURCE:
         conversations = chitchat_conversations()
-        return len(conversations), ((c.id, list(chat_pairs(c, context))) for c in conversations)
+        return len(conversations), (Conversation(c.id, list(chat_pairs(c, context))) for c in conversations)
     total, records = read_records(field, source, split)
     return total, (
-        (conversation_id(record), list(prompt_and_replies(where, record, context))) for where, record in records
+        Conversation(
+            conversation_id(record),
+            list(prompt_and_replies(where, record, context)),
+            0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),
+        )
+        for where, record in records
     )
+
+
+def _difficulty(where: str, record: dict[str, Any], column: str) -> float:
+    value = record.get(column)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{where}: column {column!r} must be a finite number (data.curriculum), not {value!r}")
+    return float(value)
+
+
+def _reorder(path: Path, order: np.ndarray) -> None:
+    unordered = path.with_suffix(".unordered")
+    path.rename(unordered)
+    pairs = Pairs(unordered, Example)
+    write_pairs(path, Example, (pairs[row] for row in order.tolist()))
+    unordered.unlink()
 
 
 def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:

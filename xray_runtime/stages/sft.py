@@ -13,7 +13,7 @@ from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import lr_at, max_prompt_tokens, tokenizing
+from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -41,7 +41,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
     heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
-    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
+    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
         SFTObjective(),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xray_runtime.data import conversations as module, tokens
+from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens, conversations
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import num_response_tokens
@@ -47,6 +48,12 @@ def test_a_conversation_is_one_row() -> None:
     # Equal beginnings of different conversations are not joined.
     first, *_ = examples("a", None)
     assert len(list(conversations([first, first._replace(conversation="b")]))) == 2
+
+
+def test_a_walk_in_order_begins_again_in_order() -> None:
+    cursor = Cursor(5, seed=3, shuffled=False)
+    assert cursor.take(3) == [0, 1, 2]
+    assert Cursor.from_state(cursor.state(), 5).take(9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_reply_that_was_dropped_is_read_and_not_learned() -> None:

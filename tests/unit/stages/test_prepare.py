@@ -200,6 +200,28 @@ def test_a_mixture_has_its_shares_and_says_what_it_read(tmp_path: Path) -> None:
         DataConfig.model_validate({"source": "x.jsonl", "sources": sources})
 
 
+def test_a_curriculum_orders_training_and_nothing_else(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i}", "level": (7 * i) % 5} for i in range(600)]
+    level = {row["completion"]: row["level"] for row in rows}
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    plain, held, _, _ = prepare(tmp_path / "a", source=source)
+    train, heldout, _, _ = prepare(tmp_path / "b", source=source, curriculum="level")
+    # Equal levels keep their order.
+    assert train == sorted(plain, key=lambda e: level[e.response])
+    assert heldout == held
+    facts = [json.loads((tmp_path / name / "dataset.json").read_text())["in_order"] for name in "ab"]
+    assert facts == [False, True]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        *("dataset.json", "heldout.arrow", "stats.json", "train.arrow")
+    ]
+    for value in (None, "hard", float("nan")):
+        rows[3]["level"] = value
+        with pytest.raises(ValueError, match=r"rows\.jsonl line 4: column 'level' must be a finite number"):
+            prepare(tmp_path / f"c{value}", source=rows_file(tmp_path / "rows.jsonl", rows), curriculum="level")
+    with pytest.raises(ValueError, match="curriculum = 'level' is not allowed: 'chitchat' has no columns"):
+        DataConfig(curriculum="level")
+
+
 def test_a_prompt_of_training_is_no_held_out_prompt(tmp_path: Path) -> None:
     rows = [
         {"conversation_id": f"c{i}", "prompt": "same" if i % 2 else f"own {i}", "completion": f"answer {i}"}

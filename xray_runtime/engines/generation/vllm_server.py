@@ -73,6 +73,9 @@ def guarded(tokenizer: Any) -> Callable[..., list[int]]:
         if continue_final_message or not add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt=false are not allowed")
         messages = [message | {"content": message.get("content") or ""} for message in conversation]
+        for message in messages:
+            if not isinstance(message["content"], str):
+                raise ValueError(f"content must be a text, not {type(message['content']).__name__}")
         if tools:
             messages[0] = messages[0] | {"tools": tools}
         [ids] = form.prompts([messages], **variables)
