@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -108,8 +108,7 @@ class ChatFormat:
             ids, known = encoded.ids, len(of_prompt.ids)
             if ids[:known] != of_prompt.ids:
                 # The reply's first characters join the prompt's last, whose tokens are given: it stands alone.
-                name = next(name for token, name in self.control.names.items() if self.control.ids[token] == ids[0])
-                [encoded] = self.control.encode([name + lead[own:] + reply])
+                [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + lead[own:] + reply])
                 ids, known = encoded.ids, 1
             found.append([*ids[known:], self.end_of_turn])
         return found
@@ -250,10 +249,10 @@ def _mark_of(messages: Messages, marks: list[tuple[int, int]], number: int, slot
     return marks[assistants.index(number)] if len(marks) == len(assistants) else None
 
 
-def _possible_forms(content: str) -> tuple[str, ...]:
+def _possible_forms(content: str) -> Iterator[str]:
     """As it stands; without outer whitespace; as JSON, which some templates make of what tools answer."""
-    as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-    return content, content.strip(), content.lstrip(), content.rstrip(), as_json
+    yield content
+    yield from (content.strip(), content.lstrip(), content.rstrip(), json.dumps(content, ensure_ascii=False)[1:-1])
 
 
 def _refuse(messages: Messages, number: int, what: str) -> NoReturn:

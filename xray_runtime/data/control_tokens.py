@@ -67,6 +67,10 @@ class ControlTokens:
         names = self.names if spare is None else spare
         return self._spelled.sub(lambda found: names[found.group()], text)
 
+    def name_of(self, number: int) -> str:
+        """The name of the token with this id."""
+        return next(name for name, own in self._id_of_name.items() if own == number)
+
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(start, end, id) of every name in `text`."""
         return [(found.start(), found.end(), self._id_of_name[found.group()]) for found in self._named.finditer(text)]

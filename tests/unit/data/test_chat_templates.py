@@ -259,6 +259,29 @@ def test_a_reply_that_would_join_the_prompts_last_characters_stands_alone() -> N
     assert encode_replies(tokenizer, ["{x"]) == [[*tokenizer("{x", add_special_tokens=False)["input_ids"], end]]
 
 
+@pytest.mark.parametrize("end", ["\n", "\n\n"])
+def test_a_template_of_words_alone_needs_only_an_end(end: str) -> None:
+    """No control token stands before the first reply."""
+    tokenizer = copy.deepcopy(made("neox"))
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '"
+        + end
+        + "' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}"
+        "{% endif %}"
+    )
+    messages = [said("user", "a b"), said("assistant", " {c d"), said("user", "e"), said("assistant", "f")]
+    [turns] = chat_format(tokenizer).turns([(messages, [1, 3])])
+    assert turns.ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    assert [tokenizer.decode(turns.ids[a:b]) for a, b in turns.spans] == [" {c d<|endoftext|>", "f<|endoftext|>"]
+    [prompt], [reply] = encode_prompts(tokenizer, [messages[:1]]), encode_replies(tokenizer, [" {c d"])
+    assert prompt + reply == turns.ids[: turns.spans[0][1]]
+    # ":" and "(" are one word of GPT-2's: behind the prompt's last token the reply stands alone.
+    [reply] = encode_replies(tokenizer, ["({"])
+    assert decode_replies(tokenizer, [reply]) == ["({"]
+    assert reply[-1] == tokenizer.eos_token_id
+
+
 CHANGED = r"leaves out or changes what message 1 \(user\) says"
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Today's."}}
