@@ -25,10 +25,10 @@ from benchmarks.machine import MIB, line, machine, table
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batching import Cursor
+from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN, Example, Pairs, prompt_text
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.data.tokens import Tokens
 from xray_runtime.stages import prepare
 from xray_runtime.stages.kind import NoInputs, Stage
 
@@ -76,18 +76,18 @@ def run_prepare(source: Path, out: Path) -> dict[str, float]:
 
 
 def run_tokenize(out: Path, tokenizer: Any) -> dict[str, float]:
-    tokens = Tokens(out / TRAIN, Example, tokenizer)
-    return {"tokens": float(tokens.lengths["input_ids"].sum()), "rows": len(tokens)}
+    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512)
+    return {"replies": float(tokens.num_replies), "rows": len(tokens)}
 
 
 def run_train(out: Path, tokenizer: Any) -> dict[str, float]:
     """What the controller of an SFT stage does with data: open it, choose what fits, take batches."""
-    tokens = Tokens(out / TRAIN, Example, tokenizer, lambda *_: sys.exit("the tokens should be there"))
-    fit = tokens.fitting(512, 512)
-    cursor = Cursor(len(fit), seed=0)
+    there = "the tokens should be there"
+    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512, lambda *_: sys.exit(there))
+    cursor = Cursor(len(tokens), seed=0)
     opened = time.perf_counter()
     for _ in range(BATCHES):
-        tokens.take(fit[cursor.take(BATCH_SIZE)])
+        tokens.take(cursor.take(BATCH_SIZE))
     return {"ms_a_batch": (time.perf_counter() - opened) / BATCHES * 1e3}
 
 

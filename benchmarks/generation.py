@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     args = parser.parse_args()
-    from xray_runtime.models.causal_lm import load_tokenizer
+    from xray_runtime.models.causal_lm import load_tokenizer, stops_of
     from xray_runtime.processes import kill_tagged, start_reaper
 
     mark = start_reaper()
@@ -89,8 +89,8 @@ def main() -> None:
         rng = np.random.default_rng(0)
         prompts = Ragged.of(rng.integers(5, 250, size=n) for n in rng.integers(4, 32, args.prompts))
         rows = {"input_ids": prompts, "seed": np.arange(args.prompts)}
-        eos = load_tokenizer(directory).eos_token_id
-        sampling = Sampling(args.new_tokens, 1.0, eos_token_id=eos, pad_token_id=0)
+        stops = stops_of(directory, load_tokenizer(directory))
+        sampling = Sampling(args.new_tokens, 1.0, stops, pad_token_id=0)
         print(f"{machine()}; {args.prompts} prompts, {args.new_tokens} new tokens each\n")
         fastest: list[float] = []
         table(["engine", "tokens/s", f"÷ {args.engines[0]}", "start, s", "largest difference, nats"], [])

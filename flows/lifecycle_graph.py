@@ -43,7 +43,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     if isinstance(config.base, FreshBase):
         base = FRESH_BASE(data, name="base", **_fields(config.base))
     elif isinstance(config.base, PretrainedBase):
-        base = BASE(name="base", model=config.base.model)
+        base = BASE(name="base", model=config.base.model, chat_template=config.base.chat_template)
     else:
         base = graph.checkpoint(config.base.ref)
     start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base

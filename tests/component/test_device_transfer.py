@@ -20,7 +20,7 @@ from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 
-SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
+SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ ENGINES = {
 }
 """Name → config, replicas."""
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
-SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, eos_token_id=1, pad_token_id=0)
+SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 NUM_PROMPTS = 6
 
 
@@ -167,7 +167,7 @@ def _greedy(directory: Path, prompts: Rows) -> list[list[int]]:
         tokens, length = ids.tolist(), len(ids)
         while len(tokens) < length + SAMPLING.max_new_tokens:
             tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
-            if tokens[-1] == SAMPLING.eos_token_id:
+            if tokens[-1] in SAMPLING.stop_token_ids:
                 break
         replies.append(tokens[length:])
     return replies

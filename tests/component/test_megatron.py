@@ -189,7 +189,7 @@ def test_vllm_samples_from_what_megatron_trained(cluster: None, tiny_model: Path
         "policy": ModelSpec(tiny_model, SFTObjective(), training=training),
     }
     asked = {"input_ids": PROMPTS, "seed": np.arange(4)}
-    sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_token_id=1, pad_token_id=0)
+    sampling = Sampling(max_new_tokens=6, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
         ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 0.05))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -16,6 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.base import FreshBase
+from xray_runtime.data.chat_templates import CHATML
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.generation.transformers_generate import sample
 from xray_runtime.models import location
 from xray_runtime.models.causal_lm import (
     copy_model,
@@ -25,6 +29,8 @@ from xray_runtime.models.causal_lm import (
     load_tokenizer,
     save_model,
     skeleton,
+    stop_tokens,
+    stops_of,
 )
 from xray_runtime.models.tensor_file import TensorFile
 
@@ -54,6 +60,62 @@ def test_the_seed_alone_decides_and_nothing_else_is_drawn(tiny_tokenizer: Any) -
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
     assert not torch.equal(first.get_input_embeddings().weight, other.get_input_embeddings().weight)
     assert first.get_output_embeddings().weight is first.get_input_embeddings().weight
+
+
+def test_stop_tokens_are_one_list_wherever_they_are_asked_for(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """A template that ends turns with a token of its own, an end-of-sequence token, and what the model recommends."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    end, pad, system = (tokenizer.convert_tokens_to_ids(t) for t in ("<|end|>", "<|pad|>", "<|system|>"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")
+    assert stop_tokens(tokenizer, None) == (system, end)
+    assert stop_tokens(tokenizer, end) == (system, end)
+    assert stop_tokens(tokenizer, [end, pad]) == (system, end, pad)
+    save_model(fresh_llama(SMALL, tokenizer, 5), tokenizer, tmp_path / "a", stop_tokens(tokenizer, [pad]))
+    # What vLLM and others read, and what a stage that gets the checkpoint does.
+    assert json.loads((tmp_path / "a" / "generation_config.json").read_text())["eos_token_id"] == [system, end, pad]
+    copy_model(tmp_path / "a", tmp_path / "b")
+    assert stops_of(tmp_path / "b", load_tokenizer(tmp_path / "b")) == (system, end, pad)
+    (tmp_path / "b" / "generation_config.json").unlink()
+    assert stops_of(tmp_path / "b", load_tokenizer(tmp_path / "b")) == (system, end)
+
+
+def test_a_base_without_a_template_takes_a_named_one_into_its_checkpoint(saved: Path, tmp_path: Path) -> None:
+    (saved / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template: set chat_template"):
+        load_pretrained(str(saved))
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for message in messages %}{{ message.content + eos_token }}{% endfor %}")
+    before = load_file(saved / WEIGHTS)
+    for number, given in enumerate(("chatml", str(own))):
+        lm, tokenizer = load_pretrained(str(saved), given)
+        save_model(lm, tokenizer, tmp_path / str(number), stop_tokens(tokenizer, None))
+        template = (tmp_path / str(number) / "chat_template.jinja").read_text()
+        assert template == (CHATML if given == "chatml" else own.read_text())
+        assert load_tokenizer(tmp_path / str(number)).chat_template == template
+        # No new embedding rows.
+        assert {n: t.shape for n, t in load_file(tmp_path / str(number) / WEIGHTS).items()} == {
+            n: t.shape for n, t in before.items()
+        }
+    with pytest.raises(ValueError, match=r"^base\.chat_template: .*gone\.jinja' cannot be loaded"):
+        load_pretrained(str(saved), str(tmp_path / "gone.jinja"))
+
+
+@pytest.mark.parametrize("stop", [7, 9])
+def test_whichever_stop_token_comes_first_ends_a_reply(stop: int) -> None:
+    """Over a `generate` that says what it is told to: the transformers and DeepSpeed engines."""
+    sampling = Sampling(max_new_tokens=4, temperature=1.0, stop_token_ids=(7, 9), pad_token_id=0)
+    script = [[stop, 0, 0, 0], [5, stop, 0, 0], [5, 6, 5, 6], [5, stop, 16 - stop, 0]]
+
+    def generate(input_ids: torch.Tensor, generation_config: Any, logits_processor: Any, **_: Any) -> torch.Tensor:
+        assert generation_config.eos_token_id == [7, 9]
+        logits_processor[0].logprobs = [torch.zeros(len(input_ids))] * 4
+        said = torch.tensor([script[i] for i in input_ids[:, -1].tolist()])
+        return torch.cat([input_ids, said], 1)
+
+    prompts = [[row] for row in range(4)]
+    replies = sample(generate, torch.device("cpu"), prompts, [0] * 4, sampling)
+    assert [reply.token_ids for reply in replies] == [[stop], [5, stop], [5, 6, 5, 6], [5, stop]]
+    assert [reply.ended(sampling) for reply in replies] == [True, True, False, True]
 
 
 def test_what_is_saved_is_what_is_loaded(saved: Path, tiny_tokenizer: Any) -> None:

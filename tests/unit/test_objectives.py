@@ -133,6 +133,28 @@ def test_sft_scores_each_row(make_lm: MakeLM, as_rows: AsRows) -> None:
         assert got.item() == pytest.approx(-sum(reply_logprobs(lm, prompt, reply).tolist()), rel=1e-10)
 
 
+def test_a_masked_row_is_each_reply_given_all_before_it(make_lm: MakeLM, as_rows: AsRows) -> None:
+    """A conversation of two turns in one row: the sum of its turns scored one by one, and the gradient of it."""
+    lm = make_lm(1)
+    module, asked, between = HeadedLM(lm), [5, 9, 7], [2, 8, 30]
+    first, second = [42, 11, 1], [3, 6, 60, 1]
+    rows = as_rows([(asked, [*first, *between, *second]), ([8, 100], [3, 1])])
+    rows["response_mask"] = torch.tensor([True] * 3 + [False] * 3 + [True] * 6)
+    parts = [
+        -reply_logprobs(lm, asked, first).sum() - reply_logprobs(lm, [*asked, *first, *between], second).sum(),
+        -reply_logprobs(lm, [8, 100], [3, 1]).sum(),
+    ]
+    got = SFTObjective().score(module, rows)["nll"]
+    assert got.tolist() == pytest.approx([part.item() for part in parts], rel=1e-10)
+    loss, stats = SFTObjective().loss(module, rows, {"tokens": 9.0})
+    torch.testing.assert_close(loss, (parts[0] + parts[1]) / 9, **EXACT)
+    torch.testing.assert_close(stats["nll"], (parts[0] + parts[1]).detach(), **EXACT)
+    wanted = gradients(module, (parts[0] + parts[1]) / 9)
+    for name, gradient in gradients(module, loss).items():
+        # The norms sum gradients in float32, over one row here and over two there.
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-6)
+
+
 def test_logprobs_are_taken_at_the_temperature(make_lm: MakeLM, as_rows: AsRows) -> None:
     lm = make_lm(1)
     got = ReferenceObjective(0.7).score(HeadedLM(lm), as_rows(PAIRS))["ref_logprobs"]

@@ -16,6 +16,7 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
+    from xray_runtime.data.pairs import Messages
     from xray_runtime.feedback.chat_model import ChatModel
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
@@ -78,9 +79,12 @@ def shown(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def typed(line: str) -> str:
+    """What was typed, to the letter; bytes that are no text become "?"."""
+    return line.removesuffix("\n").encode("utf-8", "replace").decode()
+
+
 def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
-    from xray_runtime.data.pairs import Messages
-    from xray_runtime.data.sources import clean
     from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, last_messages, trained_context
     from xray_runtime.lineage.audit.checkpoints import audit
     from xray_runtime.lineage.reference import require_language_model
@@ -103,7 +107,7 @@ def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_to
         speaker = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)
     history: Messages = []
     for turn, line in enumerate(_lines()):
-        said = clean(line)
+        said = typed(line)
         prompt = limits.cut(last_messages([*history, {"role": "user", "content": said}], context))
         excess = limits.excess(prompt)
         if excess > 0:
@@ -112,7 +116,7 @@ def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_to
                 raise typer.Exit(BAD_INPUT)
             continue
         reply = _say(speaker, prompt, derive_seed(seed, "chat", turn))
-        history = [*prompt, {"role": "assistant", "content": clean(reply)}]
+        history = [*prompt, {"role": "assistant", "content": reply}]
 
 
 def _lines() -> Iterator[str]:
@@ -129,7 +133,7 @@ def _lines() -> Iterator[str]:
         print()
 
 
-def _say(speaker: ChatModel, prompt: list[dict[str, str]], seed: int) -> str:
+def _say(speaker: ChatModel, prompt: Messages, seed: int) -> str:
     """Print a reply as it comes; returns it. Ctrl-C ends the reply, not the conversation."""
     console = Console(highlight=False, soft_wrap=True)
     pieces: list[str] = []

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown
+from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown, typed
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
 from xray.tasks.output_directory import file_lock, saved_config
 
@@ -156,17 +156,15 @@ def _ask_listed(
 def _ask_typed(
     comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
 ) -> None:
-    from xray_runtime.data.sources import clean
-
     for question in list(session.questions):
         # Asked before, and not answered.
         if question.number not in done and question.a != question.b:
             _judge_typed(session, question, judge, console)
     while True:
         line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
-        if not clean(line):
+        if not line.strip():
             return
-        prompt = [{"role": "user", "content": clean(line)}]
+        prompt = [{"role": "user", "content": typed(line)}]
         if any(limits.excess(prompt) > 0 for limits in comparison.limits):
             console.print("too long for these models: say less", style="red")
             continue

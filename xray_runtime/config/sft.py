@@ -16,13 +16,14 @@ from xray_runtime.config.engines import (
 
 
 class SFTConfig(TrainingConfig):
-    """Supervised fine-tuning on the replies (prompt tokens carry no loss)."""
+    """Supervised fine-tuning on what assistants said (other tokens carry no loss)."""
 
     lr: Positive = 2e-3
     steps: Count = 300
     """Optimizer steps."""
     batch_size: Count = 64
-    """Prompt/reply pairs in one optimizer step, over all Workhorses."""
+    """Conversations in one optimizer step, over all Workhorses: a prompt and its reply, or with more context
+    (`data.context_messages`) all replies whose prompts begin alike."""
     max_response_tokens: Annotated[int, Field(ge=2)] = 32
     """Replies with more tokens than this are dropped, and counted."""
     weight_decay: NonNegative = 0.01

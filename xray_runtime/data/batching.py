@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,12 +34,14 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = Fal
 
 @dataclass
 class Cursor:
-    """An endless walk over `num_rows` rows, in a new seeded order each epoch. The fields are all that it remembers."""
+    """An endless walk over `num_rows` rows, in a new seeded order each epoch, or always in theirs. The fields are all
+    that it remembers."""
 
     num_rows: int
     seed: int
     epoch: int = 0
     position: int = 0
+    shuffled: bool = True
 
     def __post_init__(self) -> None:
         if self.num_rows < 1:
@@ -52,8 +54,10 @@ class Cursor:
         taken: list[int] = []
         while len(taken) < n:
             end = min(self.position + n - len(taken), self.num_rows)
-            seed = derive_seed(self.seed, "epoch", self.epoch)
-            taken += permuted(np.arange(self.position, end), self.num_rows, seed).tolist()
+            places = np.arange(self.position, end)
+            if self.shuffled:
+                places = permuted(places, self.num_rows, derive_seed(self.seed, "epoch", self.epoch))
+            taken += places.tolist()
             self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
         return taken
 
@@ -62,7 +66,7 @@ class Cursor:
         return asdict(self)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, int], num_rows: int) -> Self:
+    def from_state(cls, state: Mapping[str, Any], num_rows: int) -> Self:
         """The cursor that `state()` described, over `num_rows` rows.
 
         Raises:

@@ -1,6 +1,8 @@
 """The two record types of X-ray's datasets and their files, which may be larger than memory.
 
-A prompt is a list of messages, `{"role": "system" | "user" | "assistant", "content": str}`, the last one the user's.
+A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, the last one the
+user's or a tool's. An assistant's may have `tool_calls`, a tool's `name` and `tool_call_id`; the first message of a
+prompt may carry `tools`, the JSON schemas of what could be called. Texts are as their writers left them.
 
 A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
 `datasets.load_dataset("arrow", data_files=path)`. Its record batches hold `BATCH_ROWS` rows each, the last one what is
@@ -15,9 +17,10 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
+import orjson
 import pyarrow as pa
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 TRAIN, HELDOUT = "train.arrow", "heldout.arrow"
 """The two sides of a dataset."""
@@ -32,6 +35,8 @@ class Example(NamedTuple):
     conversation: str
     prompt: Messages
     response: str
+    tool_calls: list[dict[str, Any]] | None = None
+    """What the reply calls, beside what it says."""
     columns: str = "{}"
     """Further columns of its record, as a JSON object: what rewards compare replies with."""
 
@@ -49,10 +54,17 @@ P = TypeVar("P", Example, PreferenceExample)
 
 # Offsets of 64 bits: no batch is too large, however long its texts.
 TEXT = pa.large_string()
-MESSAGE = pa.struct([pa.field("role", TEXT, nullable=False), pa.field("content", TEXT, nullable=False)])
+AS_JSON = ("tool_calls", "tools")
+"""Of any form, so their columns hold JSON."""
+SAID = ("role", "content")
+MESSAGE = pa.struct(
+    [pa.field(part, TEXT, nullable=part not in SAID) for part in (*SAID, "name", "tool_call_id", *AS_JSON)]
+)
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
 SCHEMAS = {
-    of: pa.schema([pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=False) for name in of._fields])
+    of: pa.schema(
+        [pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=name in AS_JSON) for name in of._fields]
+    )
     for of in (Example, PreferenceExample)
 }
 
@@ -80,9 +92,9 @@ class PairsWriter(Generic[P]):
     def _column(self, name: str) -> pa.Array:
         values: list[Any] = [getattr(pair, name) for pair in self._waiting]
         if name != "prompt":
-            return pa.array(values, TEXT)
+            return pa.array(_written(name, values), TEXT)
         messages = [message for prompt in values for message in prompt]
-        parts = [pa.array([message[part] for message in messages], TEXT) for part in ("role", "content")]
+        parts = [pa.array(_written(part, [m.get(part) for m in messages]), TEXT) for part in MESSAGE.names]
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
         return pa.LargeListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(MESSAGE)), PROMPT)
 
@@ -152,7 +164,7 @@ class Pairs(Sequence[P]):
         """`prompt_text` of every row, in order."""
         for number in range(self._num_batches):
             for prompt in self._read(number).column("prompt").to_pylist():
-                yield prompt_text(prompt)
+                yield prompt_text(list(map(_read_back, prompt)))
 
     def _read(self, number: int) -> pa.RecordBatch:
         try:
@@ -166,7 +178,11 @@ class Pairs(Sequence[P]):
         return batch
 
     def _decoded(self, batch: pa.RecordBatch) -> list[P]:
-        return [self._of(**row) for row in batch.to_pylist()]
+        try:
+            rows = [_read_back(row) for row in batch.to_pylist()]
+            return [self._of(**(row | {"prompt": list(map(_read_back, row["prompt"]))})) for row in rows]
+        except orjson.JSONDecodeError as error:
+            raise self._damaged(str(error)) from error
 
     def _damaged(self, reason: str) -> ValueError:
         return ValueError(f"{self._path}: no file of {self._of.__name__}s, or damaged ({' '.join(reason.split())})")
@@ -180,6 +196,26 @@ def pairs_of(path: Path) -> Pairs[Example] | Pairs[PreferenceExample]:
         return Pairs(path, PreferenceExample)
 
 
+def _written(name: str, values: list[Any]) -> list[Any]:
+    if name not in AS_JSON:
+        return values
+    return [None if value is None else orjson.dumps(value).decode() for value in values]
+
+
+def _read_back(found: dict[str, Any]) -> dict[str, Any]:
+    """A message or a row without what is not there."""
+    return {
+        name: orjson.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None
+    }
+
+
+def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None) -> str:
+    """What a message says, and calls as JSON."""
+    if not tool_calls:
+        return content
+    return "\n".join([*([content] if content else []), orjson.dumps(tool_calls).decode()])
+
+
 def prompt_text(prompt: Messages) -> str:
     """What a prompt says, without roles: the key by which equal prompts are recognized, and what people are shown."""
-    return "\n".join(message["content"] for message in prompt)
+    return "\n".join(message_text(message["content"], message.get("tool_calls")) for message in prompt)

@@ -137,7 +137,7 @@ def split_ratings(
 def from_dataset(
     records: Iterable[tuple[str, dict[str, Any]]], max_pairs: int | None, counts: dict[str, float]
 ) -> Iterator[PreferenceExample]:
-    """Your own pairs, cleaned.
+    """Your own pairs.
 
     Args:
         records: as `read_records` gives them.
@@ -156,7 +156,8 @@ def from_dataset(
             counts["dropped_unmatched_transcripts"] += 1
             continue
         prompt, chosen, rejected = found
-        if chosen == rejected or not chosen or not rejected or not prompt[-1]["content"]:
+        said = chosen.strip(), rejected.strip()
+        if said[0] == said[1] or not all(said) or not prompt[-1]["content"].strip():
             counts["dropped_same_or_empty"] += 1
             continue
         counts["pairs"] += 1

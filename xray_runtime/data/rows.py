@@ -82,7 +82,9 @@ def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
 
 
 def num_response_tokens(rows: Rows) -> int:
-    """Tokens that follow the prompts of `input_ids`."""
+    """Tokens that follow the prompts of `input_ids`; where there is a `response_mask`, those that it counts."""
+    if "response_mask" in rows:
+        return int(rows["response_mask"].values.sum())
     return int(len(rows["input_ids"].values) - rows["prompt_lengths"].sum())
 
 

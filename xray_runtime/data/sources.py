@@ -2,6 +2,7 @@
 
 Columns understood (TRL's and HH-RLHF's conventions): `messages`; `prompt` + `completion`; `prompt` + `chosen` +
 `rejected`, each a string or a list of messages; `chosen` + `rejected` transcripts with "Human:" and "Assistant:" turns.
+`tools`, a list of JSON schemas or its JSON text, is what could be called. No character of a text is changed.
 A column `conversation_id`, where there is one, says which rows belong to one conversation; without it, rows with the
 same messages (or the same prompt) are one.
 """
@@ -23,7 +24,9 @@ import xxhash
 
 from xray_runtime.data.pairs import Messages
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+ASKING = ("user", "tool")
+"""Roles that an assistant answers."""
 OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".yaml")
 """Endings by which people's files are told from names on a hub."""
 
@@ -42,14 +45,6 @@ class Conversation:
     """witty, interesting, upbeat, each 1 to 10."""
 
 
-def clean(text: str) -> str:
-    """Whitespace runs become one space, none at the ends; what UTF-8 cannot hold (lone surrogates) becomes "?"."""
-    # Of all whitespace only " " is printable, and no surrogate is: most texts are clean already.
-    if text.isprintable() and "  " not in text and not text.startswith(" ") and not text.endswith(" "):
-        return text
-    return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
-
-
 @lru_cache(maxsize=1)
 def chitchat_conversations() -> list[Conversation]:
     """The 7,168 conversations of the chitchat-dataset package, messages sent in a row by one person merged."""
@@ -63,7 +58,8 @@ def chitchat_conversations() -> list[Conversation]:
         sender = None
         for group in conversation["messages"]:
             for message in group:
-                text = clean(message["text"])
+                # The corpus was typed into a web form: its line ends mean nothing.
+                text = " ".join(message["text"].split())
                 if not text:
                     continue
                 if message["sender"] == sender:
@@ -111,9 +107,10 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
         else:
             data = datasets.load_dataset(source, split=split)
     except Exception as error:  # every reader under `datasets` has exceptions of its own
-        raise ValueError(f"{field_name}: {source!r} cannot be read ({clean(str(error))[:200]})") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{field_name}: {source!r} cannot be read ({reason})") from error
     rows = (row for part in data.with_format("arrow").iter(READ_ROWS) for row in part.to_pylist())
-    return len(data), ((f"{source} row {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
+    return len(data), ((f"{source} row {number}", _there(row)) for number, row in enumerate(rows, start=1))
 
 
 def _split_of(data: Any, split: str) -> Any:
@@ -164,6 +161,13 @@ def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in record.items() if v is not None} if None in record.values() else record
 
 
+def _there(value: Any) -> Any:
+    """Without nulls however deep: in Arrow all structs of a column have each other's fields."""
+    if isinstance(value, dict):
+        return {k: _there(v) for k, v in value.items() if v is not None}
+    return [_there(v) for v in value] if isinstance(value, list) else value
+
+
 def conversation_id(record: dict[str, Any]) -> str:
     """Which conversation a record belongs to: its `conversation_id`, or a digest of its messages or prompt.
 
@@ -180,33 +184,40 @@ def conversation_id(record: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def prompt_and_replies(where: str, record: dict[str, Any], context: int) -> Iterator[tuple[Messages, str]]:
-    """(prompt, reply) pairs of one record; of a preference record the chosen reply.
+def prompt_and_replies(
+    where: str, record: dict[str, Any], context: int | None
+) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    """(prompt, reply) pairs of one record, a reply being the assistant's message; of a preference record the chosen.
 
-    Of `messages`, each assistant message that answers a user is a reply; its prompt is the system message, where there
-    is one, and the up to `context` messages before it, from a user's on. A prompt that stands in a column of its own,
-    or in an HH-RLHF transcript, is kept whole.
+    Of `messages`, each assistant message that answers a user or a tool is a reply; its prompt is the system message,
+    where there is one, and the up to `context` messages before it (None: all), from a user's on: where they begin
+    within a tool's use, what led to it is taken too. A prompt that stands in a column of its own, or in an HH-RLHF
+    transcript, is kept whole.
 
     Raises:
         ValueError: no known columns, or a column of the wrong form.
     """
+    tools = _tools(where, record)
     if "messages" in record:
         messages = _messages(where, "messages", record["messages"])
+        system = [m for m in messages[:1] if m["role"] == "system"]
+        asked_by = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for i, message in enumerate(messages):
-            if message["role"] == "assistant" and i and messages[i - 1]["role"] == "user":
-                system = [m for m in messages[:1] if m["role"] == "system"]
-                before = messages[len(system) : i][-context:]
-                yield system + before[before[0]["role"] == "assistant" :], message["content"]
+            before = [j for j in asked_by if j < i]
+            if message["role"] == "assistant" and i and messages[i - 1]["role"] in ASKING and before:
+                begin = len(system) if context is None else max(len(system), i - context)
+                start = next((j for j in before if j >= begin), before[-1])
+                yield _with_tools(system + messages[start:i], tools), message
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record["prompt"])
-        yield prompt, _reply(where, "completion", record["completion"], prompt)
+        yield _with_tools(prompt, tools), _reply(where, "completion", record["completion"], prompt)
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record["prompt"])
-        yield prompt, _reply(where, "chosen", record["chosen"], prompt)
+        yield _with_tools(prompt, tools), _reply(where, "chosen", record["chosen"], prompt)
     elif "chosen" in record:
         messages = _transcript(where, "chosen", record["chosen"])
         if _ends_with_answer(messages):
-            yield messages[:-1], messages[-1]["content"]
+            yield _with_tools(messages[:-1], tools), messages[-1]
     else:
         raise ValueError(
             f"{where}: columns {sorted(record)} are not understood; expected messages, prompt + completion, "
@@ -221,7 +232,7 @@ def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] 
     hold such rows now and then; they are for the caller to count.
 
     Raises:
-        ValueError: a column is missing or of the wrong form.
+        ValueError: a column is missing or of the wrong form, or a reply calls a tool.
     """
     for column in ("chosen", "rejected"):
         if column not in record:
@@ -231,12 +242,15 @@ def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] 
             )
     if "prompt" in record:
         prompt = _prompt(where, record["prompt"])
-        chosen, rejected = (_reply(where, column, record[column], prompt) for column in ("chosen", "rejected"))
-        return prompt, chosen, rejected
-    better, worse = (_transcript(where, column, record[column]) for column in ("chosen", "rejected"))
-    if better[:-1] != worse[:-1] or not _ends_with_answer(better) or not _ends_with_answer(worse):
-        return None
-    return better[:-1], better[-1]["content"], worse[-1]["content"]
+        better, worse = ([*prompt, _reply(where, c, record[c], prompt)] for c in ("chosen", "rejected"))
+    else:
+        better, worse = (_transcript(where, column, record[column]) for column in ("chosen", "rejected"))
+        if better[:-1] != worse[:-1] or not _ends_with_answer(better) or not _ends_with_answer(worse):
+            return None
+    for column, said in (("chosen", better[-1]), ("rejected", worse[-1])):
+        if "tool_calls" in said:
+            raise ValueError(f"{where}: {column} has tool_calls, which is not allowed: preferred replies are texts")
+    return _with_tools(better[:-1], _tools(where, record)), better[-1]["content"], worse[-1]["content"]
 
 
 def asked(where: str, record: dict[str, Any]) -> Messages:
@@ -247,37 +261,93 @@ def asked(where: str, record: dict[str, Any]) -> Messages:
     """
     if "prompt" not in record:
         raise ValueError(f"{where}: column 'prompt' is missing (columns: {sorted(record)})")
-    return _prompt(where, record["prompt"])
+    return _with_tools(_prompt(where, record["prompt"]), _tools(where, record))
+
+
+def _tools(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    value = record.get("tools", [])
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{where}: tools is a text that is not JSON ({error})") from error
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"{where}: tools must be a list of JSON schemas, or its JSON text")
+    return value
+
+
+def _with_tools(prompt: Messages, tools: list[dict[str, Any]]) -> Messages:
+    return [prompt[0] | {"tools": tools}, *prompt[1:]] if tools else prompt
 
 
 def _messages(where: str, column: str, value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise ValueError(f"{where}: {column} must be a list of messages, not {found}")
-    messages = []
-    for message in value:
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str):
-            raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
-        role = message.get("role")
-        if role not in ROLES:
-            raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}")
-        messages.append({"role": role, "content": clean(content)})
-    return messages
+    return [_message(where, column, message) for message in value]
+
+
+def _message(where: str, column: str, value: Any) -> dict[str, Any]:
+    given = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    role, calls = given.get("role"), given.get("tool_calls") or []
+    content = given.get("content", "" if calls else None)
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
+    if role not in ROLES:
+        raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}")
+    message = {"role": role, "content": _text(where, column, content)}
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"{where}: {column} has tool_calls of role {role!r}; allowed: assistant")
+        message["tool_calls"] = _tool_calls(where, column, calls)
+    if role == "tool":
+        message |= {name: _text(where, column, str(given[name])) for name in ("name", "tool_call_id") if name in given}
+    return message
+
+
+def _tool_calls(where: str, column: str, calls: Any) -> list[dict[str, Any]]:
+    """The calls, their arguments as objects: templates write those as JSON."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: {column} must hold tool_calls with a function's name and arguments")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = orjson.loads(arguments or "{}")
+            except orjson.JSONDecodeError as error:
+                raise ValueError(f"{where}: {column} has a tool call whose arguments are not JSON ({error})") from error
+        about = call if "function" in call else {}
+        found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
+    _text(where, column, json.dumps(found, ensure_ascii=False))
+    return found
+
+
+def _text(where: str, column: str, text: str) -> str:
+    """`text` as it is. Raises ValueError where it is no text."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = ord(text[error.start])
+        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which no text can hold") from None
+    return text
 
 
 def _prompt(where: str, value: Any) -> Messages:
     if isinstance(value, str):
-        return [{"role": "user", "content": clean(value)}]
+        return [{"role": "user", "content": _text(where, "prompt", value)}]
     messages = _messages(where, "prompt", value)
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"{where}: prompt must end with a user message, not {messages[-1]['role']!r}")
+    if messages[-1]["role"] not in ASKING:
+        raise ValueError(f"{where}: prompt must end with a user message (or a tool's), not {messages[-1]['role']!r}")
     return messages
 
 
-def _reply(where: str, column: str, value: Any, prompt: Messages) -> str:
+def _reply(where: str, column: str, value: Any, prompt: Messages) -> dict[str, Any]:
     if isinstance(value, str):
-        return clean(value)
+        return {"role": "assistant", "content": _text(where, column, value)}
     messages = _messages(where, column, value)
     # Some published sets repeat the prompt before each reply.
     if messages[-1]["role"] != "assistant" or messages[:-1] not in ([], prompt):
@@ -285,7 +355,7 @@ def _reply(where: str, column: str, value: Any, prompt: Messages) -> str:
             f"{where}: {column} must be a string, one assistant message, or the prompt's messages and one assistant "
             f"message; its roles are {', '.join(m['role'] for m in messages)}"
         )
-    return messages[-1]["content"]
+    return messages[-1]
 
 
 def _transcript(where: str, column: str, value: Any) -> Messages:
@@ -293,23 +363,25 @@ def _transcript(where: str, column: str, value: Any) -> Messages:
         return _messages(where, column, value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: {column} must be a string or a list of messages, not {type(value).__name__}")
-    before, *parts = TURN.split("\n\n" + value.lstrip("\n"))
+    before, *parts = TURN.split("\n\n" + _text(where, column, value).lstrip("\n"))
     if before.strip() or not parts:
         raise ValueError(f"{where}: {column} must be turns that begin with '\\n\\nHuman: ' or '\\n\\nAssistant: '")
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": clean(text)} for who, text in zip(parts[::2], parts[1::2], strict=True)]
+    return [{"role": roles[who], "content": text} for who, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _ends_with_answer(messages: Messages) -> bool:
-    return [message["role"] for message in messages[-2:]] == ["user", "assistant"]
+    roles = [message["role"] for message in messages[-2:]]
+    return len(roles) == 2 and roles[0] in ASKING and roles[1] == "assistant"
 
 
-def chat_pairs(conversation: Conversation, context: int) -> Iterator[tuple[Messages, str]]:
-    """Every turn but the first as a reply to the up to `context` turns before it."""
+def chat_pairs(conversation: Conversation, context: int | None) -> Iterator[tuple[Messages, dict[str, Any]]]:
+    """Every turn but the first as a reply to the up to `context` turns before it (None: all)."""
     for i in range(1, len(conversation.turns)):
-        before = conversation.turns[max(0, i - context) : i]
+        before = conversation.turns[0 if context is None else max(0, i - context) : i]
         # The turn right before the reply is the user's; roles alternate backwards from it.
         roles = ["user" if (len(before) - 1 - j) % 2 == 0 else "assistant" for j in range(len(before))]
         if roles[0] == "assistant":
             before, roles = before[1:], roles[1:]
-        yield [{"role": r, "content": t} for r, t in zip(roles, before, strict=True)], conversation.turns[i]
+        prompt: Messages = [{"role": r, "content": t} for r, t in zip(roles, before, strict=True)]
+        yield prompt, {"role": "assistant", "content": conversation.turns[i]}

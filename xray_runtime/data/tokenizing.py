@@ -1,17 +1,24 @@
-"""Text to tokens and back: a tokenizer trained on the corpus, and one way to encode prompts and replies with any."""
+"""Text to tokens and back: a tokenizer trained on the corpus, and one way to encode prompts and replies with any.
+
+A control token that a text spells is text like any other, on both sides of a turn (`chat_format`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+TOOL, TOOLS = "<|tool|>", "<|tools|>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% if tools %}{{ '<|tools|>' + tools | tojson + '<|end|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['tool_calls'] %}{{ '<|tools|>' + message['tool_calls'] | tojson }}{% endif %}{{ '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
@@ -25,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM],
+        special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM, TOOL, TOOLS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -34,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         tokenizer_object=bpe,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM, TOOL, TOOLS],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
@@ -42,51 +49,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
     """Token ids of each prompt under the chat template, up to where the assistant's reply begins."""
-    if not prompts:
-        return []
-    texts = tokenizer.apply_chat_template(list(prompts), tokenize=False, add_generation_prompt=True)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
+    return chat_format(tokenizer).prompts(prompts)
 
 
 def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each reply, closed by the end-of-sequence token.
-
-    A special token spelled out in a reply is text like any other, so the end token stands at the end alone.
-    """
-    if not replies:
-        return []
-    encoded = tokenizer(list(replies), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)
-    return [[*ids, tokenizer.eos_token_id] for ids in encoded["input_ids"]]
+    """Token ids of each reply behind a prompt, closed by the token that ends a turn."""
+    return chat_format(tokenizer).replies(replies) if replies else []
 
 
 def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each prompt with its reply as the assistant's last turn, under the chat template.
-
-    A special token spelled out in a reply is left out: in the template's text it would end the turn.
-    """
-    if not prompts:
-        return []
+    """Token ids of each prompt with its reply as the assistant's last turn, under the chat template."""
     conversations = [
-        [*prompt, {"role": "assistant", "content": _without_special_tokens(tokenizer, reply)}]
-        for prompt, reply in zip(prompts, replies, strict=True)
+        ([*prompt, {"role": "assistant", "content": reply}], ()) for prompt, reply in zip(prompts, replies, strict=True)
     ]
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
-
-
-def _without_special_tokens(tokenizer: Any, text: str) -> str:
-    while any(token in text for token in tokenizer.all_special_tokens):
-        # Again, since what is left may spell another.
-        for token in tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-    return text
+    return [turns.ids for turns in chat_format(tokenizer).turns(conversations)]
 
 
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """The text of each reply, without special tokens or outer whitespace."""
+    """The text of each reply, without special tokens."""
     if not ids:
         return []  # transformers would answer one empty text
     texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    return texts

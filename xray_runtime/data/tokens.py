@@ -15,16 +15,16 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from filelock import FileLock
 
-from xray_runtime.data import tokenizing
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
@@ -37,7 +37,8 @@ SUFFIX = ".tokens-"
 """Of the directory beside a dataset's."""
 SHARD_ROWS = 8192
 """Rows of a record batch; the last one has what is left. As many are tokenized at a time."""
-CODE = (__file__, tokenizing.__file__)
+ENCODING = ("chat_format", "control_tokens", "conversations", "tokenizing", "tokens")
+CODE = tuple(str(Path(__file__).with_name(f"{module}.py")) for module in ENCODING)
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))
@@ -72,21 +73,15 @@ class Tokens:
         tokenizer: Any,
         report: Report = lambda done, total: None,
     ) -> None:
-        folder = pairs.parent.with_name(pairs.parent.name + SUFFIX)
-        folder.mkdir(exist_ok=True)
-        key = _key(pairs, tokenizer)
-        # Trials of a search come here at the same time: one makes them, the others wait.
-        with FileLock(folder / f"{key}.lock"):
-            path = _sound(folder, key) or _make(folder, key, Pairs(pairs, of), REPLIES[of], tokenizer, report)
-            source = pa.memory_map(str(path))
-        file = pa.ipc.open_file(source)
-        shards = [file.get_batch(number) for number in range(file.num_record_batches)]
-        self._ids = {name: [_Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
+        shards = stored(
+            pairs, of.__name__, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report)
+        )
+        self._ids = {name: [Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
         self._digests = [shard.column("prompt_digests") for shard in shards]
-        self.prompt_lengths = _joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
+        self.prompt_lengths = joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
         """[B]"""
         self.lengths = {
-            name: _joined([np.diff(shard.offsets) for shard in found], np.int64) for name, found in self._ids.items()
+            name: joined([np.diff(shard.offsets) for shard in found], np.int64) for name, found in self._ids.items()
         }
         """Column → lengths of its rows [B]."""
 
@@ -116,11 +111,11 @@ class Tokens:
     def different_prompts(self, max_prompt: int) -> np.ndarray:
         """The first row of each different prompt of at most `max_prompt` tokens."""
         rows = np.flatnonzero(self.prompt_lengths <= max_prompt)
-        digests = _joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)[rows]
+        digests = joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)[rows]
         return rows[np.sort(np.unique(digests, return_index=True)[1])]
 
 
-class _Shard:
+class Shard:
     """A column of token ids in one record batch, as arrays over the map."""
 
     def __init__(self, column: pa.Array) -> None:
@@ -131,11 +126,31 @@ class _Shard:
         return found
 
 
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
 
-def _key(pairs: Path, tokenizer: Any) -> str:
+def stored(
+    pairs: Path, form: str, tokenizer: Any, make: Callable[[], Iterator[pa.RecordBatch]]
+) -> list[pa.RecordBatch]:
+    """The record batches that were made of a dataset's file for a tokenizer, mapped; made first where they are not.
+
+    Args:
+        form: names what `make` gives; the code of `CODE` decides the rest.
+        make: at least one batch.
+    """
+    folder = pairs.parent.with_name(pairs.parent.name + SUFFIX)
+    folder.mkdir(exist_ok=True)
+    key = _key(pairs, form, tokenizer)
+    # Trials of a search come here at the same time: one makes them, the others wait.
+    with FileLock(folder / f"{key}.lock"):
+        path = _sound(folder, key) or _written(folder, key, make())
+        source = pa.memory_map(str(path))
+    file = pa.ipc.open_file(source)
+    return [file.get_batch(number) for number in range(file.num_record_batches)]
+
+
+def _key(pairs: Path, form: str, tokenizer: Any) -> str:
     """What decides the tokens, as a digest."""
     with tempfile.TemporaryDirectory() as directory:
         # Written by itself, so that it does not matter which checkpoint it was read from.
@@ -143,7 +158,7 @@ def _key(pairs: Path, tokenizer: Any) -> str:
         files = {path.name: _file_digest(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
     code = [_file_digest(Path(file)) for file in CODE]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    content = json.dumps([_file_digest(pairs), files, code, versions], sort_keys=True)
+    content = json.dumps([_file_digest(pairs), form, files, code, versions], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(content.encode())
 
 
@@ -157,56 +172,56 @@ def _sound(folder: Path, key: str) -> Path | None:
     return None
 
 
-def _make(
-    folder: Path,
-    key: str,
-    pairs: Pairs[Any],
-    replies: dict[str, str],
-    tokenizer: Any,
-    report: Report,
-) -> Path:
+def _written(folder: Path, key: str, batches: Iterator[pa.RecordBatch]) -> Path:
     # The lock is ours: what lies here was left by a process that is gone.
     building = folder / f"{key}.building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     path = building / "tokens.arrow"
+    first = next(batches)
+    with pa.ipc.new_file(str(path), first.schema) as file:
+        for batch in chain([first], batches):
+            file.write_batch(batch)
+    sync(path)
+    place = folder / f"{key}-{_file_digest(path)}.arrow"
+    os.replace(path, place)
+    sync(folder)
+    building.rmdir()
+    return place
+
+
+def _encoded(pairs: Pairs[Any], replies: dict[str, str], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
     schema = pa.schema(
         [pa.field(name, IDS, nullable=False) for name in replies]
         + [pa.field("prompt_lengths", pa.int32(), nullable=False)]
         + [pa.field("prompt_digests", pa.binary(DIGEST.itemsize), nullable=False)]
     )
     done = 0
-    with pa.ipc.new_file(str(path), schema) as file:
-        for part in _parts(pairs):
-            report(done, len(pairs))
-            prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
-            columns = []
-            for name in replies.values():
-                encoded = encode_replies(tokenizer, [getattr(pair, name) for pair in part])
-                ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
-                columns.append(pa.array(ids, IDS))
-            columns.append(pa.array(list(map(len, prompts)), pa.int32()))
-            digests = [xxhash.xxh3_128_digest(np.array(prompt, np.int32).tobytes()) for prompt in prompts]
-            columns.append(pa.array(digests, pa.binary(DIGEST.itemsize)))
-            file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-            done += len(part)
-    sync(path)
-    place = folder / f"{key}-{_file_digest(path)}.arrow"
-    os.replace(path, place)
-    sync(folder)
-    building.rmdir()
+    for part in in_shards(pairs):
+        report(done, len(pairs))
+        prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
+        columns = []
+        for name in replies.values():
+            encoded = encode_replies(tokenizer, [getattr(pair, name) for pair in part])
+            ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
+            columns.append(pa.array(ids, IDS))
+        columns.append(pa.array(list(map(len, prompts)), pa.int32()))
+        digests = [xxhash.xxh3_128_digest(np.array(prompt, np.int32).tobytes()) for prompt in prompts]
+        columns.append(pa.array(digests, pa.binary(DIGEST.itemsize)))
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+        done += len(part)
     report(done, len(pairs))
-    return place
 
 
-def _parts(pairs: Pairs[Any]) -> Iterator[list[Any]]:
-    part: list[Any] = []
-    for batch in pairs.batches():
-        part += batch
-        if len(part) == SHARD_ROWS:
-            yield part
-            part = []
-    if part:
+T = TypeVar("T")
+
+
+def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:
+    """`SHARD_ROWS` rows at a time, the last time what is left; once an empty list where there are none."""
+    walk = iter(rows)
+    part = list(islice(walk, SHARD_ROWS))
+    yield part
+    while part := list(islice(walk, SHARD_ROWS)):
         yield part
 
 

@@ -47,14 +47,15 @@ class PromptLimits:
     def __init__(self, directory: Path, max_new_tokens: int, temperature: float) -> None:
         import transformers
 
-        from xray_runtime.models.causal_lm import load_tokenizer
+        from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 
         transformers.utils.logging.disable_progress_bar()
         with _loading(directory):
             self.tokenizer = load_tokenizer(directory)
+            stops = stops_of(directory, self.tokenizer)
             config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.sampling = Sampling(max_new_tokens, temperature, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        self.sampling = Sampling(max_new_tokens, temperature, stops, self.tokenizer.pad_token_id)
         if self.max_positions is not None and max_new_tokens >= self.max_positions:
             raise ConfigError(
                 f"--max-new-tokens: {max_new_tokens} is not allowed: must be less than the model's "

@@ -6,9 +6,10 @@ Weights on disk are safetensors in Hugging Face form, so every checkpoint also l
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ import torch
 import transformers
 from torch import nn
 
+from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.chat_templates import named_template
 from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
@@ -49,8 +52,11 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
         return transformers.LlamaForCausalLM(llama)
 
 
-def load_pretrained(model: str) -> tuple[Any, Any]:
+def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any]:
     """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+
+    Args:
+        chat_template: a name or a file, in place of the tokenizer's own.
 
     Raises:
         ValueError: `model` cannot be found, or not be loaded without running code of its own, or is of a family
@@ -81,6 +87,11 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = named_template(chat_template)
+        except (OSError, UnicodeDecodeError) as error:
+            raise unloadable("base.chat_template", chat_template, error) from error
     complete_tokenizer(tokenizer, "base.model", model)
     return lm, tokenizer
 
@@ -88,7 +99,7 @@ def load_pretrained(model: str) -> tuple[Any, Any]:
 def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
     """Have the end token pad where nothing else does. Raises ValueError where a conversation cannot be written."""
     if tokenizer.chat_template is None:
-        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template")
+        raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template: set chat_template")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{field}: the tokenizer of {model!r} has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -112,12 +123,16 @@ def _without_quantization(lm: Any) -> nn.Module:
     return clean
 
 
-def save_model(lm: Any, tokenizer: Any, directory: Path) -> None:
-    """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs."""
+def save_model(lm: Any, tokenizer: Any, directory: Path, stops: Sequence[int] = ()) -> None:
+    """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
+
+    Args:
+        stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
+            generation_config.json.
+    """
     lm.config._name_or_path = ""
-    lm.generation_config = transformers.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id
+    lm.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     # In one file, however large: `copy_model` and those who read or write single tensors look for no other.
     lm.save_pretrained(directory, safe_serialization=True, max_shard_size=2**60)
     tokenizer.name_or_path = ""
@@ -198,6 +213,24 @@ def load_model(directory: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(f"{directory}: has no weights for {min(report['missing_keys'])}")
     whole: nn.Module = model
     return whole
+
+
+def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The tokens that end a reply, wherever one is sampled or read: the one by which the chat template ends a turn,
+    first; the tokenizer's end-of-sequence token; those of the model's generation config.
+
+    Raises:
+        ValueError: the template ends a turn with no special token.
+    """
+    others = [recommended] if isinstance(recommended, int) else recommended or []
+    return tuple(dict.fromkeys([chat_format(tokenizer).end_of_turn, tokenizer.eos_token_id, *others]))
+
+
+def stops_of(directory: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
+    """`stop_tokens` of a checkpoint directory."""
+    path = Path(directory) / "generation_config.json"
+    recommended = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return stop_tokens(tokenizer, recommended)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

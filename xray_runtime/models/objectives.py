@@ -67,16 +67,28 @@ def by_row(flat: Tensor, rows: Tensors) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """Cross-entropy of the reply's tokens."""
+    """Cross-entropy of what the assistant said: of response tokens [R], those where `response_mask` is True; without
+    that column, all."""
 
     def score(self, module: HeadedLM, rows: Tensors) -> Scores:
-        logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, 1.0)
-        return {"nll": torch.stack([-reply.sum() for reply in by_row(logprobs, rows)])}
+        logprobs, mask = _masked_logprobs(module, rows)
+        # With zeros in between: rows are told apart by their lengths.
+        flat = logprobs.new_zeros(len(mask)).masked_scatter(mask, logprobs)
+        return {"nll": torch.stack([-reply.sum() for reply in by_row(flat, rows)])}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, 1.0)
+        logprobs, _ = _masked_logprobs(module, rows)
         total = -logprobs.sum()
         return total / totals["tokens"], {"nll": total.detach()}
+
+
+def _masked_logprobs(module: HeadedLM, rows: Tensors) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the tokens that count, which of the response tokens those are [R])."""
+    at = response_positions(rows)
+    mask = rows.get("response_mask", torch.ones_like(at, dtype=torch.bool))
+    at = at[mask]
+    logprobs, _ = module.logprobs(last_hidden(module, rows)[at - 1], rows["input_ids"][at], 1.0)
+    return logprobs, mask
 
 
 @dataclass(frozen=True)

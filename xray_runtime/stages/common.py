@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
 
 
+def is_in_order(dataset: Path) -> bool:
+    """Whether training conversations are to be read in their order: the dataset has a curriculum."""
+    return bool(json.loads((dataset / "dataset.json").read_text()).get("in_order"))
+
+
 def max_prompt_tokens(dataset: Path) -> int:
     """The longest prompt that stages take from a dataset, in tokens."""
     return int(json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"])
@@ -62,7 +67,8 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Column that the dataset carries → its values where those prompts first appear, None where there is none."""
         rows = [json.loads(self._pairs[int(self._rows[index])].columns) for index in indices]
-        return {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
+        names = sorted({name for row in rows for name in row})
+        return {name: [row.get(name) for row in rows] for name in names}
 
 
 def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[Sequence[int] | np.ndarray]) -> Rows:
@@ -71,10 +77,11 @@ def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[S
     return {"input_ids": input_ids, "prompt_lengths": np.array([len(p) for p in prompts], dtype=np.int64)}
 
 
-def with_end_of_turn(reply: Sequence[int] | np.ndarray, eos_token_id: int) -> list[int]:
-    """A reply that ends with the end token: the reward model has seen no other."""
+def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:
+    """A reply that ends with one of the stop tokens, else with the first, which ends a turn: the reward model has seen
+    no other."""
     ids = list(reply)
-    return ids if ids and ids[-1] == eos_token_id else [*ids, eos_token_id]
+    return ids if ids and ids[-1] in stops else [*ids, stops[0]]
 
 
 def tokenizing(recorder: Recorder) -> Report:

@@ -49,7 +49,8 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     for number, side in enumerate(SIDES, start=1):
         tokenizer = tokenizers[side]
         with stage.open_models({"generator": GeneratorSpec(paths[side], max_length, config.generator)}) as models:
-            replies = sample_replies(models["generator"], stage, tokenizer, encode_prompts(tokenizer, prompts))
+            asked_ids = encode_prompts(tokenizer, prompts)
+            replies = sample_replies(models["generator"], stage, paths[side], tokenizer, asked_ids)
         texts[side], lengths[side] = decode_replies(tokenizer, replies), [len(ids) for ids in replies]
         recorder.progress(number, 3, "steps", f"asked the {side}")
     rewards = _rewards(stage, prompts, asked, texts, columns)

@@ -14,7 +14,7 @@ from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.data.pairs import HELDOUT, prompt_text
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
@@ -40,6 +40,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     config, inputs = stage.config, stage.inputs
     before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
     tokenizer = load_tokenizer(before)
+    stops = stops_of(before, tokenizer)
     limit = max_prompt_tokens(dataset)
     found = UniquePrompts(tokenizer, dataset / HELDOUT, limit)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
@@ -60,12 +61,13 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             if version:
                 weights = load_file(policy / "model.safetensors")
                 get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
-            replies[side] = sample_replies(models["generator"], stage, tokenizer, [ids for _, ids in prompts], version)
+            ids = [ids for _, ids in prompts]
+            replies[side] = sample_replies(models["generator"], stage, before, tokenizer, ids, version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
         kl = _kl(models, text_rows([ids for _, ids in prompts], replies["after"]))
         texts = {side: decode_replies(tokenizer, replies[side]) for side in SIDES}
         for side in SIDES:
-            ended = [with_end_of_turn(reply, tokenizer.eos_token_id) for reply in replies[side]]
+            ended = [with_end_of_turn(reply, stops) for reply in replies[side]]
             tokens = text_rows([ids for _, ids in prompts], ended)
             said = [messages for messages, _ in prompts]
             answers = get_all(rewards.requests(models, said, texts[side], tokens))

@@ -45,7 +45,11 @@ def identify(
     ]
     values: dict[str, Any] = config.model_dump(mode="json")
     for field, found in zip(kind.outside(config), outside, strict=True):
-        values[field] = f"{found.kind}:{found.digest}"
+        *above, last = field.split(".")
+        place: Any = values
+        for part in above:
+            place = place[int(part) if isinstance(place, list) else part]
+        place[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
         values["runtime"] = {"device": runtime.device, "threads": runtime.threads}
     code, versions = _code(kind.module)

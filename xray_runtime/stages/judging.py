@@ -14,6 +14,7 @@ from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.rows import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -26,12 +27,22 @@ Scores = Mapping[str, torch.Tensor]
 
 
 def sample_replies(
-    generator: ModelHandle, stage: Stage[Any, Any], tokenizer: Any, prompts: Sequence[Sequence[int]], version: int = 0
+    generator: ModelHandle,
+    stage: Stage[Any, Any],
+    model: Path,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    version: int = 0,
 ) -> list[list[int]]:
-    """Token ids of one reply a prompt; a row has the same seed whichever model replies."""
+    """Token ids of one reply a prompt; a row has the same seed whichever model replies.
+
+    Args:
+        model: the checkpoint that `generator` and `tokenizer` are of.
+    """
     config: EvaluationConfig = stage.config
     seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
-    sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    stops = stops_of(model, tokenizer)
+    sampling = Sampling(config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id)
     rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
     answer = get(generator.generate.remote(rows, sampling, version))
     return [reply.tolist() for reply in answer["response_ids"]]

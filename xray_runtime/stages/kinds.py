@@ -233,6 +233,16 @@ def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
         _check_rewards(config, inputs)
 
 
+def _data_read(config: DataConfig) -> dict[str, str]:
+    mixed = {f"sources.{number}.source": part.source for number, part in enumerate(config.sources)}
+    return mixed or {"source": config.source}
+
+
+def _base_reads(config: HubModel) -> dict[str, str]:
+    template = config.chat_template or ""
+    return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+
+
 PREPARE = register(
     StageKind(
         "prepare",
@@ -241,7 +251,7 @@ PREPARE = register(
         Dataset,
         "xray_runtime.stages.prepare:run",
         computes=False,
-        outside=lambda config: {"source": config.source},
+        outside=_data_read,
         results="stats.json",
     )
 )
@@ -252,7 +262,7 @@ BASE = register(
         NoInputs,
         Model,
         "xray_runtime.stages.base:run",
-        outside=lambda config: {"model": config.model},
+        outside=_base_reads,
         title="the pretrained model that everything starts from",
     )
 )

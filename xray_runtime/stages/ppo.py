@@ -28,7 +28,8 @@ from xray_runtime.data.gold import load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.rows import Rows, num_response_tokens, num_rows, take
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
@@ -59,10 +60,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     layers = config.trainable_layers
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments = RunningMoments()
+    stops = stops_of(stage.inputs.policy.path, tokenizer)
+    sampling = Sampling(config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id)
 
     with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
-        rollouts = Rollouts(models["generator"], stage, tokenizer, prompts, cursor)
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
             clock = PhaseClock()
@@ -78,7 +81,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             with clock.phase("score"):
                 columns = prompts.columns(rollout.prompts)
                 rows, scores, sources = _score(
-                    models, config, rewards, tokenizer, asked, sampled, replies, columns, iteration
+                    models, config, rewards, stops, asked, sampled, replies, columns, iteration
                 )
                 scaled = scaled_rewards(config, rewards, sources, moments)
                 experience = build_experience(config, rows, sampled, scores, scaled, kl.coef)
@@ -162,7 +165,7 @@ def _score(
     models: dict[str, ModelHandle],
     config: PPOConfig,
     rewards: RewardSources,
-    tokenizer: Any,
+    stops: tuple[int, ...],
     asked: list[tuple[Messages, list[int]]],
     sampled: Rows,
     replies: list[str],
@@ -172,7 +175,7 @@ def _score(
     """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
     prompts, ids = [ids for _, ids in asked], sampled["response_ids"]
     rows = text_rows(prompts, ids) | {"id": np.arange(len(ids))}
-    whole = text_rows(prompts, (with_end_of_turn(reply, tokenizer.eos_token_id) for reply in ids))
+    whole = text_rows(prompts, (with_end_of_turn(reply, stops) for reply in ids))
     roles = [role for role in ("policy", "reference", "critic") if role in models]
     # With a lag the generator is at work too.
     at_once = len(roles) + len(rewards.roles) + config.lag

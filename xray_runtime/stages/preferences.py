@@ -27,7 +27,7 @@ from xray_runtime.data.sources import chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
@@ -131,7 +131,7 @@ def _from_gold(
         )
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
-    sampling = Sampling(config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    sampling = Sampling(config.max_new_tokens, config.temperature, stops_of(policy, tokenizer), tokenizer.pad_token_id)
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
     replies: list[str] = []
     with stage.open_models({"generator": generator}) as models:

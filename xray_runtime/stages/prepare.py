@@ -1,15 +1,31 @@
-"""Stage `prepare`: conversations → cleaned prompt/reply pairs, split by conversation into train and held-out."""
+"""Stage `prepare`: conversations → prompt/reply pairs, split by conversation into train and held-out."""
 
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from xray_runtime.config.prepare import DEFAULT_SOURCE
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Messages, Pairs, PairsWriter, prompt_text, write_pairs
+from xray_runtime.data.mixture import Part, mixed
+from xray_runtime.data.pairs import (
+    HELDOUT,
+    TRAIN,
+    Example,
+    Messages,
+    Pairs,
+    PairsWriter,
+    message_text,
+    prompt_text,
+    write_pairs,
+)
 from xray_runtime.data.sources import (
     chat_pairs,
     chitchat_conversations,
@@ -28,8 +44,14 @@ PROGRESS_EVERY = 500
 
 NUM_EXAMPLES_SHOWN = 20
 
-ConversationPairs = tuple[str, list[tuple[Messages, str]], str]
-"""A conversation's id, its (prompt, reply) pairs and its further columns as JSON."""
+
+class Conversation(NamedTuple):
+    """What is read of one: id, (prompt, reply) pairs, further columns as JSON, place in the curriculum."""
+
+    id: str
+    pairs: list[tuple[Messages, dict[str, Any]]]
+    columns: str = "{}"
+    difficulty: float = 0.0
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
@@ -44,11 +66,11 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
     everyone, trained, asked = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
-    absent = set(config.columns)
+    difficulties, absent = array("d"), set(config.columns)
     total, source = _read(config, absent)
     both_sides = out / "heldout.unchecked.arrow"
     with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
-        for number, (conversation, pairs, columns) in enumerate(source):
+        for number, (part, (conversation, pairs, columns, difficulty)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -59,19 +81,27 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
             held_out = is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction)
             counts["read_without_reply"] += not pairs
             counts["read_pairs"] += len(pairs)
+            if config.sources:
+                counts[f"read_conversations_source_{part}"] += 1
             for place, (prompt, reply) in enumerate(pairs):
-                text = prompt_text(prompt)
-                reason = _reason_to_drop(prompt, text, reply, config)
+                text, calls = prompt_text(prompt), reply.get("tool_calls")
+                reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
                 if reason:
                     counts[f"dropped_{reason}"] += 1
                     continue
-                example = Example(f"{number}-{place}", conversation, prompt, reply, columns)
+                example = Example(f"{number}-{place}", conversation, prompt, reply["content"], calls, columns)
                 (heldout if held_out else train).append(example)
+                if config.sources:
+                    counts[f"kept_pairs_source_{part}"] += 1
                 if not held_out:
+                    difficulties.append(difficulty)
                     trained.add(conversation)
                     asked.add(text)
     if absent:
-        raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {config.source!r}")
+        read = ", ".join(repr(part.source) for part in config.sources) or repr(config.source)
+        raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")
+    if config.curriculum is not None:
+        _reorder(out / TRAIN, np.argsort(np.array(difficulties), kind="stable"))
     candidates = Pairs(both_sides, Example)
     # Held-out conversations may begin with what a training one does.
     unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
@@ -89,27 +119,48 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         )
     (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
     facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
+    facts |= {"in_order": config.curriculum is not None}
     (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
     recorder.progress(total, total, "conversations", f"{train.count + counts['heldout_pairs']:,} pairs kept")
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-train.count // NUM_EXAMPLES_SHOWN)]
-    recorder.table("data_examples", ["prompt", "response"], [[prompt_text(e.prompt), e.response] for e in shown])
+    replies = [message_text(e.response, e.tool_calls) for e in shown]
+    asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
+    recorder.table("data_examples", ["prompt", "response"], asked_and_said)
     return 0
 
 
-def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[ConversationPairs]]:
-    """(number of conversations or records, their pairs in the source's order). Columns found leave `absent`."""
+def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int, Conversation]]]:
+    """(number of conversations or records, of each the number of its source and what is read of it, in order).
+
+    Columns that are found leave `absent`.
+    """
+    if not config.sources:
+        total, pairs = _read_one("data.source", config.source, config.split, config, absent)
+        return total, ((0, one) for one in pairs)
+    read = [
+        _read_one(f"data.sources.{n}.source", one.source, one.split, config, absent)
+        for n, one in enumerate(config.sources)
+    ]
+    parts = [Part(one.weight, rows, one.limit) for one, (_, rows) in zip(config.sources, read, strict=True)]
+    return sum(total for total, _ in read), mixed(parts)
+
+
+def _read_one(
+    field: str, source: str, split: str, config: DataConfig, absent: set[str]
+) -> tuple[int, Iterator[Conversation]]:
     context = config.context_messages
-    if config.source == "chitchat":
+    if source == DEFAULT_SOURCE:
         conversations = chitchat_conversations()
-        return len(conversations), ((c.id, list(chat_pairs(c, context)), "{}") for c in conversations)
-    total, records = read_records("data.source", config.source, config.split)
+        return len(conversations), (Conversation(c.id, list(chat_pairs(c, context))) for c in conversations)
+    total, records = read_records(field, source, split)
     return total, (
-        (
+        Conversation(
             conversation_id(record),
             list(prompt_and_replies(where, record, context)),
             _columns(record, config.columns, absent),
+            0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),
         )
         for where, record in records
     )
@@ -121,8 +172,24 @@ def _columns(record: dict[str, Any], names: list[str], absent: set[str]) -> str:
     return json.dumps({name: record.get(name) for name in names}, default=str)
 
 
+def _difficulty(where: str, record: dict[str, Any], column: str) -> float:
+    value = record.get(column)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{where}: column {column!r} must be a finite number (data.curriculum), not {value!r}")
+    return float(value)
+
+
+def _reorder(path: Path, order: np.ndarray) -> None:
+    unordered = path.with_suffix(".unordered")
+    path.rename(unordered)
+    pairs = Pairs(unordered, Example)
+    write_pairs(path, Example, (pairs[row] for row in order.tolist()))
+    unordered.unlink()
+
+
 def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:
-    if not reply or not text or "" in [message["content"] for message in prompt]:
+    said = [message_text(m["content"], m.get("tool_calls")) for m in prompt if m["role"] != "tool"]
+    if not reply.strip() or not all(map(str.strip, said)):
         return "empty"
     if min(len(text), len(reply)) < config.min_chars:
         return "too_short"

@@ -55,9 +55,8 @@ class RewardReader:
             return text_rows(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies))
         try:
             ids = encode_conversations(self._tokenizer, prompts, replies)
-        except Exception as error:
-            # A template refuses in its own words, and with errors of the template engine.
-            raise ValueError(f"{self._where}: its chat template refuses a conversation ({error})") from error
+        except ValueError as error:
+            raise ValueError(f"{self._where}: {error}") from error
         ids = [self._read(row) for row in ids]
         longest = max(map(len, ids), default=0)
         if self._limit is not None and longest > self._limit:

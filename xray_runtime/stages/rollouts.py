@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,15 +63,12 @@ class Rollouts:
         self,
         generator: ModelHandle,
         stage: Stage[PPOConfig, PPOInputs],
-        tokenizer: Any,
+        sampling: Sampling,
         prompts: UniquePrompts,
         cursor: Cursor,
     ) -> None:
-        config = stage.config
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
-        self._sampling = Sampling(
-            config.max_new_tokens, config.temperature, tokenizer.eos_token_id, tokenizer.pad_token_id
-        )
+        self._sampling = sampling
         self._pending: list[Rollout] = []
 
     def ask(self, iteration: int) -> None:

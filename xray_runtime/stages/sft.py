@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example
-from xray_runtime.data.rows import num_response_tokens, num_rows
-from xray_runtime.data.tokens import Tokens
+from xray_runtime.data.conversations import ConversationTokens
+from xray_runtime.data.pairs import HELDOUT, TRAIN
+from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import lr_at, max_prompt_tokens, tokenizing
+from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kinds import SFTInputs
 
 HELDOUT_ROWS = 256
-"""Held-out pairs behind the reported held-out loss."""
+"""Held-out conversations behind the reported held-out loss."""
 
 
 def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
@@ -33,14 +33,15 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
     limits = (max_prompt_tokens(dataset), config.max_response_tokens)
-    train, heldout = (Tokens(dataset / side, Example, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT))
-    fit = train.fitting(*limits)
-    heldout_rows = heldout.take(heldout.fitting(*limits)[:HELDOUT_ROWS])
-    if not len(fit) or not num_rows(heldout_rows):
+    train, heldout = (
+        ConversationTokens(dataset / side, tokenizer, *limits, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+    )
+    if not len(train) or not len(heldout):
         raise ValueError(
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
-    cursor = Cursor(len(fit), derive_seed(stage.seed, stage.name, "order"))
+    heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
         SFTObjective(),
@@ -54,11 +55,11 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         state = Resumable(recorder, models, cursor=cursor)
         done = state.restore()
         if not done:
-            dropped = len(train) - len(fit)
-            recorder.metrics({"sft/pairs": len(fit), "sft/dropped_too_many_tokens": dropped}, step=0)
+            counts = {"sft/pairs": train.num_replies, "sft/dropped_too_many_tokens": train.num_dropped}
+            recorder.metrics(counts | {"sft/conversations": len(train)}, step=0)
         for step in range(done, config.steps):
             start = time.perf_counter()
-            batch = train.take(fit[cursor.take(config.batch_size)])
+            batch = train.take(cursor.take(config.batch_size))
             tokens = num_response_tokens(batch)
             stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
             seconds = time.perf_counter() - start

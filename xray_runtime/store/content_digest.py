@@ -42,7 +42,20 @@ BESIDE_GGUF = re.compile(
 )
 """Files next to a .gguf file that transformers reads with it: a tokenizer.json there replaces the tokenizer in it."""
 
-FILES = (".jsonl", ".parquet", ".gguf", ".safetensors", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
+FILES = (
+    ".jsonl",
+    ".parquet",
+    ".gguf",
+    ".safetensors",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".jinja",
+)
 """Endings by which files are told from names on a hub, which is not asked for them."""
 
 HUB_TIMEOUT_S = 20.0

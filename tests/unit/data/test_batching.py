@@ -61,7 +61,7 @@ def test_a_resumed_cursor_goes_on_as_if_never_stopped(num_rows: int, seed: int, 
 def test_the_end_of_an_epoch_is_no_place_to_lose_one() -> None:
     cursor = Cursor(4, seed=3)
     cursor.take(4)
-    assert cursor.state() == {"num_rows": 4, "seed": 3, "epoch": 1, "position": 0}
+    assert cursor.state() == {"num_rows": 4, "seed": 3, "epoch": 1, "position": 0, "shuffled": True}
     assert sorted(Cursor.from_state(cursor.state(), 4).take(4)) == [0, 1, 2, 3]
 
 

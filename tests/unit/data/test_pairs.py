@@ -43,8 +43,23 @@ def test_anyone_can_read_it(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     write_pairs(tmp_path / "p.arrow", PreferenceExample, [PreferenceExample("p", PROMPT, "good", "bad")])
     [row] = pandas.read_feather(tmp_path / "p.arrow").to_dict("records")
-    assert (row["id"], list(row["prompt"]), row["chosen"], row["rejected"]) == ("p", PROMPT, "good", "bad")
+    said = [{part: message[part] for part in ("role", "content")} for message in row["prompt"]]
+    assert (row["id"], said, row["chosen"], row["rejected"]) == ("p", PROMPT, "good", "bad")
     assert list(pairs_of(tmp_path / "p.arrow")) == [PreferenceExample("p", PROMPT, "good", "bad")]
+
+
+def test_tools_are_kept_as_they_are(tmp_path: Path) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {"b": 1, "a": [None, "\n \u00a0"]}}}
+    prompt = [
+        {"role": "user", "content": "x\t\n", "tools": [{"function": {"name": "f", "parameters": {}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"},
+    ]
+    examples = [Example("0", "c", prompt, "", [call]), Example("1", "c", prompt[:1], "said")]
+    write_pairs(tmp_path / "a.arrow", Example, examples)
+    assert list(Pairs(tmp_path / "a.arrow", Example)) == examples
+    said = '[{"id":"1","function":{"name":"f","arguments":{"b":1,"a":[null,"\\n \u00a0"]}}}]'
+    assert prompt_text(prompt) == f"x\t\n\n{said}\n"
 
 
 def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from xray_runtime.data.sources import (
     Conversation,
     chat_pairs,
     chitchat_conversations,
-    clean,
     conversation_id,
     preference,
     prompt_and_replies,
@@ -29,26 +28,16 @@ def assistant(text: str) -> dict[str, str]:
 
 
 SYSTEM = {"role": "system", "content": "Be kind."}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau", "days": None}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOLD = {"role": "tool", "content": '{"sky":\t"blue"}', "name": "weather", "tool_call_id": "c1"}
 HH = "\n\nHuman: What is it?\n\nAssistant: A cat.\n\nHuman: Sure?\n\nAssistant: "
 
 
 def jsonl(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("  a \n\t b ", "a b"),
-        ("", ""),
-        (" \n ", ""),
-        ("caf\u00e9 \U0001f642", "caf\u00e9 \U0001f642"),
-        ("x\ud800y", "x?y"),
-    ],
-)
-def test_clean(text: str, expected: str) -> None:
-    assert clean(text) == expected
 
 
 def test_chitchat_merges_messages_of_one_person_and_keeps_ratings() -> None:
@@ -70,13 +59,15 @@ def test_chitchat_merges_messages_of_one_person_and_keeps_ratings() -> None:
     ],
 )
 def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str]]) -> None:
-    assert list(chat_pairs(Conversation("x", ["a", "b", "c", "d"]), context)) == expected
+    found = list(chat_pairs(Conversation("x", ["a", "b", "c", "d"]), context))
+    assert [(prompt, reply["content"]) for prompt, reply in found] == expected
+    assert {reply["role"] for _, reply in found} == {"assistant"}
 
 
 @pytest.mark.parametrize(
     ("record", "context", "expected"),
     [
-        ({"prompt": " hi\n there", "completion": "yo  you"}, 1, [([user("hi there")], "yo you")]),
+        ({"prompt": " hi\n there", "completion": "yo  you"}, 1, [([user(" hi\n there")], "yo  you")]),
         (
             {"prompt": [SYSTEM, user("hi")], "completion": [assistant("yo")]},
             1,
@@ -109,13 +100,14 @@ def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str
     ],
 )
 def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list[Any]) -> None:
-    assert list(prompt_and_replies("row 1", record, context)) == expected
+    found = list(prompt_and_replies("row 1", record, context))
+    assert [(prompt, reply["content"]) for prompt, reply in found] == expected
 
 
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"prompt": "hi", "chosen": " good", "rejected": "bad "}, ([user("hi")], "good", "bad")),
+        ({"prompt": "hi", "chosen": " good", "rejected": "bad "}, ([user("hi")], " good", "bad ")),
         (
             {"prompt": [user("hi")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
             ([user("hi")], "good", "bad"),
@@ -131,7 +123,7 @@ def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list
         ),
         (
             {"chosen": HH + "Yes.\n\nLine two.", "rejected": HH + "No."},
-            ([user("What is it?"), assistant("A cat."), user("Sure?")], "Yes. Line two.", "No."),
+            ([user("What is it?"), assistant("A cat."), user("Sure?")], "Yes.\n\nLine two.", "No."),
         ),
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"}, None),
         ({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: b"}, None),
@@ -154,9 +146,29 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         (
             {"messages": [{"role": "human", "content": "x"}]},
-            "file line 3: messages has role 'human'; allowed: system, user, assistant",
+            "file line 3: messages has role 'human'; allowed: system, user, assistant, tool",
         ),
         ({"prompt": [assistant("x")], "completion": "y"}, "file line 3: prompt must end with a user message"),
+        ({"prompt": "x\ud800", "completion": "y"}, r"file line 3: prompt has a lone surrogate \(U\+D800\)"),
+        (
+            {"messages": [user("x"), {"role": "assistant", "content": "\udfff"}]},
+            r"file line 3: messages has a lone surrogate \(U\+DFFF\)",
+        ),
+        ({"messages": [user("x"), {"role": "assistant"}]}, "file line 3: messages must hold objects with role and con"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "file line 3: messages has tool_calls of role 'user'; allowed: assistant",
+        ),
+        (
+            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "file line 3: messages must hold tool_calls with a function's name and arguments",
+        ),
+        (
+            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "file line 3: messages has a tool call whose arguments are not JSON",
+        ),
+        ({"prompt": "x", "completion": "y", "tools": "[{"}, "file line 3: tools is a text that is not JSON"),
+        ({"prompt": "x", "completion": "y", "tools": ["f"]}, "file line 3: tools must be a list of JSON schemas"),
         ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not int"),
         ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, one assistant message"),
         (
@@ -172,6 +184,64 @@ def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, 
     with pytest.raises(ValueError, match=message) as caught:
         list(prompt_and_replies("file line 3", record, 1))
     assert "\n" not in str(caught.value)
+
+
+AS_WRITTEN = "  def f(x):\n\tif x:\n\n        return\u00a0'a  b'\r\n\u2028 \n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "system", "content": AS_WRITTEN}, user(AS_WRITTEN), assistant(AS_WRITTEN)]},
+        {"prompt": AS_WRITTEN, "completion": AS_WRITTEN},
+        {"prompt": [user(AS_WRITTEN)], "chosen": [assistant(AS_WRITTEN)], "rejected": AS_WRITTEN},
+        {"chosen": "\n\nHuman: " + AS_WRITTEN + "\n\nAssistant: " + AS_WRITTEN},
+    ],
+)
+def test_no_character_of_a_text_is_changed(record: dict[str, Any]) -> None:
+    [(prompt, reply)] = prompt_and_replies("row", record, 1)
+    assert {message["content"] for message in (*prompt, reply)} == {AS_WRITTEN}
+
+
+def test_no_character_of_a_preferred_reply_is_changed() -> None:
+    texts = {"prompt": AS_WRITTEN, "chosen": AS_WRITTEN + "1", "rejected": AS_WRITTEN + "2"}
+    assert preference("row", texts) == ([user(AS_WRITTEN)], AS_WRITTEN + "1", AS_WRITTEN + "2")
+
+
+def test_tools_their_calls_and_answers_are_carried() -> None:
+    messages = [SYSTEM, user("a"), assistant("b"), user("c"), CALLING, TOLD, assistant("d")]
+    asked_first = SYSTEM | {"tools": [TOOL]}
+    # Within a tool's use a prompt begins with what led to it, however short the context.
+    for context, begin in ((1, 3), (3, 3), (4, 3), (5, 1), (None, 1)):
+        found = list(prompt_and_replies("row", {"messages": messages, "tools": [TOOL]}, context))
+        assert [reply for _, reply in found] == [assistant("b"), CALLING, assistant("d")]
+        assert found[-1][0] == [asked_first, *messages[begin:6]]
+    [(prompt, _)] = prompt_and_replies("row", {"prompt": "x", "completion": "y", "tools": json.dumps([TOOL])}, 1)
+    assert prompt == [{"role": "user", "content": "x", "tools": [TOOL]}]
+    # OpenAI's form: arguments as JSON text; and the flat one.
+    text = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Pau"}'}}
+    for given in (text, {"name": "weather", "arguments": {"city": "Pau"}}):
+        record = {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [given]}]}
+        [(_, reply)] = prompt_and_replies("row", record, 1)
+        assert reply["content"] == ""
+        assert reply["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Pau"}}
+
+
+def test_a_preferred_reply_may_not_call_a_tool() -> None:
+    with pytest.raises(ValueError, match="row 7: rejected has tool_calls, which is not allowed"):
+        preference("row 7", {"prompt": "x", "chosen": "y", "rejected": [CALLING]})
+
+
+def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": [user("a"), CALLING, TOLD, assistant("b")]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "m.parquet")
+    _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
+    found = list(prompt_and_replies(*next(records), None))
+    assert found[1][0][2] == TOLD
+    assert found[0][1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Pau"}}
+    assert [list(message) for message in found[1][0]] == [list(user("")), list(CALLING), list(TOLD)]
 
 
 def test_a_preference_needs_both_replies() -> None:
@@ -234,7 +304,7 @@ def test_messages_survive_parquet(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"messages": [user("a"), assistant("b")]}]).to_parquet(tmp_path / "m.parquet")
     _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
     where, record = next(records)
-    assert list(prompt_and_replies(where, record, 1)) == [([user("a")], "b")]
+    assert list(prompt_and_replies(where, record, 1)) == [([user("a")], assistant("b"))]
     assert where == f"{tmp_path / 'm.parquet'} row 1"
 
 

@@ -58,7 +58,7 @@ class FakeGenerator:
         letters = [WORDS[int(seed) % 26] for seed in rows["seed"]]
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in letters]
         ended = np.array([int(seed) % 3 != 0 for seed in rows["seed"]])
-        replies = [[*row, sampling.eos_token_id] if end else row for row, end in zip(ids, ended, strict=True)]
+        replies = [[*row, sampling.stop_token_ids[0]] if end else row for row, end in zip(ids, ended, strict=True)]
         return Ready({"response_ids": Ragged.of(replies), "ended": ended})
 
 

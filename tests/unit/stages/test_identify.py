@@ -60,6 +60,20 @@ def keys(graph: Graph, memory: DigestMemory, runtime: RuntimeConfig = RUNTIME) -
 
 # What is read from outside
 
+
+def test_sources_of_a_mixture_count_by_their_bytes(tmp_path: Path, memory: DigestMemory) -> None:
+    def key(*paths: Path) -> str:
+        config = PREPARE.validated({"sources": [{"source": str(path)} for path in paths]})
+        return identify(PREPARE, "chats", config, 0, RUNTIME, {}, {}, memory)[0].key
+
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "copy.jsonl")]
+    for path, text in zip(paths, ("1", "2", "2"), strict=True):
+        path.write_text(f'{{"prompt": "{text}", "completion": "x"}}\n')
+    a, b, copy = paths
+    assert key(a, b) == key(a, copy)
+    assert len({key(a, b), key(b, a), key(a, a), key(a)}) == 4
+
+
 DATA = ["chats", "sft", "judge", "policy", "result"]
 MODEL = ["base", "sft", "judge", "policy", "result"]
 EXPECTED = {
@@ -311,7 +325,7 @@ def test_a_kind_of_ones_own_does_not_depend_on_what_runs_it(own: Path, memory: D
     assert kind is not None
     identity, _ = identify(kind, "short", kind.validated({}), 0, RUNTIME, {"data": "0" * 64}, {}, memory)
     # Its helper reads pairs.
-    assert set(identity.versions) == {"numpy", "pyarrow"}
+    assert set(identity.versions) == {"numpy", "orjson", "pyarrow"}
 
 
 def test_declarations_are_modules() -> None:

@@ -138,7 +138,7 @@ class FakeModel:
         self._note(f"{'probe' if probe else 'generate'} {version}")
         assert version == self.version
         self.world.seeds += rows["seed"].tolist()
-        tokens = Ragged.of([20 + seed % 50, sampling.eos_token_id] for seed in rows["seed"])
+        tokens = Ragged.of([20 + seed % 50, sampling.stop_token_ids[0]] for seed in rows["seed"])
         logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by + self.surer)
         ended = np.ones(len(tokens), bool)
         return {"response_ids": tokens, "rollout_logprobs": Ragged(logprobs, tokens.offsets), "ended": ended}

@@ -143,6 +143,85 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
     }
 
 
+def test_texts_are_kept_to_the_byte(tmp_path: Path) -> None:
+    code = "def f(x):\n    if x:\n\t\treturn  '\u00a0'\r\n\n\n{number}  \n"
+    rows = [
+        {"messages": [{"role": r, "content": code + f"{r} {i}"} for r in ("system", "user", "assistant")]}
+        for i in range(40)
+    ]
+    train, heldout, _, _ = prepare(
+        tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), max_chars=400, heldout_fraction=0.2
+    )
+    found = [[m["content"] for m in e.prompt] + [e.response] for e in (*train, *heldout)]
+    assert sorted(found) == sorted([m["content"] for m in row["messages"]] for row in rows)
+
+
+def test_calls_of_tools_are_replies_and_nothing_said_is_dropped(tmp_path: Path) -> None:
+    def conversation(i: int) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"i": i}}}
+        said = [("user", f"question {i}"), ("assistant", ""), ("tool", ""), ("assistant", f"answer {i}")]
+        return [{"role": r, "content": c} | ({"tool_calls": [call]} if r + c == "assistant" else {}) for r, c in said]
+
+    rows = [{"messages": conversation(i), "tools": [{"function": {"name": "f"}}]} for i in range(40)]
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    train, heldout, stats, _ = prepare(tmp_path / "a", source=source, context_messages=None, heldout_fraction=0.2)
+    assert stats["dropped_empty"] == 0
+    assert len(train) + len(heldout) == 80
+    for e in (*train, *heldout):
+        assert e.prompt[0]["tools"] == [{"function": {"name": "f"}}]
+        assert (e.tool_calls is None) == (len(e.prompt) == 3)
+        assert len(e.prompt) == 1 or e.prompt[1]["tool_calls"]
+
+
+def test_a_mixture_has_its_shares_and_says_what_it_read(tmp_path: Path) -> None:
+    sources = [
+        {
+            "source": rows_file(
+                tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i}", "completion": f"answer {i}"} for i in range(400)]
+            ),
+            "weight": weight,
+        }
+        for name, weight in (("code", 0.7), ("chat", 0.2), ("maths", 0.1))
+    ]
+    train, heldout, stats, _ = prepare(tmp_path / "a", sources=sources, max_conversations=500)
+    assert [stats[f"read_conversations_source_{n}"] for n in range(3)] == [350, 100, 50]
+    assert [stats[f"kept_pairs_source_{n}"] for n in range(3)] == [350, 100, 50]
+    assert len(train) + len(heldout) == 500
+    sources[2]["limit"] = 10
+    _, _, stats, _ = prepare(tmp_path / "b", sources=sources, max_conversations=460)
+    assert [stats[f"read_conversations_source_{n}"] for n in range(3)] == [350, 100, 10]
+    # Where one ends and no limit said so, the mixture does.
+    _, _, stats, _ = prepare(tmp_path / "c", sources=sources[:2])
+    assert stats["read_conversations_source_0"] == 400
+    assert abs(stats["read_conversations_source_1"] - 400 * 2 / 7) <= 1
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.source: .*gone\.jsonl' is not a file"):
+        prepare(tmp_path / "d", sources=[sources[0], {"source": str(tmp_path / "gone.jsonl")}])
+    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed beside sources"):
+        DataConfig.model_validate({"source": "x.jsonl", "sources": sources})
+
+
+def test_a_curriculum_orders_training_and_nothing_else(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i}", "level": (7 * i) % 5} for i in range(600)]
+    level = {row["completion"]: row["level"] for row in rows}
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    plain, held, _, _ = prepare(tmp_path / "a", source=source)
+    train, heldout, _, _ = prepare(tmp_path / "b", source=source, curriculum="level")
+    # Equal levels keep their order.
+    assert train == sorted(plain, key=lambda e: level[e.response])
+    assert heldout == held
+    facts = [json.loads((tmp_path / name / "dataset.json").read_text())["in_order"] for name in "ab"]
+    assert facts == [False, True]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        *("dataset.json", "heldout.arrow", "stats.json", "train.arrow")
+    ]
+    for value in (None, "hard", float("nan")):
+        rows[3]["level"] = value
+        with pytest.raises(ValueError, match=r"rows\.jsonl line 4: column 'level' must be a finite number"):
+            prepare(tmp_path / f"c{value}", source=rows_file(tmp_path / "rows.jsonl", rows), curriculum="level")
+    with pytest.raises(ValueError, match="curriculum = 'level' is not allowed: 'chitchat' has no columns"):
+        DataConfig(curriculum="level")
+
+
 def test_a_prompt_of_training_is_no_held_out_prompt(tmp_path: Path) -> None:
     rows = [
         {"conversation_id": f"c{i}", "prompt": "same" if i % 2 else f"own {i}", "completion": f"answer {i}"}

@@ -156,10 +156,11 @@ def test_rows_of_prompt_and_reply() -> None:
 
 
 def test_a_reply_ends_with_one_end_of_turn() -> None:
-    assert with_end_of_turn([5, 6], 1) == [5, 6, 1]
-    assert with_end_of_turn([5, 1], 1) == [5, 1]
-    assert with_end_of_turn([1, 5], 1) == [1, 5, 1]
-    assert with_end_of_turn([], 1) == [1]
+    assert with_end_of_turn([5, 6], (1, 2)) == [5, 6, 1]
+    assert with_end_of_turn([5, 1], (1, 2)) == [5, 1]
+    assert with_end_of_turn([1, 5], (1, 2)) == [1, 5, 1]
+    assert with_end_of_turn([], (1, 2)) == [1]
+    assert with_end_of_turn([5, 2], (1, 2)) == [5, 2]
 
 
 def test_loads_are_balanced_by_cost_and_the_same_each_time() -> None:

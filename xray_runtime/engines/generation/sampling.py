@@ -3,7 +3,7 @@
 What all engines have in common, whichever library is under them:
 
 - each reply is drawn with a seed of its own, so it depends neither on its neighbours nor on the batch;
-- it ends with the end token or, marked as not `ended`, after `max_new_tokens`;
+- it ends with one of the stop tokens or, marked as not `ended`, after `max_new_tokens`;
 - its log-probabilities are at the sampling temperature, over the whole vocabulary;
 - replies are of exactly the policy version asked for, or an error.
 
@@ -37,16 +37,21 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float
-    eos_token_id: int
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a reply, whichever comes first: `models.causal_lm.stop_tokens`."""
     pad_token_id: int
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One sampled reply: its tokens, end token included, and their log-probabilities."""
+    """One sampled reply: its tokens, the one that stopped it included, and their log-probabilities."""
 
     token_ids: list[int]
     logprobs: list[float]
+
+    def ended(self, sampling: Sampling) -> bool:
+        """Whether it came to an end by itself."""
+        return bool(self.token_ids) and self.token_ids[-1] in sampling.stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Generation:
         return {
             "response_ids": Ragged.of(reply.token_ids for reply in replies),
             "rollout_logprobs": Ragged.of((reply.logprobs for reply in replies), np.float32),
-            "ended": np.array([reply.token_ids[-1:] == [sampling.eos_token_id] for reply in replies]),
+            "ended": np.array([reply.ended(sampling) for reply in replies]),
         }
 
 

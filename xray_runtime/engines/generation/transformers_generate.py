@@ -76,7 +76,7 @@ def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterato
             ids, cache = drawing(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
         token = int(ids)
         yield token
-        if token == sampling.eos_token_id:
+        if token in sampling.stop_token_ids:
             return
 
 
@@ -123,7 +123,7 @@ def _batch(
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,
                 num_beams=1,
-                eos_token_id=sampling.eos_token_id,
+                eos_token_id=list(sampling.stop_token_ids),
                 pad_token_id=sampling.pad_token_id,
             ),
             logits_processor=[drawing],
@@ -131,7 +131,7 @@ def _batch(
     logprobs = torch.stack(drawing.logprobs, 1).tolist()
     replies = []
     for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
-        ended = sampling.eos_token_id in row_tokens
-        n = row_tokens.index(sampling.eos_token_id) + 1 if ended else len(row_tokens)
+        stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)
+        n = next(stops, len(row_tokens))
         replies.append(Reply(row_tokens[:n], row_logprobs[:n]))
     return replies

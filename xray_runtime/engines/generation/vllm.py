@@ -104,7 +104,7 @@ class VLLMSampler:
                 seed=seed,
                 logprobs=0,
                 detokenize=False,
-                stop_token_ids=[sampling.eos_token_id],
+                stop_token_ids=list(sampling.stop_token_ids),
             )
             for seed in seeds
         ]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.pairs import Messages
 from xray_runtime.engines.generation.vllm import PREFILL_TOKENS, load_vllm
+from xray_runtime.models.causal_lm import load_tokenizer
 
 
 def arguments(
@@ -25,6 +29,8 @@ def arguments(
         tensor_parallel: devices the model is split over.
     """
     options = [str(directory), "--served-model-name", *names, "--load-format", "safetensors"]
+    # A message's content reaches the chat template as the text it is.
+    options += ["--chat-template-content-format", "string"]
     options += ["--fingerprint-mode", "custom", "--fingerprint-value", sha256]
     options += ["--tensor-parallel-size", str(tensor_parallel)]
     if device == "cuda":
@@ -44,11 +50,45 @@ def arguments(
     ]
 
 
+def guarded(tokenizer: Any) -> Callable[..., list[int]]:
+    """`tokenizer.apply_chat_template` in which nobody forges a turn: the prompt in tokens, as in training.
+
+    It raises ValueError, which is answered with status 400, where the template refuses the messages, changes what one
+    says, or is asked for what prompts here are not.
+    """
+    form = chat_format(tokenizer)
+
+    def apply_chat_template(
+        conversation: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        if chat_template not in (None, tokenizer.get_chat_template(tools=tools)):
+            raise ValueError("chat_template is not allowed: conversations are written as the model was trained")
+        if continue_final_message or not add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt=false are not allowed")
+        messages = [message | {"content": message.get("content") or ""} for message in conversation]
+        for message in messages:
+            if not isinstance(message["content"], str):
+                raise ValueError(f"content must be a text, not {type(message['content']).__name__}")
+        if tools:
+            messages[0] = messages[0] | {"tools": tools}
+        [ids] = form.prompts([messages], **variables)
+        return ids
+
+    return apply_chat_template
+
+
 class VLLMServer:
     """One engine, in a process of its own that ends with this one, and the application in front of it."""
 
     def __init__(self, options: list[str], runtime: RuntimeConfig, device: str) -> None:
-        self._told = options
+        self._directory, self._told = options[0], options
         # Ray has set it to the CPUs the actor reserves, and the engine inherits it.
         os.environ["OMP_NUM_THREADS"] = str(runtime.threads)
         load_vllm(runtime, device)
@@ -70,6 +110,9 @@ class VLLMServer:
         context = UsageContext.OPENAI_API_SERVER
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
         self._engine = AsyncLLM.from_vllm_config(vllm_config=config, usage_context=context)
+        # Of its own it would make control tokens of what a message spells.
+        tokenizer: Any = self._engine.renderer.get_tokenizer()
+        tokenizer.apply_chat_template = guarded(load_tokenizer(self._directory))
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
