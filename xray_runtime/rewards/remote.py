@@ -78,7 +78,7 @@ async def _ask_all(
 
 async def _post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
     async with client.stream("POST", url, json=request) as response:
-        content = b""
+        content = bytearray()
         async for part in response.aiter_bytes():
             content += part
             if len(content) > MAX_ANSWER_BYTES:
@@ -94,5 +94,5 @@ async def _post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
         raise AnswerError(f"the answer is not JSON: {_start(content)}") from error
 
 
-def _start(content: bytes) -> str:
+def _start(content: bytearray) -> str:
     return " ".join(content[:200].decode("utf-8", "replace").split())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.config.rewards import JudgeConfig, ServiceConfig
+from xray_runtime.rewards import remote
 from xray_runtime.rewards.judge import JudgeSource, score_in
 from xray_runtime.rewards.service import ServiceSource
 from xray_runtime.rewards.source import Batch, Score
@@ -120,7 +121,7 @@ BATCH = Batch(["p"] * 3, REPLIES, [[{"role": "user", "content": "p"}]] * 3, {"an
 
 
 def service(url: str, batch: Batch = BATCH, **fields: Any) -> list[Score]:
-    config = ServiceConfig(**{"url": url, "timeout_s": 0.3, "retries": 1, "backoff_s": 0.01} | fields)
+    config = ServiceConfig(**{"url": url, "timeout_s": 10.0, "retries": 1, "backoff_s": 0.01} | fields)
     return ServiceSource(config).score(batch)
 
 
@@ -160,22 +161,26 @@ def test_null_is_no_score(server: Server) -> None:
         (content({"scores": [1, 2, True]}), "the answer must be"),
         (content(b'{"scores": [1, 2, NaN]}'), "the answer must be"),
         (content([1, 2, 3]), "the answer must be"),
-        (content(b" " * (2**24 + 1)), "the answer is longer than"),
+        (content(b" " * 70_000), "the answer is longer than"),
     ],
     ids=lambda value: None if isinstance(value, str) else getattr(value, "__name__", None),
 )
-def test_a_failure_is_bounded_and_said(answer: Answer, why: str, server: Server) -> None:
+def test_a_failure_is_bounded_and_said(
+    answer: Answer, why: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 2**16)
     server.answers = [answer]
-    start = time.monotonic()
-    found = service(server.url, timeout_s=3.0 if "longer" in why else 0.3)
-    assert time.monotonic() - start < 10.0
+    # What is to come in time has time, also where the machine is busy.
+    timeout_s, start = 0.3 if "timeout_s" in why else 10.0, time.monotonic()
+    found = service(server.url, timeout_s=timeout_s)
+    assert time.monotonic() - start < 20.0
     assert all(math.isnan(score.value) for score in found)
     assert why in str(found[0].why)
     assert server.url in str(found[0].why)
     assert len(server.requests) == 2
     # After a failure the next answer counts.
-    server.answers = [*[answer] * 3, lengths]
-    assert values(service(server.url, timeout_s=3.0 if "longer" in why else 0.3)) == [1.0, 2.0, 3.0]
+    server.answers = [lengths]
+    assert values(service(server.url, timeout_s=10.0)) == [1.0, 2.0, 3.0]
 
 
 def test_what_is_refused_is_not_asked_again(server: Server) -> None:
@@ -228,7 +233,7 @@ def says(text: Any) -> Answer:
 
 
 def judge(url: str, **fields: Any) -> list[Score]:
-    base = {"url": f"{url}/v1", "model": "m", "rubric": "Be {kind}.", "scale": (0, 10), "timeout_s": 2.0, "retries": 1}
+    base = {"url": f"{url}/v1", "model": "m", "rubric": "Be {kind}.", "scale": (0, 10), "timeout_s": 10.0, "retries": 1}
     return JudgeSource(JudgeConfig(**base | {"backoff_s": 0.01} | fields)).score(BATCH)
 
 

@@ -233,7 +233,7 @@ def test_the_innermost_graph_counts() -> None:
         ),
         (
             lambda data, base: xray.best_of_n(base, data),
-            "best_of_n: rewards: must have at least 1 item: a reward model or a function",
+            "best_of_n: rewards: must have at least 1 item: a reward model, a function or another source",
         ),
     ],
 )
