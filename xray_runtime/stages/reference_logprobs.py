@@ -3,8 +3,8 @@
     checkpoints/preferences-ab12….tokens-/reference-KEY-DIGEST.safetensors
 
 KEY is a digest of all that decides them: the replies' tokens, the reference's manifest, how it is spread, the device,
-the code and the libraries that compute; DIGEST is of its own bytes. An interrupted stage goes on with the same bytes,
-and trials of a search compute them once. What is damaged is made again; all of it may be deleted at any time.
+X-ray's code and the libraries; DIGEST is of its own bytes. An interrupted stage goes on with the same bytes, and trials
+of a search compute them once. What is damaged is made again; all of it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from xray_runtime.data.replies import Replies
 from xray_runtime.data.rows import Rows, load_rows, save_rows
 from xray_runtime.data.tokens import SUFFIX
 from xray_runtime.files import sync
-from xray_runtime.store.code_digest import library_versions_of, module_digests
-from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.identity import environment_digest, file_sha256
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CODE = ("xray_runtime.models.preference_objectives", "xray_runtime.workers.learner")
-"""What they reach by import computes the log-probabilities."""
-PACKAGE = "xray_runtime"
 CHUNK = 512
 """Replies that are asked for at a time."""
 
@@ -104,8 +100,7 @@ def _key(stage: Stage[Any, Any], reference: Path, parts: Mapping[str, Replies]) 
         "runtime": [stage.runtime.device, stage.runtime.threads],
         # Which replies go through together shows in the last bits.
         "chunk": CHUNK,
-        "code": module_digests(CODE, {PACKAGE}),
-        "versions": library_versions_of(CODE, {PACKAGE}),
+        "software": environment_digest(),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 

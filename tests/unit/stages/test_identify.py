@@ -348,8 +348,11 @@ def test_who_computes_nothing_is_in_no_key() -> None:
 def test_vllm_is_in_the_keys_of_what_samples() -> None:
     vllm = {f"xray_runtime.{name}" for name in ("engines.generation.vllm", "weights.vllm_transfer")}
     samples = {name for name, kind in OURS.items() if vllm <= code_of(kind).keys()}
-    assert samples == {"preferences", "ppo", "evaluate", "compare"}
+    assert samples == {"preferences", "best_of_n", "ppo", "evaluate", "compare"}
     assert all(not vllm & code_of(kind).keys() for name, kind in OURS.items() if name not in samples)
+
+
+SAMPLED = ("preferences", "best_of_n")
 
 
 @pytest.mark.parametrize(
@@ -359,7 +362,12 @@ def test_vllm_is_in_the_keys_of_what_samples() -> None:
         ("stages.ppo", {"ppo"}),
         ("algorithms.losses", {"ppo"}),
         ("models.ppo_objectives", {"ppo"}),
-        ("algorithms.pairwise", {"reward_model", "reward_base", "ppo", "evaluate", "compare"}),
+        (
+            "algorithms.pairwise",
+            {"reward_model", "reward_base", "ppo", "evaluate", "compare", "best_of_n", "preferences"},
+        ),
+        ("algorithms.preference_losses", {"dpo", "kto"}),
+        ("stages.dpo", {"dpo"}),
         ("stages.sft", {"sft"}),
         # A reader of data is in those of what reads it.
         ("data.sources", {"prepare", "preferences"}),
@@ -368,7 +376,7 @@ def test_vllm_is_in_the_keys_of_what_samples() -> None:
         # So are engines, in those of what trains or scores.
         (
             "engines.training.zero",
-            {"sft", "reward_model", "reward_base", "ppo", "evaluate", "compare", "preferences"},
+            {"sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", *SAMPLED},
         ),
     ],
 )
