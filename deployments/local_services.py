@@ -163,11 +163,11 @@ def _start_stage_process() -> None:
     """Have Ray start the process of the first stage: it imports while the server and the flow start."""
     import ray
 
-    ray.remote(num_cpus=0, max_retries=0)(_import).remote("mlflow", "xray.tasks.stage")
+    ray.remote(num_cpus=0, max_retries=0)(_import_libraries).remote()
 
 
-def _import(*modules: str) -> None:
-    for module in modules:
+def _import_libraries() -> None:
+    for module in ("mlflow", "xray.tasks.stage"):
         importlib.import_module(module)
 
 
