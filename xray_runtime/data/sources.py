@@ -30,6 +30,8 @@ ASKING = ("user", "tool")
 OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".yaml")
 """Endings by which people's files are told from names on a hub."""
 
+CHITCHAT = "chitchat"
+"""The source that the chitchat-dataset package carries."""
 READ_ROWS = 1000
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xray_runtime.config.prepare import DEFAULT_SOURCE
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
@@ -27,6 +26,7 @@ from xray_runtime.data.pairs import (
     write_pairs,
 )
 from xray_runtime.data.sources import (
+    CHITCHAT,
     chat_pairs,
     chitchat_conversations,
     conversation_id,
@@ -151,7 +151,7 @@ def _read_one(
     field: str, source: str, split: str, config: DataConfig, absent: set[str]
 ) -> tuple[int, Iterator[Conversation]]:
     context = config.context_messages
-    if source == DEFAULT_SOURCE:
+    if source == CHITCHAT:
         conversations = chitchat_conversations()
         return len(conversations), (Conversation(c.id, list(chat_pairs(c, context))) for c in conversations)
     total, records = read_records(field, source, split)
