@@ -55,7 +55,7 @@ ALLOWED = {
     ("xray_runtime/stages/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it; and "
     "what the process that wrote a graph had imported, through Ray from there (see test_kind.py)",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
-    ("xray/deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
+    ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
     ("xray/cli/runner.py", "importlib.import_module"): "the flow that a person names on the command line",
     ("benchmarks/loading.py", "from_pretrained"): "a Llama's own class, on a directory the benchmark just wrote",
 }
