@@ -283,7 +283,9 @@ def test_ground_truth_comes_with_the_prompts(inputs: PPOInputs, tmp_path: Path) 
     data = tmp_path / "data"
     data.mkdir()
     rows = [
-        Example(str(i), "c", [{"role": "user", "content": f"question number {i}"}], "r", json.dumps({"answer": i}))
+        Example(
+            str(i), "c", [{"role": "user", "content": f"question number {i}"}], "r", columns=json.dumps({"answer": i})
+        )
         for i in range(10)
     ]
     write_pairs(data / TRAIN, Example, rows)
@@ -314,7 +316,7 @@ class Wordier(FakeModel):
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         found = super()._generate(rows, sampling, version)
         good, other = (self.tokenizer.encode(sign)[0] for sign in (GOOD, "D"))
-        ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.eos_token_id]] * num_rows(rows)
+        ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * num_rows(rows)
         tokens = Ragged.of(ids)
         logprobs = Ragged((-0.25 * (tokens.values % 7) - 0.5).astype(np.float32), tokens.offsets)
         return found | {"response_ids": tokens, "rollout_logprobs": logprobs}
