@@ -33,6 +33,13 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
     return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
+def lowest_where_cut(rewards: Tensor, ended: Tensor) -> Tensor:
+    """Rewards [B] of which a reply that was cut off has no more than the worst that came to its end (`ended` [B] bool);
+    where none did, all have the least."""
+    finished = rewards[ended] if ended.any() else rewards
+    return torch.where(ended, rewards, rewards.clamp(max=float(finished.min())))
+
+
 def weighted_sum(
     scores: SourceScores, weights: Mapping[str, float], moments: Mapping[str, tuple[float, float]] | None = None
 ) -> Tensor:

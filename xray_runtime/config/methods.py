@@ -1,8 +1,8 @@
 """Published methods as settings of a PPO stage: what `method` sets where the config says nothing else.
 
 What is ours in all of them: the loss is weighted by the mismatch of generator and trainer (`importance_*`), scores are
-scaled by the reward model's moments, equal scores of a group give exactly 0, and a reply that is cut off loses
-`truncation_penalty` where a method needs no critic.
+scaled by the reward model's moments, equal scores of a group give exactly 0, and a reply that is cut off gets no more
+than the worst that came to its end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _GROUPS: dict[str, Any] = {
     "epochs": 1,
     "dual_clip": None,
     "whiten_advantages": False,
-    "truncated": "penalize",
 }
 
 METHODS: Mapping[str, dict[str, Any]] = {
@@ -31,9 +30,9 @@ METHODS: Mapping[str, dict[str, Any]] = {
     | {"loss_mean": "replies", "kl": {"controller": "fixed", "coef": 0.04, "place": "loss", "estimator": "k3"}},
     # Liu et al. 2025, "Understanding R1-Zero-like training": neither deviation nor length divides.
     "dr_grpo": _GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": _NO_KL},
-    # Yu et al. 2025: clip-higher, means over tokens, soft punishment of overlong replies, no KL. Not here: sampling
-    # again in place of groups that teach nothing.
-    "dapo": _GROUPS | {"clip_range_high": 0.28, "overlong_buffer": 4, "kl": _NO_KL},
+    # Yu et al. 2025: clip-higher, means over tokens, soft punishment of overlong replies, no KL, other prompts in place
+    # of groups that teach nothing. Ours: after two rounds what still ties stays, and counts nothing.
+    "dapo": _GROUPS | {"clip_range_high": 0.28, "overlong_buffer": 4, "resample_rounds": 2, "kl": _NO_KL},
     # Zheng et al. 2025: the ratio of a whole reply, of which the clip range is some thousandths.
     "gspo": _GROUPS
     | {

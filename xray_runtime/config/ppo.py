@@ -73,6 +73,9 @@ class PPOStageConfig(TrainingConfig):
     """Prompts of one iteration."""
     samples_per_prompt: Count = 1
     """Replies to each of them: the group that `advantages` compares."""
+    resample_rounds: Annotated[int, Field(ge=0, le=16)] = 0
+    """How often an iteration samples other prompts in place of those whose replies all have one reward, and so teach
+    nothing (DAPO's dynamic sampling)."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities are taken at the same temperature."""
@@ -112,9 +115,11 @@ class PPOStageConfig(TrainingConfig):
     stop_kl: Positive | None = 0.5
     """End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per token) exceeds
     this; None: never."""
-    truncated: Literal["bootstrap", "penalize"] = "bootstrap"
-    """What a reply cut off at max_new_tokens gets. `bootstrap`: no score, since a cut is no terminal state, but the
-    critic's value of where it was cut. `penalize`: its score as if it had ended, minus `truncation_penalty`."""
+    truncated: Literal["lowest", "penalize", "bootstrap"] = "lowest"
+    """What a reply cut off at max_new_tokens gets. `lowest`: its score as if it had ended, but no more than the worst
+    of the rollout that did end, so that going on never beats a bad ending. `penalize`: that score minus
+    `truncation_penalty`. `bootstrap`: no score, since a cut is no terminal state, but the critic's value of where it
+    was cut."""
     truncation_penalty: NonNegative = 1.0
     overlong_buffer: Count | None = None
     """A reply's last so many of `max_new_tokens` tokens cost up to 1, linearly (DAPO's soft overlong punishment)."""
@@ -171,12 +176,21 @@ class PPOStageConfig(TrainingConfig):
             )
         if self.critic_in_use == "none" and self.truncated == "bootstrap":
             raise ValueError(
-                f"truncated = 'bootstrap' must be 'penalize' with advantages = {self.advantages!r}: there is no critic "
-                "to say what a reply that was cut off is worth"
+                f"truncated = 'bootstrap' must be 'lowest' or 'penalize' with advantages = {self.advantages!r}: there "
+                "is no critic to say what a reply that was cut off is worth"
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise ValueError(
                 f"overlong_buffer = {self.overlong_buffer} must be at most max_new_tokens = {self.max_new_tokens}"
+            )
+        if self.resample_rounds and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"resample_rounds = {self.resample_rounds} must be 0 with samples_per_prompt = 1: one reply cannot tie"
+            )
+        if self.resample_rounds and self.lag:
+            raise ValueError(
+                f"resample_rounds = {self.resample_rounds} must be 0 with lag = {self.lag}: the generator is at work "
+                "on the next rollout already"
             )
         if self.lag and self.importance_correction == "none":
             raise ValueError(

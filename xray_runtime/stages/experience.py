@@ -16,7 +16,7 @@ from xray_runtime.algorithms.groups import group_advantages, tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import SourceScores, overlong_penalty, statistics, weighted_sum
+from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, Rows, take
 
@@ -71,6 +71,8 @@ def build_experience(
         # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
         bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores["final_values"]))
         rewards = rewards * ended
+    elif config.truncated == "lowest":
+        rewards = lowest_where_cut(rewards, ended)
     else:
         rewards = rewards - config.truncation_penalty * (~ended)
     if config.overlong_buffer is not None:

@@ -4,7 +4,8 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time
+    score     policy, reference, critic and reward model score the replies at the same time;
+              with `resample_rounds` other prompts take the place of those whose replies all score alike
     update    several epochs of clipped minibatch steps on policy and critic
 
 With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
@@ -16,29 +17,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
-from xray_runtime.data.rows import Rows, num_response_tokens, num_rows, take
-from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.data.pairs import TRAIN, prompt_text
+from xray_runtime.data.rows import num_response_tokens, num_rows, take
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
-from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens, text_rows, with_end_of_turn
+from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
+from xray_runtime.stages.scoring import Scorer
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -66,6 +66,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
+        scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
         state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
             clock = PhaseClock()
@@ -76,15 +77,21 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 rollouts.ask(iteration)
                 rollout, sampled = rollouts.take()
-                asked = [prompts[i] for i in rollout.prompts]
-                replies = decode_replies(tokenizer, list(sampled["response_ids"]))
             with clock.phase("score"):
-                columns = prompts.columns(rollout.prompts)
-                rows, scores, sources = _score(
-                    models, config, rewards, stops, asked, sampled, replies, columns, iteration
-                )
-                scaled = scaled_rewards(config, rewards, sources, moments)
-                experience = build_experience(config, rows, sampled, scores, scaled, kl.coef)
+                scored, replaced = scorer.score(rollout.prompts, sampled, iteration), 0
+            for attempt in range(config.resample_rounds):
+                tied = scored.tied(rewards.weights, config.samples_per_prompt)
+                if len(tied) < _most_ranks(config):
+                    break  # none, or too few to share out
+                with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
+                    others, sampled = rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
+                with clock.phase("score"):
+                    first_id = (attempt + 1) * config.rollout_size
+                    scored = scored.replaced(tied, scorer.score(others, sampled, iteration, first_id))
+                replaced += len(tied)
+            with clock.phase("score"):
+                scaled = scaled_rewards(config, rewards, scored.sources, moments)
+                experience = build_experience(config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
                 sums = _update(models, stage, experience, iteration, kl.coef)
@@ -92,12 +99,15 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 rollouts.wait()
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
-            metrics = experience.metrics | reward_metrics(rewards, sources) | _update_metrics(sums)
+            metrics = experience.metrics | reward_metrics(rewards, scored.sources) | _update_metrics(sums)
             metrics |= {"kl/coef": kl.coef} | probed | clock.metrics()
             metrics |= {"rollout/version": rollout.version, "rollout/lag": iteration - rollout.version}
-            metrics["rollout/distinct_replies"] = len(set(replies)) / len(replies)
+            metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
+            if config.resample_rounds:
+                metrics["rollout/resampled_groups"] = replaced / config.samples_per_prompt
+            asked = [prompt_text(prompts[i][0]) for i in scored.prompts]
             if gold is not None:
-                metrics["reward/gold"] = float(np.mean(gold([prompt_text(m) for m, _ in asked], replies)))
+                metrics["reward/gold"] = float(np.mean(gold(asked, scored.replies)))
             if not config.lag:
                 metrics["speed/generate_tokens_per_s"] = experience.num_tokens / clock.seconds["generate"]
             metrics["speed/score_tokens_per_s"] = experience.num_tokens / clock.seconds["score"]
@@ -109,7 +119,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         recorder.table(
             "rollout",
             ["prompt", "reply", "reward"],
-            [[prompt_text(m), reply, float(s)] for (m, _), reply, s in zip(asked, replies, scaled, strict=True)],
+            [[text, reply, float(r)] for text, reply, r in zip(asked, scored.replies, scaled, strict=True)],
         )
         get(models["policy"].save.remote(out, VALUE_HEAD))
         if "critic" in models:
@@ -154,45 +164,16 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
     return models
 
 
+def _most_ranks(config: PPOConfig) -> int:
+    """Over how many ranks the rows of one scoring are shared out, at most."""
+    return max(layout.data_parallel for layout in (config.engine, config.critic_engine or config.engine, config.frozen))
+
+
 @contextmanager
 def _asleep(models: dict[str, ModelHandle]) -> Iterator[None]:
     get_all([model.sleep.remote() for model in models.values()])
     yield
     get_all([model.wake_up.remote() for model in models.values()])
-
-
-def _score(
-    models: dict[str, ModelHandle],
-    config: PPOConfig,
-    rewards: RewardSources,
-    stops: tuple[int, ...],
-    asked: list[tuple[Messages, list[int]]],
-    sampled: Rows,
-    replies: list[str],
-    columns: dict[str, list[Any]],
-    iteration: int,
-) -> tuple[Rows, Rows, SourceScores]:
-    """(rows, scores of policy, reference and critic, raw scores of each source of reward), all at the same time."""
-    prompts, ids = [ids for _, ids in asked], sampled["response_ids"]
-    rows = text_rows(prompts, ids) | {"id": np.arange(len(ids))}
-    whole = text_rows(prompts, (with_end_of_turn(reply, stops) for reply in ids))
-    roles = [role for role in ("policy", "reference", "critic") if role in models]
-    # With a lag the generator is at work too.
-    at_once = len(roles) + len(rewards.roles) + config.lag
-    given = dict.fromkeys(roles, rows)
-    if rewards.branches:
-        given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
-    calls = [models[role].score.remote(given[role], at_once) for role in roles]
-    answers = get_all([*calls, *rewards.requests(models, [m for m, _ in asked], replies, whole, at_once)])
-    scores: Rows = {}
-    for answer in answers[: len(roles)]:
-        scores |= answer
-    messages = [messages for messages, _ in asked]
-    texts = [prompt_text(said) for said in messages]
-    sources = rewards.scores(
-        answers[len(roles) :], texts, replies, scores, messages=messages, columns=columns, step=iteration
-    )
-    return rows, scores, sources
 
 
 def _check_mismatch(mismatch: float, config: PPOConfig) -> None:

@@ -91,6 +91,17 @@ class Rollouts:
         rollout = self._pending.pop(0)
         return rollout, get(rollout.replies)
 
+    def sample_others(self, iteration: int, attempt: int, count: int) -> tuple[list[int], Rows]:
+        """Replies to the next `count` prompts, by the version that `iteration` samples with: (which prompt each is to,
+        the replies).
+
+        Args:
+            attempt: how often others were sampled in this iteration.
+        """
+        config = self._stage.config
+        prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
+        return prompts, get(self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration))
+
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
 

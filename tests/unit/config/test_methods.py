@@ -33,7 +33,9 @@ def test_what_is_written_out_counts_more() -> None:
     ("fields", "message"),
     [
         ({"advantages": "grpo", "truncated": "penalize"}, "samples_per_prompt = 1 must be at least 2"),
-        ({"method": "grpo", "truncated": "bootstrap"}, "truncated = 'bootstrap' must be 'penalize'"),
+        ({"method": "grpo", "truncated": "bootstrap"}, "truncated = 'bootstrap' must be 'lowest' or 'penalize'"),
+        ({"method": "dapo", "lag": 1}, "resample_rounds = 2 must be 0 with lag = 1"),
+        ({"resample_rounds": 1}, "resample_rounds = 1 must be 0 with samples_per_prompt = 1"),
         ({"method": "dapo", "overlong_buffer": 99}, "overlong_buffer = 99 must be at most max_new_tokens = 16"),
         ({"method": "rloo", "prompts_per_iteration": 6, "minibatch_size": 7}, "must divide .* = 24"),
         ({"method": "gepo"}, "method"),

@@ -108,9 +108,10 @@ def test_a_cut_reply_is_bootstrapped_and_earns_no_score() -> None:
     assert column(experience, "returns") == [[0.875, 2.5], [0.21875, -0.125, 2.5]]
     assert experience.num_tokens == 5
     # The final value of a reply that ended (9) is worth nothing: nothing comes after it.
-    assert column(build(data=inputs(final_values=f32([-3, 4]))), "advantages") == BOOTSTRAPPED
+    nothing_after = build(truncated="bootstrap", data=inputs(final_values=f32([-3, 4])))
+    assert column(nothing_after, "advantages") == BOOTSTRAPPED
     # Nor is the score of one that did not.
-    assert column(build(rewards=[2.0, -100.0]), "advantages") == BOOTSTRAPPED
+    assert column(build(rewards=[2.0, -100.0], truncated="bootstrap"), "advantages") == BOOTSTRAPPED
 
 
 def test_a_cut_reply_is_penalized_and_has_no_future() -> None:
@@ -122,6 +123,15 @@ def test_a_cut_reply_is_penalized_and_has_no_future() -> None:
     # Its final value counts nothing here.
     same = build(truncated="penalize", data=inputs(final_values=f32([9, -60])))
     assert column(same, "advantages") == column(experience, "advantages")
+
+
+def test_a_cut_reply_has_no_more_than_the_worst_that_ended() -> None:
+    # Row 0 ended with 2; row 1 was cut, with 5 and with 1.
+    assert build(rewards=[2.0, 5.0]).metrics["reward/mean"] == 2.0
+    assert build(rewards=[2.0, 1.0]).metrics["reward/mean"] == 1.5
+    # None ended: there is nothing to tell them apart by.
+    cut = inputs(ended=np.array([False, False]))
+    assert build(rewards=[2.0, 5.0], data=cut).metrics["reward/mean"] == 2.0
 
 
 def test_the_score_falls_on_the_last_token_and_the_penalty_on_each() -> None:
@@ -300,7 +310,7 @@ def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: 
 
 
 def test_metrics_by_hand() -> None:
-    metrics = build().metrics
+    metrics = build(truncated="bootstrap").metrics
     expected = {
         "reward/mean": 1.0,  # 2 and, cut off, 0
         "reward/std": 1.0,

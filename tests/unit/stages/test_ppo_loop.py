@@ -281,6 +281,37 @@ def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
     assert world.shares == [3, 3, 3, 1, 1] * 2
 
 
+def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInputs, tmp_path: Path) -> None:
+    """Two prompts, two replies each. A function gives the first four replies the same, and all others what differs."""
+    groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2}
+    fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 1, "reward_scaling": "none"}
+    given: list[int] = []
+
+    def late(prompts: list[str], replies: list[str]) -> list[float]:
+        first, count = len(given), len(replies)
+        given.extend(range(count))
+        return [0.0] * count if first == 0 else [float(n) for n in range(count)]
+
+    def attempt_with(name: str, rounds: int) -> tuple[World, FakeRecorder]:
+        given.clear()
+        world, source = World(), RewardTerm(function="late")
+        options = fields | {"resample_rounds": rounds, "rewards": [source]}
+        return world, attempt(inputs, tmp_path / name, world, functions={"late": late}, **options)
+
+    world, recorder = attempt_with("replaced", 2)
+    # A first scoring, one of the others; those do not tie, so there is no second round.
+    assert [call for call in world.calls if "generate" in call] == ["generator generate 0"] * 2
+    assert recorder.points[0]["rollout/resampled_groups"] == 2
+    assert recorder.points[0]["rollout/tied_groups"] == 0
+    assert len(set(world.seeds)) == 8
+    trained = [row for _, rows, *_ in world.batches for row in rows["id"].tolist()]
+    assert sorted(trained) == [4, 5, 6, 7]
+
+    _, recorder = attempt_with("kept", 0)
+    assert recorder.points[0]["rollout/tied_groups"] == 1
+    assert "rollout/resampled_groups" not in recorder.points[0]
+
+
 def test_the_order_of_calls_where_replies_are_sampled_beside_updates(inputs: PPOInputs, tmp_path: Path) -> None:
     world = World()
     recorder = attempt(inputs, tmp_path / "out", world, lag=1, iterations=3)

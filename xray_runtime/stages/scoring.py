@@ -1,0 +1,118 @@
+"""A rollout, and what every model and every source of reward says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from xray_runtime.algorithms.groups import tied_groups
+from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
+from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.rows import Rows, join, take
+from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.stages.common import UniquePrompts, text_rows, with_end_of_turn
+from xray_runtime.workers.protocols import ModelHandle, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.stages.reward_sources import RewardSources
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """Replies with their scores, row by row."""
+
+    prompts: list[int]
+    """Which prompt each reply is to."""
+    replies: list[str]
+    sampled: Rows
+    """What `Generation.generate` returns."""
+    rows: Rows
+    """Prompts and replies in tokens; `id` is a row's own within an iteration."""
+    scores: Rows
+    """Of policy, reference and critic."""
+    sources: SourceScores
+
+    def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
+        """The same with `by` in the rows at `places`."""
+        kept = np.setdiff1d(np.arange(len(self.prompts)), places).tolist()
+
+        def rows(old: Rows, new: Rows) -> Rows:
+            return join([take(old, kept), new], [kept, places])
+
+        def column(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            return old.index_copy(0, torch.tensor(places), new)
+
+        prompts, replies = list(self.prompts), list(self.replies)
+        for place, prompt, reply in zip(places, by.prompts, by.replies, strict=True):
+            prompts[place], replies[place] = prompt, reply
+        values = {name: column(old, by.sources.values[name]) for name, old in self.sources.values.items()}
+        applies = {name: column(old, by.sources.applies[name]) for name, old in self.sources.applies.items()}
+        return ScoredRollout(
+            prompts,
+            replies,
+            rows(self.sampled, by.sampled),
+            rows(self.rows, by.rows),
+            rows(self.scores, by.scores),
+            SourceScores(values, applies),
+        )
+
+    def tied(self, weights: Mapping[str, float], group_size: int) -> list[int]:
+        """The rows of groups, of `group_size` replies to one prompt each, whose rewards as scored are all the same."""
+        groups = torch.arange(len(self.prompts)) // group_size
+        tied: list[int] = tied_groups(weighted_sum(self.sources, weights), groups)[groups].nonzero()[:, 0].tolist()
+        return tied
+
+
+class Scorer:
+    """Scores rollouts with the models of a stage.
+
+    Args:
+        stops: tokens that end a reply.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelHandle],
+        config: PPOConfig,
+        rewards: RewardSources,
+        tokenizer: Any,
+        stops: tuple[int, ...],
+        prompts: UniquePrompts,
+    ) -> None:
+        self._models, self._config, self._rewards = models, config, rewards
+        self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
+
+    def score(self, prompts: list[int], sampled: Rows, iteration: int, first_id: int = 0) -> ScoredRollout:
+        """Replies to `prompts` (their numbers), scored by all at the same time."""
+        models, rewards = self._models, self._rewards
+        asked, ids = [self._prompts[i] for i in prompts], sampled["response_ids"]
+        messages, prompt_ids = [said for said, _ in asked], [tokens for _, tokens in asked]
+        replies = decode_replies(self._tokenizer, list(ids))
+        rows = text_rows(prompt_ids, ids) | {"id": np.arange(first_id, first_id + len(ids))}
+        whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
+        roles = [role for role in ("policy", "reference", "critic") if role in models]
+        # With a lag the generator is at work too.
+        at_once = len(roles) + len(rewards.roles) + self._config.lag
+        given = dict.fromkeys(roles, rows)
+        if rewards.branches:
+            given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+        calls = [models[role].score.remote(given[role], at_once) for role in roles]
+        answers = get_all([*calls, *rewards.requests(models, messages, replies, whole, at_once)])
+        scores: Rows = {}
+        for answer in answers[: len(roles)]:
+            scores |= answer
+        sources = rewards.scores(
+            answers[len(roles) :],
+            [prompt_text(said) for said in messages],
+            replies,
+            scores,
+            messages=messages,
+            columns=self._prompts.columns(prompts),
+            step=iteration,
+        )
+        return ScoredRollout(prompts, replies, sampled, rows, scores, sources)
