@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefect import flow
+
 import xray
 from benchmarks.machine import line, machine, table
 from examples.math_grpo import correct, write_problems
 
 PROMPTS, SAMPLES, MAX_NEW_TOKENS = 32, 8, 4
-ITERATIONS = 30
+ITERATIONS, PAIRS = 30, 600
 CONTROL = "shuffled"
 
 
@@ -64,6 +66,7 @@ def by_dpo(sft: Any, data: Any, name: str) -> Any:
         data=data,
         source="rewards",
         rewards=[xray.reward(correct)],
+        num_prompts=PAIRS,
         samples=SAMPLES,
         max_new_tokens=MAX_NEW_TOKENS,
         name=f"{name}-pairs",
@@ -80,6 +83,7 @@ def by_best_of_n(sft: Any, data: Any, name: str) -> Any:
             data,
             rewards=[xray.reward(correct)],
             min_reward=1.0,
+            num_prompts=PAIRS,
             samples=SAMPLES,
             max_new_tokens=MAX_NEW_TOKENS,
             name=f"{name}-kept-{number}",
@@ -99,22 +103,18 @@ METHODS: dict[str, Callable[[Any, Any, str], Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--output", type=Path, default=Path("runs/learning"))
-    options = parser.parse_args()
-    output, about = options.output.absolute(), machine()
+@flow(task_runner=xray.task_runner(), persist_result=False)
+def learning(output: Path, seeds: int, methods: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Method → the evaluation of each seed."""
     problems = output / "problems.jsonl"
     write_problems(problems)
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in options.methods}
-    for seed in range(options.seeds):
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for seed in range(seeds):
         with xray.workspace(output, project="learning", seed=seed):
             data = xray.prepare(source=str(problems), min_chars=1, heldout_fraction=0.2)
             base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
             sft = xray.sft(base, data=data, steps=200, max_response_tokens=4)
-            for method in options.methods:
+            for method in methods:
                 name = method.replace("+", "p").replace("_", "-")
                 judged = xray.evaluate(
                     METHODS[method](sft, data, name),
@@ -125,8 +125,19 @@ def main() -> None:
                     max_new_tokens=MAX_NEW_TOKENS,
                     name=f"{name}-evaluate",
                 )
+                # One after the other: side by side they need the memory of all.
                 found[method].append(json.loads((judged.result().path / "evaluation.json").read_text()))
-    print(f"{about}; {options.seeds} seeds, {found[options.methods[0]][0]['samples']} held-out problems\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--output", type=Path, default=Path("runs/learning"))
+    options = parser.parse_args()
+    found = learning(options.output.absolute(), options.seeds, options.methods)
+    print(f"{machine()}; {options.seeds} seeds, {found[options.methods[0]][0]['samples']} held-out problems\n")
     table(("method", *(f"seed {seed}: before → after" for seed in range(options.seeds)), "learns"), [])
     for method, evaluations in found.items():
         cells = []

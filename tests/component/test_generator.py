@@ -22,6 +22,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.engines.generation.sampling import Generation, Place, Sampling
 from xray_runtime.errors import root_cause
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.stages.common import text_rows
@@ -84,6 +85,19 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
     # As the temperature goes to 0, replies are transformers' greedy ones.
     cold = generate(models, prompts, 0, dataclasses.replace(SAMPLING, temperature=0.01))
     assert [reply.tolist() for reply in cold["response_ids"]] == _greedy(tiny_model, prompts)
+
+    # Options leave the same tokens in every library: one, here, of logits with a penalty on what was said.
+    choosy = dataclasses.replace(SAMPLING, top_k=1, repetition_penalty=1.5)
+    chosen = [reply.tolist() for reply in generate(models, prompts, 0, choosy)["response_ids"]]
+    assert chosen == _greedy(tiny_model, prompts, penalty=1.5)
+    # A text ends a reply with the token that completes it.
+    tokenizer = load_tokenizer(tiny_model)
+    text = next(text for reply in chosen if (text := tokenizer.decode(reply[1], skip_special_tokens=True)).strip())
+    stopped = generate(models, prompts, 0, dataclasses.replace(choosy, stop=(text,)))
+    for reply, whole, ended in zip(stopped["response_ids"], chosen, stopped["ended"], strict=True):
+        assert whole[: len(reply)] == reply.tolist()
+        assert (text in tokenizer.decode(whole, skip_special_tokens=True)) <= bool(ended)
+    assert sum(stopped["response_ids"].lengths) < sum(map(len, chosen))
 
     # A reply depends on its own seed alone, not on its neighbours.
     some = generate(models, take(prompts, [4, 1]), 0)
@@ -157,8 +171,8 @@ def _logprobs(
     return expected
 
 
-def _greedy(directory: Path, prompts: Rows) -> list[list[int]]:
-    """What argmax gives, token by token, up to and with the end token."""
+def _greedy(directory: Path, prompts: Rows, penalty: float = 1.0) -> list[list[int]]:
+    """What argmax gives, token by token, up to and with the end token; `penalty`: on tokens that are there already."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
@@ -166,7 +180,10 @@ def _greedy(directory: Path, prompts: Rows) -> list[list[int]]:
     for ids in prompts["input_ids"]:
         tokens, length = ids.tolist(), len(ids)
         while len(tokens) < length + SAMPLING.max_new_tokens:
-            tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
+            logits = lm(torch.tensor([tokens])).logits[0, -1]
+            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+            there = torch.isin(torch.arange(len(logits)), torch.tensor(tokens))
+            tokens.append(int(torch.where(there, penalized, logits).argmax()))
             if tokens[-1] in SAMPLING.stop_token_ids:
                 break
         replies.append(tokens[length:])

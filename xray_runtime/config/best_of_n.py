@@ -6,19 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, Positive
+from xray_runtime.config.engines import Count
 from xray_runtime.config.ppo import JudgingConfig
+from xray_runtime.config.sampling import SamplingConfig
 
 
-class GroupsConfig(JudgingConfig):
+class GroupsConfig(SamplingConfig, JudgingConfig):
     """What is sampled and scored."""
 
     samples: Annotated[int, Field(ge=2)] = 8
     """Replies to each prompt."""
     num_prompts: Count | None = None
     """Prompts that are asked, at most (None: all)."""
-    max_new_tokens: Annotated[int, Field(ge=2)] = 16
-    temperature: Positive = 1.0
     truncated: Literal["drop", "keep"] = "drop"
     """Whether replies cut off at `max_new_tokens` may be chosen: trained on, they would seem to end there."""
 

@@ -13,14 +13,13 @@ from xray_runtime.config.engines import (
     UnitInterval,
 )
 from xray_runtime.config.ppo import JudgingConfig
+from xray_runtime.config.sampling import SamplingConfig
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(SamplingConfig):
     """The tuned policy against the SFT model on held-out prompts."""
 
     num_prompts: Annotated[int, Field(ge=8)] = 256
-    max_new_tokens: Annotated[int, Field(ge=2)] = 16
-    temperature: Positive = 1.0
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind the 95% intervals."""
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24

@@ -24,6 +24,7 @@ from xray_runtime.config.engines import (
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sampling import BIASING, Stop
 from xray_runtime.config.sources import Gold
 
 
@@ -79,6 +80,8 @@ class PPOStageConfig(TrainingConfig):
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities are taken at the same temperature."""
+    stop: Stop = Field(default_factory=list)
+    """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
     lag: Literal[0, 1] = 0
     """`1`: the next rollout is sampled by the weights of before this iteration's update, while that is at work. Replies
     are then one update old when they are trained on, which importance weights correct; the first ones are not."""
@@ -160,7 +163,15 @@ class PPOStageConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_method(cls, given: Any) -> Any:
-        return with_method(given) if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping):
+            return given
+        for field in BIASING:
+            if field in given:
+                raise ValueError(
+                    f"{field} = {given[field]!r} is not allowed: ratios are taken of log-probabilities over the whole "
+                    "vocabulary, which replies sampled from a part of it would bias; change temperature"
+                )
+        return with_method(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -13,17 +13,16 @@ from xray_runtime.config.engines import (
     Positive,
     Section,
 )
+from xray_runtime.config.sampling import SamplingConfig
 from xray_runtime.config.sources import Gold, Source
 
 
-class GoldPreferences(Section):
+class GoldPreferences(SamplingConfig):
     """Two sampled replies to one prompt, labelled by a gold score through a Bradley–Terry draw."""
 
     source: Literal["gold"] = "gold"
     num_pairs: Annotated[int, Field(ge=8)] = 2000
     """Pairs to sample, training and held-out together."""
-    max_new_tokens: Annotated[int, Field(ge=2)] = 16
-    temperature: Positive = 1.0
     sharpness: Positive = 4.0
     """P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, as people's are."""
     heldout_fraction: Fraction = 0.1

@@ -42,7 +42,7 @@ def sample_replies(
     config: EvaluationConfig = stage.config
     seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
     stops = stops_of(model, tokenizer)
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id)
+    sampling = Sampling.of(config, stops, tokenizer.pad_token_id)
     rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
     answer = get(generator.generate.remote(rows, sampling, version))
     return [reply.tolist() for reply in answer["response_ids"]]

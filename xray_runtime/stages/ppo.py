@@ -61,7 +61,9 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments = RunningMoments()
     stops = stops_of(stage.inputs.policy.path, tokenizer)
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id)
+    sampling = Sampling(
+        config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
+    )
 
     with stage.open_models(_models(stage, rewards)) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}

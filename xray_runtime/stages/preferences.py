@@ -131,7 +131,7 @@ def _from_gold(
         )
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops_of(policy, tokenizer), tokenizer.pad_token_id)
+    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
     replies: list[str] = []
     with stage.open_models({"generator": generator}) as models:

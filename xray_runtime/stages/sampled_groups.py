@@ -71,7 +71,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     num_replies = len(order) * config.samples
     # Equal ones: a small last one might have fewer rows than a reward model has ranks.
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops_of(policy, tokenizer), tokenizer.pad_token_id)
+    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
     sources, done = RewardSources(stage), _Done()
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
     with stage.open_models({"generator": generator, **sources.specs()}) as models:

@@ -3,8 +3,10 @@
 What all engines have in common, whichever library is under them:
 
 - each reply is drawn with a seed of its own, so it depends neither on its neighbours nor on the batch;
-- it ends with one of the stop tokens or, marked as not `ended`, after `max_new_tokens`;
-- its log-probabilities are at the sampling temperature, over the whole vocabulary;
+- it ends with one of the stop tokens, with the token that completes a text of `stop` or, marked as not `ended`, after
+  `max_new_tokens`;
+- its log-probabilities are at the sampling temperature, over what `top_k`, `top_p` and `min_p` leave: by default the
+  whole vocabulary;
 - replies are of exactly the policy version asked for, or an error.
 
 Engines agree in log-probabilities (float rounding apart), and in replies as the temperature goes to 0; at higher
@@ -13,6 +15,7 @@ temperatures each library draws from its own random numbers.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from safetensors import safe_open
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sampling import SamplingConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.versioned import Tensors, VersionedWeights
@@ -40,6 +44,18 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a reply, whichever comes first: `models.causal_lm.stop_tokens`."""
     pad_token_id: int
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply too; they stay in it."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, config: SamplingConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
+        """As `config` says."""
+        fields = {name: getattr(config, name) for name in SamplingConfig.model_fields}
+        return cls(**fields | {"stop": tuple(config.stop)}, stop_token_ids=stop_token_ids, pad_token_id=pad_token_id)
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class Generation:
     def __init__(
         self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place
     ) -> None:
-        self._shape = _shape(directory, max_length, config)
+        self._shape, self._directory = _shape(directory, max_length, config), directory
         self._sampler = _open(directory, max_length, config, runtime, place)
         self._held = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
 
@@ -104,6 +120,7 @@ class Generation:
 
     def restart(self, directory: Path) -> None:
         """Hold the weights of `directory` as version 0, as if started on it."""
+        self._directory = directory
         self._held.restart(directory)
 
     def forget(self) -> None:
@@ -138,11 +155,35 @@ class Generation:
         """
         self._held.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
+        ended = [reply.ended(sampling) for reply in replies]
+        if sampling.stop:
+            from xray_runtime.models.causal_lm import load_tokenizer
+
+            tokenizer = load_tokenizer(self._directory)
+            cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
+            ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
+            replies = [after or before for before, after in zip(replies, cut, strict=True)]
         return {
             "response_ids": Ragged.of(reply.token_ids for reply in replies),
             "rollout_logprobs": Ragged.of((reply.logprobs for reply in replies), np.float32),
-            "ended": np.array([reply.ended(sampling) for reply in replies]),
+            "ended": np.array(ended),
         }
+
+
+def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:
+    """`reply` up to the token that completes one of the texts `stop`; None where it holds none.
+
+    Engines sample without a tokenizer, so what comes after is sampled and thrown away. A reply is the same without it.
+    """
+
+    def holds_one(num_tokens: int) -> bool:
+        text = tokenizer.decode(reply.token_ids[:num_tokens], skip_special_tokens=True)
+        return any(each in text for each in stop)
+
+    if not holds_one(len(reply.token_ids)):
+        return None
+    end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_one)
+    return Reply(reply.token_ids[:end], reply.logprobs[:end])
 
 
 def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place) -> Sampler:

@@ -50,24 +50,43 @@ class SeededSampling(transformers.LogitsProcessor):
     `generate`'s own argmax no choice.
     """
 
-    def __init__(self, seeds: list[int], temperature: float, device: torch.device) -> None:
+    def __init__(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
-        self._temperature = temperature
+        self._sampling, self._seen = sampling, [torch.tensor(prompt, device=device) for prompt in prompts]
+        self._limits = transformers.LogitsProcessorList()
+        # In vLLM's order: each leaves less for the next.
+        if sampling.min_p:
+            self._limits.append(transformers.MinPLogitsWarper(sampling.min_p))
+        if sampling.top_k is not None:
+            self._limits.append(transformers.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._limits.append(transformers.TopPLogitsWarper(sampling.top_p))
         self.logprobs: list[torch.Tensor] = []
         """By step: [B] float32."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        logprobs = torch.log_softmax(scores.float() / self._temperature, -1)
+        scores = self._penalized(scores.float()) / self._sampling.temperature
+        logprobs = torch.log_softmax(self._limits(input_ids, scores), -1)
         draws = [torch.rand(scores.shape[1], generator=g, device=scores.device) for g in self._generators]
         gumbel = -torch.log(-torch.log(torch.stack(draws).clamp_(1e-20, 1 - 2**-24)))
         chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
+        self._seen = [torch.cat(row) for row in zip(self._seen, chosen, strict=True)]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+    def _penalized(self, scores: torch.Tensor) -> torch.Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1.0:
+            return scores
+        seen = torch.stack(
+            [torch.zeros_like(row).index_fill_(0, ids, 1.0) for row, ids in zip(scores, self._seen, strict=True)]
+        )
+        return torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
 def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
     """The tokens of one reply as they are sampled, end token included: for a person who reads along."""
-    drawing = SeededSampling([seed], sampling.temperature, lm.device)
+    drawing = SeededSampling([prompt], [seed], sampling, lm.device)
     ids, cache = torch.tensor([prompt], device=lm.device), None
     for _ in range(sampling.max_new_tokens):
         # Not around the loop: whoever reads along does other things between two tokens.
@@ -114,7 +133,7 @@ def _batch(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    drawing = SeededSampling(seeds, sampling.temperature, device)
+    drawing = SeededSampling(prompts, seeds, sampling, device)
     with torch.inference_mode():
         tokens = generate(
             input_ids=ids.to(device),

@@ -101,6 +101,10 @@ class VLLMSampler:
             self._vllm.SamplingParams(
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or 0,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
                 seed=seed,
                 logprobs=0,
                 detokenize=False,
