@@ -270,9 +270,19 @@ def private_ray() -> Iterator[None]:
         return
     directory = tempfile.mkdtemp(prefix="xray-")
     with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token(), "RAY_TMPDIR": directory}):
+        if "ray" in sys.modules:
+            _read_environment_again()
         yield
     # Those of a run that failed are kept, for whoever looks for the reason.
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _read_environment_again() -> None:
+    """Ray reads its settings when it is imported, which a script may have done before it opened a workspace."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @functools.cache
