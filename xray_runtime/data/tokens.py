@@ -103,11 +103,6 @@ class Tokens:
         ids: list[int] = self._ids["input_ids"][number].row(place)[: self.prompt_lengths[row]].tolist()
         return ids
 
-    def fitting(self, max_prompt: int, max_reply: int) -> np.ndarray:
-        """The rows whose prompt and reply, end token included, have at most so many tokens; the reply at least 2."""
-        replies = self.lengths["input_ids"] - self.prompt_lengths
-        return np.flatnonzero((self.prompt_lengths <= max_prompt) & (replies >= 2) & (replies <= max_reply))
-
     def different_prompts(self, max_prompt: int) -> np.ndarray:
         """The first row of each different prompt of at most `max_prompt` tokens."""
         rows = np.flatnonzero(self.prompt_lengths <= max_prompt)
