@@ -473,6 +473,28 @@ def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, t
             assert value == first.points[2][name], name
 
 
+def test_a_stage_that_samples_other_prompts_goes_on_as_if_nothing_had_happened(
+    inputs: PPOInputs, tmp_path: Path
+) -> None:
+    """Which prompts were taken for others is in the snapshot with the cursor: the next iteration asks the same."""
+    groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "resample_rounds": 2}
+    fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 3, "rewards": [RewardTerm(function="odd")]}
+
+    def odd(prompts: list[str], replies: list[str]) -> list[float]:
+        return [float(sum(map(ord, reply)) % 2) for reply in replies]
+
+    whole, resumed, functions = World(surer_by=0.1), World(surer_by=0.1), {"odd": odd}
+    first = attempt(inputs, tmp_path / "whole", whole, functions=functions, **fields)
+    assert sum(point["rollout/resampled_groups"] for point in first.points[:2]) > 0
+    newest = first.snapshots[-1]
+    second = attempt(inputs, tmp_path / "resumed", resumed, newest=newest, functions=functions, **fields)
+    found, expected = (list(map(plain, world.batches)) for world in (resumed, whole))
+    np.testing.assert_equal(found, expected[-len(found) :])
+    for name, value in second.points[0].items():
+        if not name.startswith(("seconds/", "speed/")):
+            assert value == first.points[2][name], name
+
+
 def test_references_of_values_at_hand() -> None:
     assert get(Ready(3)) == 3
     assert get_all([Ready("a"), Ready("b")]) == ["a", "b"]
