@@ -279,10 +279,11 @@ def private_ray() -> Iterator[None]:
 
 def _read_environment_again() -> None:
     """Ray reads its settings when it is imported, which a script may have done before it opened a workspace."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray import _raylet
 
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = _raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @functools.cache
