@@ -47,6 +47,7 @@ from xray_runtime.workers.pool import open_worker_pool
 
 log = logging.getLogger(__name__)
 
+PROGRESS_SECONDS = 5
 STOP_SECONDS = 60
 """How long stages have for their last snapshots when the run is interrupted."""
 
@@ -309,7 +310,8 @@ class Workspace(Graph):
         """Start the processes that the next two stages after one at work will need: importing takes seconds."""
         # Nothing is lost where it fails: the next stage starts what it lacks.
         with contextlib.suppress(ray.exceptions.RayError):
-            at_work = {name for name in ray.get(self.progress.read.remote()) if not self._tasks.has_ended(name)}
+            progress = ray.get(self.progress.read.remote(), timeout=PROGRESS_SECONDS)
+            at_work = {name for name in progress if not self._tasks.has_ended(name)}
             if self._prestarted == (at_work, len(self.calls)):
                 return
             self._prestarted = at_work, len(self.calls)

@@ -1,4 +1,4 @@
-"""Graphs that learn without a loop of their own: sampled pairs and DPO, the best of n and SFT, in rounds."""
+"""Graphs that learn without PPO: sampled pairs and DPO, the best of n and SFT, in rounds; and DPO and GRPO killed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from tests.e2e.conftest import ROOT, XRAY, environment, xray
 
 DPO = ["ppo=null", "reward=null", "dpo={batch_size: 4, epochs: 30}", "runtime.snapshot_every=1"]
 """Three hundred steps in place of PPO."""
+GRPO = [
+    *("preferences=null", "reward=null", "rewards=[{verifier: {kind: regex, pattern: '[aeiou]'}}]"),
+    "ppo={stages: [{method: grpo, resample_rounds: 1, iterations: 60, prompts_per_iteration: 4, samples_per_prompt: 4, "
+    "minibatch_size: 8, max_new_tokens: 8, lr: 0.001}]}",
+    "runtime.snapshot_every=1",
+]
+"""Groups of four, judged by a pattern; those that tie are replaced."""
 
 
 @pytest.mark.timeout(1800)
@@ -45,8 +52,17 @@ def test_each_round_learns_from_what_the_one_before_samples(
 
 
 @pytest.mark.timeout(1800)
-def test_a_lifecycle_with_dpo_is_killed_and_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    settings = [part for field in DPO for part in ("--set", field)]
+@pytest.mark.parametrize(
+    ("fields", "stage", "before"),
+    [
+        pytest.param(DPO, "dpo", ["sft", "preferences"], id="dpo"),
+        pytest.param(GRPO, "ppo-1", ["sft"], id="grpo", marks=pytest.mark.long),
+    ],
+)
+def test_a_lifecycle_is_killed_and_goes_on_to_the_same_bytes(
+    fields: list[str], stage: str, before: list[str], tmp_path: Path
+) -> None:
+    settings = [part for field in fields for part in ("--set", field)]
     output = tmp_path / "killed"
     command = ["run", "configs/tiny.yaml", *settings, "--output"]
     process = subprocess.Popen(
@@ -57,7 +73,7 @@ def test_a_lifecycle_with_dpo_is_killed_and_goes_on_to_the_same_bytes(tmp_path: 
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 600
-    while sum(path.read_bytes().count(b"\n") for path in output.glob("records/dpo-*/metrics.jsonl")) < 20:
+    while sum(path.read_bytes().count(b"\n") for path in output.glob(f"records/{stage}-*/metrics.jsonl")) < 20:
         assert process.poll() is None, f"it ended with {process.returncode}"
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -69,17 +85,18 @@ def test_a_lifecycle_with_dpo_is_killed_and_goes_on_to_the_same_bytes(tmp_path: 
     resumed, undisturbed = (xray(*command, str(place), "--json") for place in (output, tmp_path / "undisturbed"))
     assert resumed.code == undisturbed.code == 0, resumed.err + undisturbed.err
     stages = [
-        {stage["name"]: stage["checkpoint"]["sha256"] for stage in outcome.lifecycle["stages"]}
+        {each["name"]: each["checkpoint"]["sha256"] for each in outcome.lifecycle["stages"]}
         for outcome in (resumed, undisturbed)
     ]
-    assert list(stages[0]) == ["prepare", "base", "sft", "preferences", "dpo", "evaluate"]
+    assert list(stages[0]) == ["prepare", "base", *before, stage, "evaluate"]
     assert stages[0] == stages[1]
-    dpo = next(stage for stage in resumed.lifecycle["stages"] if stage["name"] == "dpo")
-    assert dpo["attempts"] == 2
+    killed = next(each for each in resumed.lifecycle["stages"] if each["name"] == stage)
+    assert killed["attempts"] == 2
     assert resumed.lifecycle["registered"]["name"] == "xray-tiny-policy"
     assert xray("audit", "--all", "--output", str(output)).code == 0
-    # It learned what the pairs say, and every point of its curve is there once.
-    [path] = output.glob("records/dpo-*/metrics.jsonl")
+    # Every point of its curve is there once; DPO learned what the pairs say.
+    [path] = output.glob(f"records/{stage}-*/metrics.jsonl")
     points = [json.loads(line) for line in path.read_text().splitlines()]
     assert [point["step"] for point in points] == list(range(len(points)))
-    assert points[-1]["metrics"]["dpo/loss"] < points[0]["metrics"]["dpo/loss"]
+    if stage == "dpo":
+        assert points[-1]["metrics"]["dpo/loss"] < points[0]["metrics"]["dpo/loss"]
