@@ -308,8 +308,7 @@ class Workspace(Graph):
 
     def _start_ahead(self) -> None:
         """Start the processes that the next two stages after one at work will need: importing takes seconds."""
-        # Nothing is lost where it fails: the next stage starts what it lacks.
-        with contextlib.suppress(ray.exceptions.RayError):
+        try:
             progress = ray.get(self.progress.read.remote(), timeout=PROGRESS_SECONDS)
             at_work = {name for name in progress if not self._tasks.has_ended(name)}
             if self._prestarted == (at_work, len(self.calls)):
@@ -318,6 +317,9 @@ class Workspace(Graph):
             after = self._taking(at_work)
             for call in [*after, *self._taking({call.name for call in after})]:
                 prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
+        except Exception:
+            # Nothing is lost: the next stage starts what it lacks. And the thread that follows the tasks must go on.
+            log.debug("no processes were started ahead", exc_info=True)
 
     def _taking(self, stages: Set[str]) -> list[StageCall]:
         """The stages on their way that take from one of `stages`."""
