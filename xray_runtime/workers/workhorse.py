@@ -137,7 +137,8 @@ class Workhorse(FileReceiver):
         # is bound and does not listen keeps it for those who bind its number with SO_REUSEADDR, as torch's store does.
         self._meeting = socket.socket()
         self._meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._meeting.bind((host, 0))
+        # On all addresses, as torch will listen: a server on loopback alone would else be given the same port.
+        self._meeting.bind(("", 0))
         return host, int(self._meeting.getsockname()[1])
 
     def _close_meeting(self) -> None:
