@@ -48,6 +48,7 @@ from xray_runtime.workers.pool import open_worker_pool
 log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5
+"""How long the progress actor has to answer."""
 STOP_SECONDS = 60
 """How long stages have for their last snapshots when the run is interrupted."""
 
@@ -123,8 +124,8 @@ class Workspace(Graph):
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
         self._tasks = SubmittedTasks(self._take, self._start_ahead)
-        self._prestarted: object = None
-        """What was at work when processes were last started ahead."""
+        self._prestarted: tuple[set[str], int] | None = None
+        """Stages at work, and how many were called, when processes were last started ahead."""
         self._stack = contextlib.ExitStack()
 
     # Opening and closing

@@ -18,8 +18,8 @@ from xray_runtime.config.rewards import RegexVerifier, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.stages.artifacts import Dataset, Model
+from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")

@@ -24,8 +24,8 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.stages.artifacts import Dataset, Model
+from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.generator import Generator

@@ -19,8 +19,9 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.errors import StageOutOfMemoryError
 from xray_runtime.stages.artifacts import Dataset, Model
+from xray_runtime.stages.inputs import SFTInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import SFT, SFTInputs
+from xray_runtime.stages.kinds import SFT
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.tracking.recorder import StageRecorder
 from xray_runtime.workers.opening import model_opener

@@ -24,8 +24,8 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
 from xray_runtime.stages import best_of_n, dpo, kto
 from xray_runtime.stages.artifacts import Dataset, Model, Preferences
+from xray_runtime.stages.inputs import BestOfNInputs, DPOInputs, KTOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import BestOfNInputs, DPOInputs, KTOInputs
 from xray_runtime.store.snapshots import Snapshot
 
 PAIRS, BATCH, STEPS = 24, 8, 6

@@ -26,8 +26,8 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.artifacts import REWARD_HEAD, Dataset
 from xray_runtime.stages.common import text_rows
+from xray_runtime.stages.inputs import RewardBaseInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import RewardBaseInputs
 from xray_runtime.stages.reward_base import run
 from xray_runtime.stages.reward_reader import RewardReader
 from xray_runtime.workers.learner import as_tensors

@@ -1,19 +1,13 @@
 """The tokens of a dataset: made once for each tokenizer, kept beside the dataset, mapped into memory.
 
-    checkpoints/prepare-ab12….tokens-/KEY-DIGEST.arrow
-
-KEY is a digest of all that decides what is in it: the bytes of the pairs, the tokenizer, the code that encodes, its
-libraries; DIGEST is of its own bytes. What is damaged or half written is found by that, and made again. The whole
-directory may be deleted at any time.
+Their key (`derived`) is a digest of all that decides them: the bytes of the pairs, the tokenizer, the code that
+encodes, its libraries.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -23,18 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 import xxhash
-from filelock import FileLock
 
+from xray_runtime.data.derived import derived_directory, derived_file, file_digest
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
-from xray_runtime.files import sync
 
-log = logging.getLogger(__name__)
-
-SUFFIX = ".tokens-"
-"""Of the directory beside a dataset's."""
+ENDING = ".arrow"
 SHARD_ROWS = 8192
 """Rows of a record batch; the last one has what is left. As many are tokenized at a time."""
 ENCODING = ("chat_format", "control_tokens", "conversations", "tokenizing", "tokens")
@@ -134,14 +124,16 @@ def stored(
         form: names what `make` gives; the code of `CODE` decides the rest.
         make: at least one batch.
     """
-    folder = pairs.parent.with_name(pairs.parent.name + SUFFIX)
-    folder.mkdir(exist_ok=True)
-    key = _key(pairs, form, tokenizer)
-    # Trials of a search come here at the same time: one makes them, the others wait.
-    with FileLock(folder / f"{key}.lock"):
-        path = _sound(folder, key) or _written(folder, key, make())
-        source = pa.memory_map(str(path))
-    file = pa.ipc.open_file(source)
+
+    def write(path: Path) -> None:
+        batches = make()
+        first = next(batches)
+        with pa.ipc.new_file(str(path), first.schema) as file:
+            for batch in chain([first], batches):
+                file.write_batch(batch)
+
+    path = derived_file(derived_directory(pairs.parent), _key(pairs, form, tokenizer), ENDING, write)
+    file = pa.ipc.open_file(pa.memory_map(str(path)))
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
 
@@ -150,39 +142,11 @@ def _key(pairs: Path, form: str, tokenizer: Any) -> str:
     with tempfile.TemporaryDirectory() as directory:
         # Written by itself, so that it does not matter which checkpoint it was read from.
         tokenizer.save_pretrained(directory)
-        files = {path.name: _file_digest(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
-    code = [_file_digest(Path(file)) for file in CODE]
+        files = {path.name: file_digest(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+    code = [file_digest(Path(file)) for file in CODE]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    content = json.dumps([_file_digest(pairs), form, files, code, versions], sort_keys=True)
+    content = json.dumps([file_digest(pairs), form, files, code, versions], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(content.encode())
-
-
-def _sound(folder: Path, key: str) -> Path | None:
-    """The file of this key, if its bytes are those it was named after; a damaged one is deleted."""
-    for path in folder.glob(f"{key}-*.arrow"):
-        if path.stem == f"{key}-{_file_digest(path)}":
-            return path
-        log.warning("%s is damaged: the tokens are made again", path)
-        path.unlink()
-    return None
-
-
-def _written(folder: Path, key: str, batches: Iterator[pa.RecordBatch]) -> Path:
-    # The lock is ours: what lies here was left by a process that is gone.
-    building = folder / f"{key}.building"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    path = building / "tokens.arrow"
-    first = next(batches)
-    with pa.ipc.new_file(str(path), first.schema) as file:
-        for batch in chain([first], batches):
-            file.write_batch(batch)
-    sync(path)
-    place = folder / f"{key}-{_file_digest(path)}.arrow"
-    os.replace(path, place)
-    sync(folder)
-    building.rmdir()
-    return place
 
 
 def _encoded(pairs: Pairs[Any], replies: dict[str, str], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
@@ -218,12 +182,3 @@ def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:
     yield part
     while part := list(islice(walk, SHARD_ROWS)):
         yield part
-
-
-def _file_digest(path: Path) -> str:
-    # By plain reads: a map would count as memory of this process.
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.tokens import SUFFIX as TOKENS
+from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Artifact, Comparison, Dataset, Evaluation, Preferences, is_a

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xray_runtime.data.tokens import SUFFIX as TOKENS
+from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.preference_losses import implicit_rewards, kto_losses, pair_losses
+from xray_runtime.algorithms.statistics import wins
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, sequences
 
@@ -33,29 +34,29 @@ class DPOObjective:
         return {"logprobs": _reply_logprobs(module, rows)[0]}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        config = self.config
         logprobs, num_tokens = _reply_logprobs(module, rows)
         reference = torch.cat([rows["ref_chosen"], rows["ref_rejected"]]) if "ref_chosen" in rows else None
-        rewards = implicit_rewards(logprobs, reference, num_tokens, config.loss, config.beta)
-        chosen, rejected = rewards.chunk(2)
-        loss = pair_losses(
-            chosen,
-            rejected,
-            config.loss,
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            gamma=config.gamma,
-        ).sum()
+        losses, stats = self.of_pairs(logprobs, reference, num_tokens)
+        of_chosen, of_rejected = logprobs.detach().chunk(2)
+        stats |= {"chosen_logprobs": of_chosen, "rejected_logprobs": of_rejected}
+        return losses.sum() / totals["pairs"], {name: values.sum() for name, values in stats.items()}
+
+    def of_pairs(
+        self, logprobs: Tensor, reference: Tensor | None, num_tokens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(the loss of each pair [P]; `loss`, `correct` and `margin` of each, detached).
+
+        Args:
+            logprobs, reference: of whole replies [2P], all chosen ones first.
+            num_tokens: of the replies [2P].
+        """
+        config = self.config
+        chosen, rejected = implicit_rewards(logprobs, reference, num_tokens, config.loss, config.beta).chunk(2)
+        smoothing, gamma = config.label_smoothing, config.gamma
+        losses = pair_losses(chosen, rejected, config.loss, beta=config.beta, label_smoothing=smoothing, gamma=gamma)
         with torch.no_grad():
-            of_chosen, of_rejected = logprobs.chunk(2)
-            stats = {
-                "loss": loss.detach(),
-                "correct": ((chosen > rejected) + 0.5 * (chosen == rejected)).sum(),
-                "margin": (chosen - rejected).sum(),
-                "chosen_logprobs": of_chosen.sum(),
-                "rejected_logprobs": of_rejected.sum(),
-            }
-        return loss / totals["pairs"], stats
+            stats = {"loss": losses.detach(), "correct": wins(chosen, rejected), "margin": chosen - rejected}
+        return losses, stats
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.rewards.remote import AnswerError, ask_all
-from xray_runtime.rewards.source import Batch, Messages, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import JudgeConfig
+    from xray_runtime.data.pairs import Messages
 
 PROMPT = """You judge the last reply of a conversation, by this rubric alone:
 

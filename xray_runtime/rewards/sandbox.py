@@ -20,6 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ NOBODY = 65534
 FILE_BYTES = 2**24
 OPEN_FILES = 64
 STARTED = "started"
+START_S, POLL_S = 60.0, 0.005
 
 LIMITED = """
 import json, resource, sys
@@ -153,8 +156,15 @@ def passes(code: str, tests: str, limit_s: float, memory_mb: int) -> bool:
             tempfile.TemporaryFile() as verdict,
             sandboxed(JUDGED, limits, directory, stdout=verdict, **streams) as process,
         ):
+            task = json.dumps([secret, filter, code, tests]).encode()
+            # In a thread of its own: what does not read must not hold us up.
+            threading.Thread(target=_feed, args=(process, task), daemon=True).start()
+            # The limit is the code's: on a busy machine Python alone may take seconds to start.
+            end = time.monotonic() + START_S
+            while not os.fstat(verdict.fileno()).st_size and process.poll() is None and time.monotonic() < end:
+                time.sleep(POLL_S)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(json.dumps([secret, filter, code, tests]).encode(), timeout=limit_s)
+                process.wait(limit_s)
             verdict.seek(0)
             said = verdict.read(2 * len(STARTED) + len(secret)).decode("ascii", "replace")
         if not said.startswith(STARTED):
@@ -162,3 +172,10 @@ def passes(code: str, tests: str, limit_s: float, memory_mb: int) -> bool:
         return said == STARTED + secret
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _feed(process: subprocess.Popen[Any], task: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.write(task)
+        process.stdin.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-Messages = list[dict[str, str]]
+if TYPE_CHECKING:
+    from xray_runtime.data.pairs import Messages
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.rewards import CodeVerifier, MathVerifier, RegexVerifier
 from xray_runtime.rewards import checks, worker
-from xray_runtime.rewards.sandbox import LIMITED, limits_of, passes, sandboxed
+from xray_runtime.rewards.sandbox import LIMITED, START_S, limits_of, passes, sandboxed
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import Verifier
 
 ATTEMPTS = 3
-START_S = 60.0
 WORKER_MB = 4096
 """Address space, of which little is used."""
 WARM_UP: dict[str, Sequence[Any]] = {"math": ("$1$", "1"), "regex": ("", "", None), "json_schema": ("1", {})}

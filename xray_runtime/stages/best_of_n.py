@@ -18,8 +18,8 @@ from xray_runtime.stages.sampled_groups import sample_groups
 
 if TYPE_CHECKING:
     from xray_runtime.config.best_of_n import BestOfNConfig
+    from xray_runtime.stages.inputs import BestOfNInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import BestOfNInputs
 
 NUM_EXAMPLES_SHOWN = 20
 

@@ -25,8 +25,8 @@ from xray_runtime.workers.protocols import get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
+    from xray_runtime.stages.inputs import CompareInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import CompareInputs
 
 SIDES = ("champion", "candidate")
 MIN_PROMPTS = 8

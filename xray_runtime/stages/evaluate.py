@@ -27,8 +27,8 @@ from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
+    from xray_runtime.stages.inputs import EvaluateInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import EvaluateInputs
 
 SIDES = ("before", "after")
 """The model it is held against, and the policy."""

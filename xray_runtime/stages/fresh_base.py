@@ -13,8 +13,8 @@ from xray_runtime.stages.base import report_size
 
 if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase
+    from xray_runtime.stages.inputs import FreshBaseInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import FreshBaseInputs
 
 
 def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder) -> int:

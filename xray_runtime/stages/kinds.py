@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
@@ -33,110 +31,31 @@ from xray_runtime.report.findings import policy_findings
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
-    Artifact,
     Comparison,
     Dataset,
     Evaluation,
-    Judgements,
     Model,
     Preferences,
     RewardModel,
+)
+from xray_runtime.stages.inputs import (
+    BestOfNInputs,
+    CompareInputs,
+    DPOInputs,
+    EvaluateInputs,
+    FreshBaseInputs,
+    KTOInputs,
+    PPOInputs,
+    PreferencesInputs,
+    RewardBaseInputs,
+    RewardModelInputs,
+    SFTInputs,
 )
 from xray_runtime.stages.kind import Layouts, NoInputs, StageKind, register
 
 FEW_STEPS, FEW_PAIRS, FEW_PROMPTS = 2, 64, 16
 """Of a stage that is shortened for the determinism check."""
 CHITCHAT = "chitchat"
-
-
-@dataclass(frozen=True)
-class FreshBaseInputs:
-    data: Dataset
-
-
-@dataclass(frozen=True)
-class SFTInputs:
-    base: Model
-    data: Dataset
-
-
-@dataclass(frozen=True)
-class PreferencesInputs:
-    policy: Model | None = None
-    """Whose replies are labelled, with `source: gold` and `source: rewards`."""
-    data: Dataset | None = None
-    """Whose prompts are asked; prompts it holds out for evaluation are left out of other sources' pairs."""
-    judgements: Judgements | None = None
-    rewards: list[RewardModel] = field(default_factory=list)
-    """What chooses, with `source: rewards`."""
-
-
-@dataclass(frozen=True)
-class RewardModelInputs:
-    policy: Model
-    """What it starts from."""
-    data: Preferences
-
-
-@dataclass(frozen=True)
-class RewardBaseInputs:
-    data: Dataset | None = None
-    """Whose held-out replies it scores once, for the mean and deviation that its rewards are scaled by; where absent, 0
-    and 1: its rewards count as they are."""
-
-
-@dataclass(frozen=True)
-class PPOInputs:
-    policy: Model
-    prompts: Dataset
-    reference: Model | None = None
-    """What the KL penalty is held against; the policy as it begins where absent."""
-    rewards: list[RewardModel] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class DPOInputs:
-    policy: Model
-    preferences: Preferences
-    reference: Model | None = None
-    """What the policy is held against, and kept near; the policy as it begins where absent."""
-
-
-@dataclass(frozen=True)
-class KTOInputs:
-    policy: Model
-    preferences: Preferences | None = None
-    """Chosen replies are desirable, rejected ones are not."""
-    verdicts: Judgements | None = None
-    """What people said of two replies: both may be desirable, or neither."""
-    data: Dataset | None = None
-    """What it holds out for evaluation is left out of the verdicts."""
-    reference: Model | None = None
-
-
-@dataclass(frozen=True)
-class BestOfNInputs:
-    policy: Model
-    prompts: Dataset
-    rewards: list[RewardModel] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class EvaluateInputs:
-    policy: Model
-    against: Model
-    prompts: Dataset
-    rewards: list[RewardModel] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class CompareInputs:
-    policy: Model
-    champion: Model
-    prompts: Dataset
-    rewards: list[RewardModel] = field(default_factory=list)
-    seen: list[Artifact] = field(default_factory=list)
-    """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""
 
 
 def _gold(config: Any) -> list[str]:
@@ -221,7 +140,7 @@ def _fewer_prompts(config: Any) -> Any:
     return config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
 
 
-def _check_preferences(config: typing.Any, inputs: Mapping[str, Any]) -> None:
+def _check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
     sampled = isinstance(config, GoldPreferences | RewardedPreferences)
     needed: tuple[str, ...] = ("policy", "data") if sampled else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed

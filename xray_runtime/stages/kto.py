@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.preference_losses import kto_baseline
+from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PreferenceExample
 from xray_runtime.data.replies import Replies, both_sides, encoded, from_verdicts, joined, mismatched
@@ -26,15 +27,14 @@ from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.stages.common import lr_at, tokenizing
-from xray_runtime.stages.reference_logprobs import ReferenceLogprobs
+from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
-from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.kto import KTOConfig
+    from xray_runtime.stages.inputs import KTOInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import KTOInputs
 
 HELDOUT_PAIRS = 256
 MISMATCHED = "mismatched"
@@ -48,25 +48,16 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         ValueError: fewer than two replies are left.
     """
     config, inputs = stage.config, stage.inputs
-    start = inputs.policy.path
-    reference = inputs.reference.path if inputs.reference is not None else start
-    parts, desirable, counts = _data(stage, load_tokenizer(start), recorder)
+    parts, desirable, counts = _data(stage, load_tokenizer(inputs.policy.path), recorder)
     train = parts[TRAIN]
     beside = inputs.preferences or inputs.verdicts
     assert beside is not None
     steps = max(1, config.epochs * train.size // config.batch_size)
     cursor = Cursor(train.size, derive_seed(stage.seed, stage.name, "order"))
-    kept = ReferenceLogprobs(stage, beside.path, reference, parts, recorder)
-    known = kept.load()
-    if known is None and reference != start:
-        with stage.open_models({"policy": _model(stage, reference)}) as models:
-            known = kept.compute(models["policy"])
-
-    with stage.open_models({"policy": _model(stage, start)}) as models:
-        policy = models["policy"]
-        if known is None:
-            known = kept.compute(policy)
-        state = Resumable(recorder, models, cursor=cursor)
+    reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
+    with open_policy(stage, KTOObjective(config), reference) as (policy, known):
+        assert known is not None
+        state = Resumable(recorder, {"policy": policy}, cursor=cursor)
         done = state.restore()
         if not done:
             recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)
@@ -127,19 +118,8 @@ def _data(
     return parts, desirable, counts | {"desirable": good, "undesirable": replies.size - good}
 
 
-def _model(stage: Stage[KTOConfig, KTOInputs], directory: Path) -> ModelSpec:
-    config = stage.config
-    return ModelSpec(
-        directory,
-        KTOObjective(config),
-        training=config,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
-
-
 def _accuracy(policy: ModelHandle, replies: Replies, reference: np.ndarray) -> float:
     """Share of held-out pairs whose chosen reply has the higher log-ratio; ties half."""
     logprobs = get(policy.score.remote(replies.take(np.arange(replies.size))))["logprobs"]
-    chosen, rejected = (logprobs - reference).reshape(-1, 2).T
-    return float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean())
+    chosen, rejected = torch.from_numpy(logprobs - reference).reshape(-1, 2).T
+    return float(wins(chosen, rejected).mean())

@@ -45,8 +45,8 @@ from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import PPOInputs
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:

@@ -36,8 +36,8 @@ from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
+    from xray_runtime.stages.inputs import PreferencesInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import PreferencesInputs
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:

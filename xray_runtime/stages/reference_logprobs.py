@@ -1,39 +1,36 @@
 """Log-probabilities of a dataset's replies under the reference: computed once, before training, and kept beside it.
 
-    checkpoints/preferences-ab12….tokens-/reference-KEY-DIGEST.safetensors
-
-KEY is a digest of all that decides them: the replies' tokens, the reference's manifest, how it is spread, the device,
-X-ray's code and the libraries; DIGEST is of its own bytes. An interrupted stage goes on with the same bytes, and trials
-of a search compute them once. What is damaged is made again; all of it may be deleted at any time.
+Their key (`data.derived`) is a digest of all that decides them: the replies' tokens, the reference's manifest, how it
+is spread, the device, X-ray's code and the libraries. An interrupted stage goes on with the same bytes, and trials of a
+search compute them once.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from xray_runtime.data.derived import derived_directory, derived_file, find_derived
 from xray_runtime.data.replies import Replies
 from xray_runtime.data.rows import Rows, load_rows, save_rows
-from xray_runtime.data.tokens import SUFFIX
-from xray_runtime.files import sync
+from xray_runtime.seeding import derive_seed
 from xray_runtime.store.identity import environment_digest, file_sha256
 from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.engines import TrainingConfig
+    from xray_runtime.models.objectives import Objective
     from xray_runtime.stages.kind import Recorder, Stage
 
-log = logging.getLogger(__name__)
-
+ENDING = ".safetensors"
 CHUNK = 512
 """Replies that are asked for at a time."""
 
@@ -42,8 +39,8 @@ class ReferenceLogprobs:
     """What a stage needs of its reference: the log-probability of each whole reply.
 
     Args:
+        stage: whose `reference`, or where it has none whose `policy` as it begins, computes them.
         dataset: the directory beside which they are kept.
-        reference: the checkpoint that computes them.
         parts: name → replies.
     """
 
@@ -51,22 +48,18 @@ class ReferenceLogprobs:
         self,
         stage: Stage[Any, Any],
         dataset: Path,
-        reference: Path,
         parts: Mapping[str, Replies],
         recorder: Recorder,
     ) -> None:
         self._parts, self._recorder = parts, recorder
-        self._folder = dataset.with_name(dataset.name + SUFFIX)
-        self._key = _key(stage, reference, parts)
+        self.model: Path = (stage.inputs.reference or stage.inputs.policy).path
+        """The checkpoint of the reference."""
+        self._folder, self._key = derived_directory(dataset), f"reference-{_key(stage, self.model, parts)}"
 
     def load(self) -> dict[str, np.ndarray] | None:
-        """Part → log-probabilities [size], float32, where they are there; a damaged file is deleted."""
-        for path in self._folder.glob(f"reference-{self._key}-*.safetensors"):
-            if path.stem == f"reference-{self._key}-{_file_digest(path)}":
-                return load_rows(path)
-            log.warning("%s is damaged: the reference scores again", path)
-            path.unlink(missing_ok=True)
-        return None
+        """Part → log-probabilities [size], float32, where they are there."""
+        path = find_derived(self._folder, self._key, ENDING)
+        return load_rows(path) if path is not None else None
 
     def compute(self, model: ModelHandle) -> dict[str, np.ndarray]:
         """Have the reference score all replies, and keep what it says."""
@@ -79,15 +72,39 @@ class ReferenceLogprobs:
                 scores.append(get(model.score.remote(part.take(numbers)))["logprobs"])
                 done += len(numbers)
             found[name] = np.concatenate(scores).astype(np.float32)
-        self._folder.mkdir(exist_ok=True)
-        temporary = self._folder / f"reference.writing-{uuid.uuid4().hex[:8]}"
-        try:
-            save_rows(temporary, found)
-            sync(temporary)
-            os.replace(temporary, self._folder / f"reference-{self._key}-{_file_digest(temporary)}.safetensors")
-        finally:
-            temporary.unlink(missing_ok=True)
-        return found
+        # Where another process was faster, it is its bytes that count.
+        return load_rows(derived_file(self._folder, self._key, ENDING, lambda path: save_rows(path, found)))
+
+
+@contextmanager
+def open_policy(
+    stage: Stage[Any, Any], objective: Objective, reference: ReferenceLogprobs | None
+) -> Iterator[tuple[ModelHandle, dict[str, np.ndarray] | None]]:
+    """The policy to be trained, and what the reference says, which scores first where that is not known yet.
+
+    The reference never lives beside the policy: it needs no memory of its own, nor a branch on a frozen trunk. Where
+    the policy as it begins is the reference, it is the model that scores.
+    """
+    config, start = stage.config, stage.inputs.policy.path
+
+    def model(directory: Path) -> dict[str, ModelSpec]:
+        spec = ModelSpec(
+            directory,
+            objective,
+            training=config,
+            trainable_layers=config.trainable_layers,
+            adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
+        )
+        return {"policy": spec}
+
+    known = reference.load() if reference is not None else None
+    if reference is not None and known is None and reference.model != start:
+        with stage.open_models(model(reference.model)) as models:
+            known = reference.compute(models["policy"])
+    with stage.open_models(model(start)) as models:
+        if reference is not None and known is None:
+            known = reference.compute(models["policy"])
+        yield models["policy"], known
 
 
 def _key(stage: Stage[Any, Any], reference: Path, parts: Mapping[str, Replies]) -> str:
@@ -117,7 +134,3 @@ def _digest(part: Replies) -> str:
 def _chunks(size: int) -> Iterator[np.ndarray]:
     # Equal ones: a small last one might have fewer rows than there are ranks.
     return iter(np.array_split(np.arange(size), max(size // CHUNK, 1)) if size else [])
-
-
-def _file_digest(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -24,8 +24,8 @@ from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from xray_runtime.config.reward_model import RewardBaseConfig
+    from xray_runtime.stages.inputs import RewardBaseInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import RewardBaseInputs
 
 STEPS = 2
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
@@ -25,8 +27,8 @@ from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.reward_model import RewardConfig
+    from xray_runtime.stages.inputs import RewardModelInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import RewardModelInputs
 
 
 def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Recorder) -> int:
@@ -97,4 +99,4 @@ def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:
-    return float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean())
+    return float(wins(torch.from_numpy(chosen), torch.from_numpy(rejected)).mean())

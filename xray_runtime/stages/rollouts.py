@@ -32,8 +32,8 @@ from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.data.batching import Cursor
+    from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Stage
-    from xray_runtime.stages.kinds import PPOInputs
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Replies that a probe asks for, and their length: few, since nothing is sampled and learned meanwhile."""

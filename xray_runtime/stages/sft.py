@@ -20,8 +20,8 @@ from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from xray_runtime.config.sft import SFTConfig
+    from xray_runtime.stages.inputs import SFTInputs
     from xray_runtime.stages.kind import Recorder, Stage
-    from xray_runtime.stages.kinds import SFTInputs
 
 HELDOUT_ROWS = 256
 """Held-out conversations behind the reported held-out loss."""

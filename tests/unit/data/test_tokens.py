@@ -117,7 +117,7 @@ def test_damaged_tokens_are_made_again(
     flipped[len(content) // 2] ^= 1
     path.write_bytes({"flip": bytes(flipped), "cut": content[:-9], "empty": b""}[damage])
     tokens = Tokens(dataset, Example, tokenizer)
-    assert "is damaged: the tokens are made again" in caplog.text
+    assert "is damaged: it is made again" in caplog.text
     assert path.read_bytes() == content
     assert len(tokens) == 23
 
@@ -127,8 +127,8 @@ def test_what_a_killed_process_left_is_no_tokens(dataset: Path, tokenizer: Any) 
     [path] = files(dataset)
     key = path.stem.split("-")[0]
     (path.parent / f"{key}.building").mkdir()
-    os.replace(path, path.parent / f"{key}.building" / "tokens.arrow")
-    (path.parent / f"{key}.building" / "tokens.arrow").write_bytes(b"ARROW1")
+    os.replace(path, path.parent / f"{key}.building" / "made.arrow")
+    (path.parent / f"{key}.building" / "made.arrow").write_bytes(b"ARROW1")
     assert len(Tokens(dataset, Example, tokenizer)) == 23
     assert files(dataset) == [path]
     assert not (path.parent / f"{key}.building").exists()

@@ -25,8 +25,8 @@ from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.stages import preferences
 from xray_runtime.stages.artifacts import Dataset, Judgements
+from xray_runtime.stages.inputs import PreferencesInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import PreferencesInputs
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 

@@ -26,8 +26,8 @@ from xray_runtime.stages import best_of_n, preferences, sampled_groups
 from xray_runtime.stages.artifacts import Dataset, Model
 from xray_runtime.stages.best_of_n import kept
 from xray_runtime.stages.graph import recording
+from xray_runtime.stages.inputs import BestOfNInputs, PreferencesInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import BestOfNInputs, PreferencesInputs
 from xray_runtime.stages.sampled_groups import _Done, _groups
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready

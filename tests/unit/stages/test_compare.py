@@ -16,9 +16,9 @@ from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, wri
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Artifact, Dataset, Model
 from xray_runtime.stages.compare import asked_prompts
+from xray_runtime.stages.inputs import CompareInputs
 from xray_runtime.stages.judging import judge
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import CompareInputs
 
 CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
 

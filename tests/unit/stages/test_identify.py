@@ -262,7 +262,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             from dataclasses import dataclass
             from prefect import flow
             from xray_runtime.stages.kind import Stage, stage_kind
-            from xray_runtime.stages.kinds import SFTInputs
+            from xray_runtime.stages.kinds import SFT
             from own_kinds.helper import cut
             class ShortenConfig(xray.Section):
                 share: float = 0.5

@@ -7,7 +7,6 @@ reply is 2.2; four replies an iteration, two a minibatch.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 import pytest
 
+from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
+from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.ppo import run
 from xray_runtime.stages.rollouts import PROBE_ROWS
 from xray_runtime.store.snapshots import Snapshot
@@ -179,36 +179,6 @@ class FakeModel:
     def _load(self, directory: Path) -> None:
         self._note("load_state")
         self.updates = int(directory.read_text())
-
-
-class FakeRecorder:
-    """Keeps what is reported; makes a snapshot after each step."""
-
-    def __init__(self, directory: Path, newest: Snapshot | None = None) -> None:
-        self.log_dir, self._newest = directory, newest
-        self.points: list[dict[str, float]] = []
-        self.snapshots: list[Snapshot] = []
-
-    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self.points.append(dict(values))
-
-    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
-
-    def figure(self, name: str, figure: Any) -> None: ...
-
-    def resume(self) -> Snapshot | None:
-        return self._newest
-
-    def snapshot_due(self, step: int) -> bool:
-        return True
-
-    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
-        directory = self.log_dir / str(step)
-        directory.mkdir()
-        save(directory)
-        self.snapshots.append(Snapshot(directory, step, json.loads(json.dumps(state))))
 
 
 @pytest.fixture(scope="module")

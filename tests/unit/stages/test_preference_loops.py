@@ -24,8 +24,8 @@ from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages import dpo, kto
 from xray_runtime.stages.artifacts import Dataset, Judgements, Model, Preferences
+from xray_runtime.stages.inputs import DPOInputs, KTOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import DPOInputs, KTOInputs
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready
 
@@ -127,7 +127,7 @@ def plain(batches: list[tuple[Rows, dict[str, float], float]]) -> list[Any]:
 
 
 def kept(root: Path, beside: str = "pairs") -> list[Path]:
-    return list((root / f"{beside}.tokens-").glob("reference-*"))
+    return list((root / f"{beside}.tokens-").glob("reference-*.safetensors"))
 
 
 # DPO

@@ -27,8 +27,8 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
+from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.kinds import PPOInputs
 from xray_runtime.stages.reward_sources import RewardSources
 
 __all__ = ["inputs"]
