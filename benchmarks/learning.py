@@ -20,7 +20,7 @@ from prefect import flow
 
 import xray
 from benchmarks.machine import line, machine, table
-from examples.math_grpo import correct, write_problems
+from examples.math_grpo import correct, half_right, write_problems
 
 PROMPTS, SAMPLES, MAX_NEW_TOKENS = 32, 8, 4
 ITERATIONS, PAIRS = 30, 600
@@ -34,10 +34,15 @@ def shuffled(prompts: list[str], replies: list[str]) -> list[float]:
     return scores
 
 
-def by_gradient(method: str, reward: Callable[..., list[float]], **fields: Any) -> Callable[[Any, Any, str], Any]:
+Reward = Callable[[list[str], list[str]], list[float]]
+Train = Callable[[xray.Handle, xray.Handle, str], xray.Handle]
+"""(the SFT model, the dataset, a name for the stages) → the policy."""
+
+
+def by_gradient(method: str, reward: Reward) -> Train:
     """A stage of policy gradients."""
 
-    def train(sft: Any, data: Any, name: str) -> Any:
+    def train(sft: xray.Handle, data: xray.Handle, name: str) -> xray.Handle:
         samples = {} if method in ("ppo", "reinforce++") else {"samples_per_prompt": SAMPLES}
         prompts = PROMPTS if samples else PROMPTS * SAMPLES
         return xray.ppo(
@@ -53,13 +58,12 @@ def by_gradient(method: str, reward: Callable[..., list[float]], **fields: Any) 
             reward_scaling="none",
             name=name,
             **samples,
-            **fields,
         )
 
     return train
 
 
-def by_dpo(sft: Any, data: Any, name: str) -> Any:
+def by_dpo(sft: xray.Handle, data: xray.Handle, name: str) -> xray.Handle:
     """Pairs of a right and a wrong reply, sampled once."""
     pairs = xray.preferences(
         policy=sft,
@@ -74,7 +78,7 @@ def by_dpo(sft: Any, data: Any, name: str) -> Any:
     return xray.dpo(sft, pairs, reference=sft, epochs=3, batch_size=32, lr=1e-3, name=name)
 
 
-def by_best_of_n(sft: Any, data: Any, name: str) -> Any:
+def by_best_of_n(sft: xray.Handle, data: xray.Handle, name: str) -> xray.Handle:
     """Two rounds of rejection sampling."""
     policy = sft
     for number in (1, 2):
@@ -92,7 +96,7 @@ def by_best_of_n(sft: Any, data: Any, name: str) -> Any:
     return policy
 
 
-METHODS: dict[str, Callable[[Any, Any, str], Any]] = {
+METHODS: dict[str, Train] = {
     "ppo": by_gradient("ppo", correct),
     "grpo": by_gradient("grpo", correct),
     "rloo": by_gradient("rloo", correct),
@@ -111,9 +115,7 @@ def learning(output: Path, seeds: int, methods: list[str]) -> dict[str, list[dic
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for seed in range(seeds):
         with xray.workspace(output, project="learning", seed=seed):
-            data = xray.prepare(source=str(problems), min_chars=1, heldout_fraction=0.2)
-            base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-            sft = xray.sft(base, data=data, steps=200, max_response_tokens=4)
+            data, sft = half_right(problems)
             for method in methods:
                 name = method.replace("+", "p").replace("_", "-")
                 judged = xray.evaluate(

@@ -35,15 +35,20 @@ def write_problems(path: Path, count: int = 2500, right: float = 0.5) -> None:
     path.write_text("".join(lines))
 
 
+def half_right(problems: Path) -> tuple[xray.Handle, xray.Handle]:
+    """(the dataset, a model trained on it): what every method starts from. Call it in a workspace."""
+    data = xray.prepare(source=str(problems), min_chars=1, heldout_fraction=0.2)
+    base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    return data, xray.sft(base, data=data, steps=200, max_response_tokens=4)
+
+
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def math_grpo(output: str = "runs/math-grpo", seed: int = 0, method: str = "grpo", iterations: int = 30) -> None:
     """From demonstrations that are half right to a policy that is right."""
     problems = Path(output).absolute() / "problems.jsonl"
     write_problems(problems)
     with xray.workspace(output, project="math-grpo", seed=seed):
-        data = xray.prepare(source=str(problems), min_chars=1, heldout_fraction=0.2)
-        base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-        sft = xray.sft(base, data=data, steps=200, max_response_tokens=4)
+        data, sft = half_right(problems)
         policy = xray.ppo(
             sft,
             prompts=data,
