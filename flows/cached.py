@@ -65,6 +65,7 @@ def take_cached(
         storage=config.runtime.storage,
         record=config.model_dump(mode="json"),
         gates=config.promotion.model_dump(mode="json"),
+        terms=config.terms,
     )
     with record:
         _record(record, found, store, ends, done)

@@ -62,6 +62,7 @@ def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Works
         seed=config.seed,
         runtime=config.runtime,
         gates=config.promotion.model_dump(mode="json"),
+        terms=config.terms,
         record=config.model_dump(mode="json"),
         **options,
     )

@@ -18,6 +18,7 @@ from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray.tasks.run_summary import RunSummary
 from xray.tasks.spec import RunContext, forwarded_variables
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.keys import exchange_keys
@@ -37,6 +38,7 @@ class RunRecord:
         storage: address of the shared store, where there is one.
         record: the config of the whole run; by default the flow's parameters.
         gates: what a candidate must pass to be promoted.
+        terms: source → its `SourceTerms`.
         place: directory of lifecycle.json and the report; by default `output`.
         tags: of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
@@ -51,6 +53,7 @@ class RunRecord:
         storage: str | None = None,
         record: Mapping[str, Any] | None = None,
         gates: Mapping[str, Any] | None = None,
+        terms: Mapping[str, SourceTerms] | None = None,
         place: Path | None = None,
         tags: Mapping[str, str] | None = None,
         tracking_uri: str | None = None,
@@ -60,6 +63,7 @@ class RunRecord:
         self.tracking_uri = tracking_uri or tracking_address() or own
         self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
+        self._terms = dict(terms or {})
         self._place = place or output
         self._stack = contextlib.ExitStack()
 
@@ -102,6 +106,7 @@ class RunRecord:
             flow_run_id=self.flow_run_id,
             trigger=self._trigger,
             gates=dict(self._gates) if self._gates is not None else None,
+            terms=self._terms,
             node=node,
             tags=prefect_tags(),
             variables=forwarded_variables(),

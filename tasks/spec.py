@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import FORWARDED
 from xray_runtime.store.ref import CheckpointRef
 
@@ -46,6 +47,8 @@ class RunContext(BaseModel):
     """What started the flow, and who: for the record."""
     gates: dict[str, Any] | None = None
     """What a candidate of this run must pass to be promoted: for the signed record of its evaluation."""
+    terms: dict[str, SourceTerms] = {}
+    """Source, by the name a config has for it → under what terms it may be used."""
     node: str | None = None
     """Ray's id of the only node that stages may run on: no other sees `output`. None: any."""
     tags: dict[str, str] = {}

@@ -215,6 +215,7 @@ class _Job:
 
     def _facts(self, mlflow_run_id: str, attempts: int) -> Any:
         from xray_runtime.lineage.statement import OutsideSource, RunFacts
+        from xray_runtime.lineage.terms import terms_of
 
         context, task_run = self._context, TaskRunContext.get()
         return RunFacts(
@@ -225,7 +226,16 @@ class _Job:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self.kind.sides is not None else None,
-            outside=[OutsideSource(field=o.field, name=o.name, kind=o.kind, digest=o.digest) for o in self._outside],
+            outside=[
+                OutsideSource(
+                    field=found.field,
+                    name=found.name,
+                    kind=found.kind,
+                    digest=found.digest,
+                    terms=terms_of(found, context.terms.get(found.name)),
+                )
+                for found in self._outside
+            ],
         )
 
     def _stage(self, runtime: Any, recorder: StageRecorder) -> Stage[Any, Any]:

@@ -30,6 +30,7 @@ from xray.tasks.stage import stage
 from xray.tasks.submitted import SubmittedTask, SubmittedTasks
 from xray.tasks.task_runner import task_runner
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.planning.demand import check_call
@@ -82,6 +83,7 @@ class Workspace(Graph):
         runtime: where and how the work runs.
         until: the stage after which nothing more is computed.
         gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
+        terms: source → its licence, origin and personal data (`SourceTerms`), for the signed records and the cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
         tags: of the MLflow run.
@@ -98,6 +100,7 @@ class Workspace(Graph):
         runtime: RuntimeConfig | Mapping[str, Any] | None = None,
         until: str | None = None,
         gates: Mapping[str, Any] | None = None,
+        terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
         record: Mapping[str, Any] | None = None,
         place: Path | None = None,
         tags: Mapping[str, str] | None = None,
@@ -117,6 +120,10 @@ class Workspace(Graph):
             storage=runtime.storage,
             record=record,
             gates=gates,
+            terms={
+                source: said if isinstance(said, SourceTerms) else validate_as(SourceTerms, said, f"terms.{source}")
+                for source, said in (terms or {}).items()
+            },
             place=place,
             tags=tags,
             tracking_uri=tracking_uri,

@@ -35,7 +35,7 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
     if planned is not None:
         runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
         seed = options.pop("seed", 0)
-        for name in ("project", "until", "gates", "record", "place", "tags", "tracking_uri"):
+        for name in ("project", "until", "gates", "terms", "record", "place", "tags", "tracking_uri"):
             options.pop(name, None)
         with Graph(seed, runtime, options) as graph:
             planned.append((Path(output).absolute(), graph))

@@ -44,3 +44,5 @@ class PromotionConfig(Section):
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
     """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
     the same seeds, may be this far below one half."""
+    allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Everything that the candidate, or what rewarded it, was made from has one of these licences; None: not asked."""

@@ -32,7 +32,7 @@ from xray_runtime.config.reward_model import RewardBase, RewardConfig
 from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.sources import Gold
+from xray_runtime.config.sources import Gold, SourceTerms
 
 BaseModelConfig = FreshBase | PretrainedBase | CheckpointBase
 
@@ -136,6 +136,8 @@ class LifecycleConfig(Section):
     frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
     promotion: PromotionConfig = PromotionConfig()
+    terms: dict[str, SourceTerms] = Field(default_factory=dict)
+    """Licence, origin and personal data of what the config reads, by the name that stands there."""
     runtime: RuntimeConfig = RuntimeConfig()
 
     @property
@@ -177,6 +179,22 @@ class LifecycleConfig(Section):
         for name, section in self.trained.items():
             if section.lora is not None:
                 _adapt(name, section.lora, self.base)
+        return self
+
+    @property
+    def reads(self) -> list[str]:
+        """Names of data and models outside of the store."""
+        named = [part.source for part in self.data.sources] or [self.data.source]
+        named += [
+            model.model for model in (self.base, self.reward_base) if isinstance(model, PretrainedBase | RewardBase)
+        ]
+        return named + ([self.preferences.path] if isinstance(self.preferences, DatasetPreferences) else [])
+
+    @model_validator(mode="after")
+    def _terms(self) -> Self:
+        unknown = sorted(set(self.terms) - set(self.reads))
+        if unknown:
+            raise ValueError(f"terms: {unknown[0]!r} is nothing that the config reads; that is {', '.join(self.reads)}")
         return self
 
     @model_validator(mode="after")

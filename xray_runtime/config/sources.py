@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from xray_runtime.config.allowed_imports import check_import
+from xray_runtime.config.engines import Section
 from xray_runtime.credentials import has_login, strip_credentials
 
 BUILT_IN_GOLD = "vader"
@@ -35,3 +36,14 @@ Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Afte
 
 Gold = Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"), AfterValidator(_allowed)]
 """A `Function`, or `vader`."""
+
+
+class SourceTerms(Section):
+    """Under what terms a source may be used. It is recorded and changes no result."""
+
+    license: Annotated[str, Field(min_length=1)] | None = None
+    """By its SPDX name: `Apache-2.0`. Of what a package carries, the package's own where none is given."""
+    origin: Annotated[str, Field(min_length=1)] | None = None
+    """Who made it, from what."""
+    personal_data: Annotated[str, Field(min_length=1)] | None = None
+    """What it holds of people, and on what ground: `none`, or a sentence."""

@@ -12,6 +12,7 @@ It is written before the checkpoint is published, so there is none without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -143,6 +144,7 @@ def _statement(
                         "code": code,
                         "environment": provenance.environment(),
                         "origins": _origins(manifest, sha256, parents, run.outside),
+                        "sources": _sources(parents, run.outside),
                     },
                     "dependencies": dependencies + [provenance.outside_source(found) for found in run.outside],
                 },
@@ -177,6 +179,16 @@ def _origins(
         models |= set() if is_a(parent.type, RewardModel) else set(origins.get("base_models", []))
         datasets |= set(origins.get("datasets", []))
     return {"base_models": sorted(models), "datasets": sorted(datasets)}
+
+
+def _sources(parents: Mapping[str, CheckpointRef], outside: list[OutsideSource]) -> list[dict[str, Any]]:
+    """All that it and its parents go back to, each once."""
+    found = list(outside)
+    for parent in parents.values():
+        with contextlib.suppress(OSError, ValueError):
+            found += read_statement(parent.path).predicate.build.internal.sources
+    once = {source.model_dump_json(): source.model_dump() for source in found}
+    return [once[text] for text in sorted(once)]
 
 
 def _data_files(dataset: Path) -> dict[str, Any]:

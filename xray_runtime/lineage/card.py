@@ -55,6 +55,7 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
     lines += [f"| {role} | `{parent}` |" for role, parent in sorted(manifest.parents.items())]
     lines += [f"| seed | {manifest.seed} |", f"| updates | {manifest.step} |"]
     lines += [f"| {RESULTS[name]} | {_number(evaluation, name)} |" for name in results]
+    lines += _sources(statement)
     lines += [
         "",
         "`manifest.json` lists every file and its sha256; `attestation/statement.json` says how it was made, and",
@@ -69,3 +70,15 @@ def _number(evaluation: dict[str, Any] | None, name: str) -> str:
     interval = evaluation.get(f"{name}_ci95")
     text = f"{evaluation[name]:.4g}"
     return f"{text} (95%: {interval[0]:.4g} to {interval[1]:.4g})" if interval else text
+
+
+def _sources(statement: Statement) -> list[str]:
+    sources = statement.predicate.build.internal.sources
+    if not sources:
+        return []
+    lines = ["", "| made from | licence | origin | personal data |", "|---|---|---|---|"]
+    for found in sources:
+        said = [found.terms.license, found.terms.origin, found.terms.personal_data]
+        cells = [f"`{found.name}` ({found.field})", *(text or "not stated" for text in said)]
+        lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
+    return lines

@@ -20,6 +20,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
+from xray_runtime.lineage.terms import conflicts
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.store.manifest import ATTESTATION, SIGNATURE
 
@@ -118,6 +119,14 @@ def check_gates(
         else:
             found.append(_gate("max_regression", comparison, _regression, gates.max_regression))
     return found
+
+
+def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
+    """Whether all that the candidate (a sha256) goes back to may be used: the gate `allowed_licenses`."""
+    found = list(map(str, conflicts(graph, candidate, allowed)))
+    listed = ", ".join(allowed) or "none"
+    reason = f"{'; '.join(found)}; allowed: {listed}" if found else f"every source is under one of {listed}"
+    return Gate(name="allowed_licenses", passed=not found, reason=reason)
 
 
 def _gate(name: str, node: Node, check: Check, bound: float) -> Gate:

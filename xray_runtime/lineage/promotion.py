@@ -14,7 +14,15 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import Action, Decision, current, decide
-from xray_runtime.lineage.gates import NOT_EVALUATED, Gate, NotPromoted, check_gates, evaluation_of, gates_for
+from xray_runtime.lineage.gates import (
+    NOT_EVALUATED,
+    Gate,
+    NotPromoted,
+    check_gates,
+    check_licenses,
+    evaluation_of,
+    gates_for,
+)
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
@@ -118,6 +126,8 @@ def review(
     evaluation = evaluation_of(store.graph, candidate.sha256)
     champion = champion_of(store, name)
     checked = check_gates(candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config)
+    if bounds.config.allowed_licenses is not None:
+        checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)

@@ -79,11 +79,15 @@ def variables(values: Any) -> dict[str, str]:
 
 def outside_source(found: OutsideSource) -> dict[str, Any]:
     """A resource the stage read from outside the store: a file or directory by its bytes, a hub's by its commit."""
-    resource: dict[str, Any] = {"name": found.field, "uri": found.name, "annotations": {"kind": found.kind}}
+    resource: dict[str, Any] = {
+        "name": found.field,
+        "uri": found.name,
+        "annotations": {"kind": found.kind} | found.terms.model_dump(exclude_none=True),
+    }
     if found.kind == "package":
         return resource | {"uri": f"pkg:pypi/{found.digest.replace('==', '@')}"}
     if found.kind == "hub":
-        return resource | {"annotations": {"kind": found.kind, "commit": found.digest}}
+        return resource | {"annotations": resource["annotations"] | {"commit": found.digest}}
     return resource | {"digest": {"sha256": found.digest}}
 
 

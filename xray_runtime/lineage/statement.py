@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Manifest, Sha256
 
@@ -55,6 +56,25 @@ class External(_Model):
     functions: dict[str, dict[str, Sha256]]
 
 
+class OutsideSource(_Model):
+    """Something a stage read from outside the store; see `store.content_digest.Outside`."""
+
+    field: str
+    """Stage and field that name it: `prepare.source`."""
+    name: str
+    """As the user wrote it."""
+    kind: str
+    """file, directory, hub or package."""
+    digest: str
+    """sha256 of the bytes; of a hub name the commit; of a package `name==version`."""
+    terms: SourceTerms = SourceTerms()
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model, and not data."""
+        return self.field.rpartition(".")[2] == "model"
+
+
 class Code(_Model):
     git_commit: str | None
     diff_sha256: Sha256 | None
@@ -75,6 +95,8 @@ class Internal(_Model):
     environment: dict[str, Any]
     origins: dict[str, list[str]]
     """`base_models` and `datasets` this goes back to, by their own names."""
+    sources: list[OutsideSource] = Field(default_factory=list)
+    """All that it and what it was made from read from outside the store."""
 
 
 class Build(_Model):
@@ -82,24 +104,6 @@ class Build(_Model):
     external: External = Field(alias="externalParameters")
     internal: Internal = Field(alias="internalParameters")
     dependencies: list[Resource] = Field(alias="resolvedDependencies")
-
-
-class OutsideSource(_Model):
-    """Something a stage read from outside the store; see `store.content_digest.Outside`."""
-
-    field: str
-    """Stage and field that name it: `prepare.source`."""
-    name: str
-    """As the user wrote it."""
-    kind: str
-    """file, directory, hub or package."""
-    digest: str
-    """sha256 of the bytes; of a hub name the commit; of a package `name==version`."""
-
-    @property
-    def is_model(self) -> bool:
-        """Whether it is a model, and not data."""
-        return self.field.rpartition(".")[2] == "model"
 
 
 class RunFacts(_Model):

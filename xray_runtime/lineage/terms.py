@@ -1,0 +1,86 @@
+"""Under what terms everything may be used that a model was made from: licences along the lineage."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from xray_runtime.config.sources import SourceTerms
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.graph import Graph
+    from xray_runtime.lineage.statement import OutsideSource, Statement
+    from xray_runtime.store.content_digest import Outside
+
+
+class Conflict(NamedTuple):
+    """A source whose licence is not allowed, and how it came into a model."""
+
+    source: str
+    license: str | None
+    path: list[str]
+    """Checkpoints from the one that read it to the model."""
+
+    def __str__(self) -> str:
+        said = f"has the licence {self.license}" if self.license else "has no licence on record"
+        return f"{self.source} {said}: {' → '.join(self.path)}"
+
+
+def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
+    """What was declared; the licence and name of a package where nothing was."""
+    terms = declared or SourceTerms()
+    if outside.kind != "package":
+        return terms
+    metadata = importlib.metadata.metadata(outside.digest.partition("==")[0])
+    own = next((metadata[field] for field in ("License-Expression", "License") if field in metadata), None)
+    return terms.model_copy(
+        update={
+            "license": terms.license or (own if own and "\n" not in own else None),
+            "origin": terms.origin or f"the package {outside.digest}",
+        }
+    )
+
+
+def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[Conflict]:
+    """Every source behind `model` (a sha256) whose licence is none of `allowed`; one without a licence conflicts.
+
+    What a reward model was made from counts too: the policy learned from its scores.
+    """
+    names = {name.casefold() for name in allowed}
+    for sha in graph.ancestors([model]):
+        node = graph.nodes.get(sha)
+        if node is None:
+            yield Conflict(f"checkpoint {sha[:12]}, which is not in the store,", None, _path(graph, sha, model))
+        elif node.statement is None:
+            yield Conflict(f"{node.name}, which has no statement,", None, _path(graph, sha, model))
+        else:
+            for found in _own(graph, sha, node.statement):
+                if (found.terms.license or "").casefold() not in names:
+                    yield Conflict(f"{found.name} ({found.field})", found.terms.license, _path(graph, sha, model))
+
+
+def _own(graph: Graph, sha: str, statement: Statement) -> list[OutsideSource]:
+    """What a checkpoint itself read from outside the store, and none it was made from."""
+    parents = [graph.nodes[parent].statement for _, parent in graph.parents(sha) if parent in graph.nodes]
+    inherited = [found for parent in parents if parent for found in parent.predicate.build.internal.sources]
+    return [found for found in statement.predicate.build.internal.sources if found not in inherited]
+
+
+def _path(graph: Graph, start: str, end: str) -> list[str]:
+    """A shortest way from a checkpoint to what was made from it."""
+    before: dict[str, str] = {}
+    pending, wanted = deque([start]), set(graph.ancestors([end]))
+    while pending:
+        sha = pending.popleft()
+        if sha == end:
+            break
+        for _, child in graph.children.get(sha, []):
+            if child in wanted and child not in before and child != start:
+                before[child] = sha
+                pending.append(child)
+    way = [end]
+    while way[-1] in before:
+        way.append(before[way[-1]])
+    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in reversed(way)]
