@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
-from xray_runtime.lineage.audit.contamination import Prompts, check_dataset, check_evaluation
+from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.verified import Since, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
@@ -114,12 +114,13 @@ def audit(
         result.checkpoints += 1
         result.files += len(node.manifest.files)
         result.bytes += sum(entry.size for entry in node.manifest.files)
+    spans = Spans(graph, [node for node in changed if hashing and node.sides])
     for node in changed:
         if node.statement is not None and node.statement.predicate.build.internal.code.git_commit:
             commits.add(node.statement.predicate.build.internal.code.git_commit)
         if hashing:
             found += check_dataset(node, prompts)
-            found += check_evaluation(node, graph, prompts)
+            found += check_evaluation(node, graph, prompts, spans)
     found += _commits(sorted(commits))
     if everything:
         found += _record(store)

@@ -1,15 +1,20 @@
 """Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
 
-The same is asked of the policy it is held against.
+The same is asked of the policy it is held against. Equal prompts break an audit; prompts that share a span of 13 words
+with what was trained on, or all their words, are worth knowing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.pairs import pairs_of
+import numpy as np
+
+from xray_runtime.data.pairs import Example, pairs_of, prompt_text
+from xray_runtime.data.spans import SPAN_WORDS, Hashes, SpanSet
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
@@ -42,6 +47,48 @@ class Prompts:
         return pairs_of(path).prompt_texts()
 
 
+class Spans:
+    """Spans of the prompts of several evaluations, each dataset read once for all of them."""
+
+    def __init__(self, graph: Graph, evaluations: Iterable[Node]) -> None:
+        self._graph = graph
+        self._asked = SpanSet(text for node in evaluations for text in _asked(node))
+        self._found: dict[str, Hashes] = {}
+
+    def overlapping(self, prompts: Iterable[str], dataset: str) -> list[str]:
+        """Those of `prompts` of which a span stands in a conversation of the training side, or which is a prompt of it,
+        case and punctuation aside."""
+        if dataset not in self._found:
+            try:
+                self._found[dataset] = self._asked.found_in(*self._trained(dataset))
+            except (OSError, ValueError):
+                self._found[dataset] = np.zeros(0, np.uint64)
+        found = self._found[dataset]
+        return [text for text in prompts if len(found) and np.isin(self._asked.hashes(text), found).any()]
+
+    def _trained(self, dataset: str) -> tuple[Iterator[str], Iterator[str]]:
+        path = self._graph.nodes[dataset].directory / "train.arrow"
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link")
+        return _conversations(path), pairs_of(path).prompt_texts()
+
+
+def _conversations(path: Path) -> Iterator[str]:
+    for row in pairs_of(path):
+        asked = prompt_text(row.prompt)
+        for reply in [row.response] if isinstance(row, Example) else [row.chosen, row.rejected]:
+            yield f"{asked}\n{reply}"
+
+
+def _asked(node: Node) -> list[str]:
+    """The prompts of an evaluation; none where they cannot be read, which is another finding."""
+    try:
+        prompts = _json(node, "prompts.json")
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [text for text in prompts if isinstance(text, str)] if isinstance(prompts, list) else []
+
+
 def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
     """No prompt on both sides of a dataset."""
     if not node.is_data:
@@ -54,8 +101,9 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
         yield Finding(node.name, "heldout-overlap", f"{len(both)} prompts, for example {min(both)[:80]!r}")
 
 
-def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Finding]:
-    """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any."""
+def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -> Iterator[Finding]:
+    """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any, or on parts of
+    any."""
     if not node.sides:
         return
     try:
@@ -85,6 +133,15 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts) -> Iterator[Fin
             example = min(overlap)[:80]
             detail = f"{len(overlap)} prompts stand in the training part of {ancestor.name}, for example {example!r}"
             yield Finding(node.name, "evaluation-overlap", detail)
+        near = sorted(set(spans.overlapping(questions - overlap, sha)))
+        if near:
+            detail = (
+                f"{len(near)} of {len(questions)} prompts ({len(near) / len(questions):.1%}) share {SPAN_WORDS} words"
+            )
+            detail += (
+                f" in a row, or all they have, with the training part of {ancestor.name}, for example {near[0][:80]!r}"
+            )
+            yield Finding(node.name, "evaluation-near-overlap", detail)
 
 
 def _json(node: Node, name: str) -> Any:

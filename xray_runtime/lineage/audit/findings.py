@@ -83,6 +83,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The policy was judged on prompts that it, or a model it came from, was trained on.",
         "Do not use the numbers; evaluate again on prompts nobody has seen.",
     ),
+    "evaluation-near-overlap": (
+        "The policy was judged on prompts of which parts stand in what it, or a model it came from, was trained on.",
+        "Look at them; where they give the answer away, evaluate on other prompts.",
+    ),
     "evaluation-foreign": ("The policy was judged on prompts that are not in the dataset's held-out part.", _ASK),
     "evaluation-inconsistent": ("The evaluation's files contradict each other.", _ASK),
     "evaluation-missing": ("The registered policy was never evaluated.", "Run the lifecycle to its end."),
@@ -115,5 +119,11 @@ CODES: dict[str, tuple[str, str]] = {
     ),
 }
 
-NOTES = {"code-uncommitted", "code-unavailable", "source-changed", "evaluation-missing"}
+NOTES = {
+    "code-uncommitted",
+    "code-unavailable",
+    "source-changed",
+    "evaluation-missing",
+    "evaluation-near-overlap",
+}
 """Worth knowing; the audit is sound nevertheless."""
