@@ -8,8 +8,9 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, resolve
-from xray_runtime.lineage.render import lineage_mermaid, lineage_text, write_html
+from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
 
 FOLDER = "lineage"
 
@@ -25,7 +26,7 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
     """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the flow run at work that leads there."""
     page = place.output.absolute() / FOLDER / f"{node.directory.name}.html"
     page.parent.mkdir(exist_ok=True)
-    write_html(page, place, node, descendants)
+    write_html(page, place, node, selection(place.graph, node, descendants))
     fence = "```"
     lines = [
         f"Where `{node.sha256[:12]}` came from; with config, results and files: [{page}]({page.as_uri()})",

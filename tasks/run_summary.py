@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -14,6 +15,8 @@ import yaml
 from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.run_statement import begin_run, sign_run
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
@@ -49,6 +52,7 @@ class RunSummary:
             "registered": None,
         }
         self._write()
+        begin_run(output, run_id)
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
         """Add a stage, the `number`th of the graph."""
@@ -86,11 +90,21 @@ class RunSummary:
         self._write()
 
     def ended(self, status: str) -> None:
-        """`status`: completed or failed. A completed run gets its report."""
+        """`status`: completed or failed. A completed run gets its report; what the run left is signed."""
         self.content["status"] = status
-        self._write()
         if status == "completed":
             self._report()
+        content = self._text()
+        directories = [records_directory(self._output, s["name"], s["key"]) for s in self.content["stages"]]
+        files = [path for directory in directories for path in sorted(directory.rglob("*")) if path.is_file()]
+        sign_run(
+            self._output,
+            self.content["run_id"],
+            files + ([self.report] if self.report.is_file() else []),
+            {self.path: hashlib.sha256(content.encode()).hexdigest()},
+            signing_key(self._output),
+        )
+        write_atomic(self.path, content)
 
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
@@ -124,8 +138,11 @@ class RunSummary:
 
     def _write(self) -> None:
         with self._lock:
-            self.content["seconds"] = time.perf_counter() - self._start
-            write_atomic(self.path, json.dumps(self.content, indent=2))
+            write_atomic(self.path, self._text())
+
+    def _text(self) -> str:
+        self.content["seconds"] = time.perf_counter() - self._start
+        return json.dumps(self.content, indent=2)
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:

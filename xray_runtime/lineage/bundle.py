@@ -1,7 +1,12 @@
 """Bundles: a checkpoint with all it came from, its records and the public key in one archive.
 
 A bundle is a tar of an output directory's layout. It is checked on any machine, without MLflow, by the same audit; and
-it can be brought into another output directory and its MLflow, where the lineage stands as before.
+it can be brought into another output directory and its MLflow, where the lineage stands as before. Beside it are
+
+    index.html                all of it on one page: lineage, curves, judgements, conversations, licences
+    provenance.intoto.jsonl   every checkpoint's statement in an envelope of its own, as in-toto's tools read them
+    records/                  metrics, tables and figures of the stages
+    attestations/bundle.json  lists these files, signed by who exported
 """
 
 from __future__ import annotations
@@ -16,30 +21,53 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.attestation import STATEMENT
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
+from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
+from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.signing import public_key
-from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder
+from xray_runtime.lineage.run_statement import FOLDER, sign_run
+from xray_runtime.lineage.signing import KEY_VARIABLE, envelope, has_signing_key, public_key, signing_key
+from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.recorder import records_directory
+
+PAGE, PROVENANCE, BUNDLE = "index.html", "provenance.intoto.jsonl", "bundle"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+UNKNOWN = (
+    "cannot be known: when anything was signed. Times are the signer's; nobody else stamped them",
+    "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
+    "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
+)
+"""What no bundle can prove."""
+UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
 
 
 def export(store: LineageStore, node: Node, path: Path) -> int:
     """Write `node`, its ancestors and their evaluations to `path`; returns how many checkpoints.
 
     Raises:
-        ConfigError: an ancestor is not in the store.
+        ConfigError: an ancestor is not in the store, or there is no key to sign the bundle with.
     """
+    if not has_signing_key(store.output):
+        raise ConfigError(
+            f"BUNDLE: what a bundle adds is signed, and {store.output} has no private key: set {KEY_VARIABLE}"
+        )
     chosen = with_history(store.graph, [node.sha256])
     missing = [sha[:12] for sha in chosen if sha not in store.graph.nodes]
     if missing:
         raise ConfigError(f"REF: its ancestors {', '.join(missing)} are not in {store.output}: the chain is broken")
     temporary = path.with_name(f"{path.name}.writing")
-    with tarfile.open(temporary, "w") as archive:
+    with tempfile.TemporaryDirectory(prefix="xray-export-") as folder, tarfile.open(temporary, "w") as archive:
+        added = Path(folder)
+        _add(store, node, chosen, added)
+        for entry in sorted(added.iterdir()):
+            archive.add(entry, entry.name)
         for number, key in enumerate(root_keys(store.output)):
             name = "signing.pub" if number == 0 else f"{TRUSTED}/{key.name}"
             archive.add(key, f"keys/{name}", recursive=False)
@@ -50,6 +78,21 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
             archive.add(directory, f"{CHECKPOINTS}/{directory.name}")
     os.replace(temporary, path)
     return len(chosen)
+
+
+def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> None:
+    """What a bundle has beside checkpoints and keys, signed."""
+    for sha in chosen:
+        manifest = store.graph.nodes[sha].manifest
+        records = records_directory(store.output, manifest.stage, manifest.key)
+        if records.is_dir():
+            shutil.copytree(records, records_directory(place, manifest.stage, manifest.key))
+    key = signing_key(store.output)
+    write_html(place / PAGE, LineageStore(place, store.graph, None), node, chosen)
+    statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
+    lines = [envelope(read_bounded(path), PAYLOAD_TYPE, key) for path in statements if path.is_file()]
+    (place / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    sign_run(place, BUNDLE, [path for path in sorted(place.rglob("*")) if path.is_file()], {}, key)
 
 
 @contextlib.contextmanager
@@ -91,7 +134,16 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
     """The audit of everything in a bundle."""
     with opened(path) as store:
-        return audit(store, public=public, hashing=hashing)
+        return _audit(store, public, hashing)
+
+
+def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Audit:
+    result = audit(store, public=public, hashing=hashing)
+    if not (store.output / FOLDER / f"{BUNDLE}.json").is_file():
+        missing = Finding(BUNDLE, "run-unsigned", f"it has no {FOLDER}/{BUNDLE}.json")
+        result.findings = sorted({*result.findings, missing})
+    result.notes += list(UNKNOWN) + ([] if public else [UNKNOWN_KEY])
+    return result
 
 
 def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: str, public: Path | None) -> Audit:
@@ -103,7 +155,7 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
     check_tracking_uri(tracking_uri)
     output.mkdir(parents=True, exist_ok=True)
     with opened(path, same_disk=output) as store:
-        result = audit(store, public=public)
+        result = _audit(store, public)
         if result.is_sound:
             order = store.graph.ancestors(list(store.graph.nodes))
             take_in(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public, move=True)

@@ -1,17 +1,12 @@
-"""The lineage of a checkpoint as text, as JSON, and as one HTML page with a graph one can click."""
+"""The lineage of a checkpoint as text, as JSON, and as a flowchart."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.tracking.mlflow_tracker import flatten
 
 MAX_INDENT = 16
 """Levels drawn by indentation; deeper ones say their level, so that the text grows with the number of checkpoints."""
@@ -72,7 +67,7 @@ def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str
     yield "flowchart LR"
     for sha, name in names.items():
         # Quotes would end the label; Mermaid and the page read the rest as text.
-        stage = re.sub(r"[^\w .-]", "?", _stage(graph, sha))
+        stage = re.sub(r"[^\w .-]", "?", stage_name(graph, sha))
         yield f'  {name}["{stage}<br/>{sha[:12]}"]'
     for sha, name in names.items():
         roles: dict[str, list[str]] = {}
@@ -91,10 +86,11 @@ def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
 
 def lineage_json(graph: Graph, node: Node, descendants: bool) -> dict[str, Any]:
     """`checkpoints` in order of making, each with its parents by role; a missing one has `directory: null`."""
-    return {"of": node.sha256, "checkpoints": [_entry(graph, sha) for sha in selection(graph, node, descendants)]}
+    return {"of": node.sha256, "checkpoints": [entry(graph, sha) for sha in selection(graph, node, descendants)]}
 
 
-def _entry(graph: Graph, sha: str) -> dict[str, Any]:
+def entry(graph: Graph, sha: str) -> dict[str, Any]:
+    """What is known of a checkpoint, for programs."""
     node = graph.nodes.get(sha)
     if node is None:
         return {"sha256": sha, "directory": None}
@@ -116,82 +112,6 @@ def _entry(graph: Graph, sha: str) -> dict[str, Any]:
     }
 
 
-def write_html(path: Path, store: LineageStore, node: Node, descendants: bool) -> None:
-    """One self-contained page: a graph whose boxes lead to what is known of each checkpoint."""
-    from jinja2 import Environment, PackageLoader
-
-    from xray_runtime.report.html import lineage_graph
-
-    graph = store.graph
-    chosen = selection(graph, node, descendants)
-    stages = [
-        {
-            "name": graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing",
-            "checkpoint": {"sha256": sha},
-            "parents": sorted({parent for _, parent in graph.parents(sha)}),
-            "cached": False,
-        }
-        for sha in chosen
-    ]
-    siblings = _siblings(graph, chosen)
-    shown = set(chosen)
-    sections = [_section(graph, sha, siblings.get(sha), shown) for sha in chosen]
-    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
-    stream = environment.get_template("lineage.html").stream(of=node, graph=lineage_graph(stages), sections=sections)
-    temporary = path.with_name(f"{path.name}.writing")
-    stream.dump(str(temporary), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
-    """Digest → the checkpoint of the same stage made just before it, of the whole store."""
-    by_stage: dict[str, list[tuple[str, str]]] = {}
-    stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}
-    for node in graph.nodes.values():
-        if node.manifest.stage in stages:
-            finished = node.statement.predicate.details.metadata.finished if node.statement else ""
-            by_stage.setdefault(node.manifest.stage, []).append((finished, node.sha256))
-    found: dict[str, str] = {}
-    for made in by_stage.values():
-        found |= {sha: before for (_, before), (_, sha) in itertools.pairwise(sorted(made))}
-    return found
-
-
-def _section(graph: Graph, sha: str, sibling: str | None, shown: set[str]) -> dict[str, Any]:
-    node = graph.nodes.get(sha)
-    if node is None:
-        return {"sha": sha, "name": "missing", "missing": True}
-    entry = _entry(graph, sha)
-    other = graph.nodes.get(sibling) if sibling else None
-    children = [(role, child) for role, child in graph.children.get(sha, []) if child in shown]
-    return entry | {
-        "sha": sha,
-        "name": node.manifest.stage,
-        "made_from": [(role, parent, _stage(graph, parent)) for role, parent in graph.parents(sha)],
-        "used_by": [(role, child, _stage(graph, child)) for role, child in children],
-        "link": node.directory.absolute().as_uri(),
-        "sibling": other.name if other else None,
-        "differences": _differences(other, node) if other else [],
-        "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.config).items()],
-        "numbers": [(k, v) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
-    }
-
-
-def _stage(graph: Graph, sha: str) -> str:
+def stage_name(graph: Graph, sha: str) -> str:
+    """The stage that made a checkpoint, or `missing`."""
     return graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing"
-
-
-def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
-    """(field, before, after) of config, parents, code and seed."""
-
-    def facts(node: Node) -> dict[str, str]:
-        manifest = node.manifest
-        parents = {f"parent {role}": sha[:12] for role, sha in manifest.parents.items()}
-        return flatten(manifest.config) | parents | {"code": manifest.code_digest[:12], "seed": str(manifest.seed)}
-
-    a, b = facts(before), facts(after)
-    return [
-        (k, a.get(k, "")[:MAX_VALUE_CHARS], b.get(k, "")[:MAX_VALUE_CHARS])
-        for k in sorted({*a, *b})
-        if a.get(k) != b.get(k)
-    ]

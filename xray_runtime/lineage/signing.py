@@ -6,6 +6,7 @@ signature covers the whole checkpoint, and no weights are read twice.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -110,6 +111,27 @@ def sign(what: Path, signature: Path, private: Path) -> None:
     from model_signing import signing
 
     signing.Config().use_elliptic_key_signer(private_key=private).sign(what, signature)
+
+
+def envelope(payload: bytes, payload_type: str, private: Path) -> str:
+    """A DSSE envelope in one line of JSON, signed with ECDSA over SHA-256: what in-toto's own tools read.
+
+    See https://github.com/secure-systems-lab/dsse, protocol.md.
+    """
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    keyid = key_digest(public_bytes(private))
+    key = serialization.load_pem_private_key(private.read_bytes(), password=None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    signed = b"DSSEv1 %d %b %d %b" % (len(payload_type), payload_type.encode(), len(payload), payload)
+    signature = key.sign(signed, ec.ECDSA(hashes.SHA256()))
+    content = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": payload_type,
+        "signatures": [{"keyid": keyid, "sig": base64.b64encode(signature).decode()}],
+    }
+    return json.dumps(content, sort_keys=True)
 
 
 class Verifier:

@@ -17,6 +17,7 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.run_statement import sign_run
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.stages.artifacts import dataset_of
@@ -25,6 +26,7 @@ from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.tracking.recorder import records_directory
 
 NAME, ALIAS = "synthetic-policy", "candidate"
 
@@ -227,5 +229,14 @@ class Lifecycle:
             for name, ref in self.done.items()
         ]
         evaluation = json.loads((self.done["evaluate"].path / "evaluation.json").read_text())
-        content = {"run_id": self.run_id, "status": "completed", "stages": stages, "evaluation": evaluation}
-        (self.output / "lifecycle.json").write_text(json.dumps(content, indent=2))
+        run_id = self.run_id or "untracked"
+        content = {"run_id": run_id, "status": "completed", "stages": stages, "evaluation": evaluation}
+        policy = self.done["ppo-2"]
+        records = records_directory(self.output, policy.stage, load_manifest(policy.path).key)
+        records.mkdir(parents=True, exist_ok=True)
+        files = [records / "metrics.jsonl", records / "metrics.svg", self.output / "report.html"]
+        for path in files:
+            path.write_text(f"what {path.name} says")
+        record = self.output / "lifecycle.json"
+        record.write_text(json.dumps(content, indent=2))
+        sign_run(self.output, run_id, [*files, record], {}, self.key)

@@ -449,3 +449,41 @@ def the_record_of_the_run(rng: random.Random, output: Path) -> set[str]:
         rng.choice(content["stages"])["checkpoint"]["sha256"] = rng.randbytes(32).hex()
     path.write_text(json.dumps(content))
     return {"record-differs"}
+
+
+@case
+def what_a_run_left_for_people(rng: random.Random, output: Path) -> set[str]:
+    files = [output / "report.html", output / "lifecycle.json", *sorted((output / "records").rglob("*.*"))]
+    path = rng.choice(files)
+    how = rng.randrange(4)
+    if how == 0:
+        flip(rng, path)
+    elif how == 1:
+        path.unlink()
+    elif how == 2:
+        # As if it were at work, whose record nobody has signed yet.
+        record = output / "lifecycle.json"
+        record.write_text(record.read_text().replace('"completed"', '"running"'))
+    else:
+        path.rename(output / "elsewhere")
+        path.symlink_to(output / "elsewhere")
+    return {"run-changed"}
+
+
+@case
+def the_statement_of_a_run(rng: random.Random, output: Path) -> set[str]:
+    path = next((output / "attestations").glob("*.json"))
+    how = rng.randrange(4)
+    if how == 0:
+        path.unlink()
+    elif how == 1:
+        path.with_suffix(".sig").unlink()
+    elif how == 2:
+        flip(rng, path)
+    else:
+        content = json.loads(path.read_text())
+        content["subject"] = content["subject"][1:]
+        path.write_text(json.dumps(content))
+        sign(path, path.with_suffix(".sig"), signing_key(output / "intruder"))
+        shutil.rmtree(output / "intruder")
+    return {"run-unsigned"}

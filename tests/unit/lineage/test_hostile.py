@@ -13,8 +13,9 @@ import pytest
 from tests.unit.lineage.tampering import checkpoints
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.lineage.render import lineage_text, write_html
+from xray_runtime.lineage.render import lineage_text, selection
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
 
 opened: list[str] | None = None
@@ -160,7 +161,7 @@ def test_names_that_would_write_to_the_terminal_or_the_page(fresh: Callable[[], 
     place.graph.add(node)
     text = "".join(lineage_text(place.graph, node, True))
     assert "\x1b" not in text
-    write_html(tmp_path / "page.html", place, node, True)
+    write_html(tmp_path / "page.html", place, node, selection(place.graph, node, True))
     assert "<script" not in (tmp_path / "page.html").read_text()
 
 
@@ -175,5 +176,5 @@ def test_a_cycle_ends_and_is_named(fresh: Callable[[], Path], tmp_path: Path) ->
     place = LineageStore(output, graph, None)
     node = graph.nodes[shas[0]]
     assert len(list(lineage_text(graph, node, True))) > 3
-    write_html(tmp_path / "page.html", place, node, True)
+    write_html(tmp_path / "page.html", place, node, selection(place.graph, node, True))
     assert "cycle" in {finding.code for finding in audit(place, [node]).findings}

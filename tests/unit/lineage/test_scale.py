@@ -20,8 +20,9 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.lineage.render import lineage_text, write_html
+from xray_runtime.lineage.render import lineage_text, selection
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def test_drawing_thousands_grows_linearly(one: Node, tmp_path: Path) -> None:
     def draw(count: int) -> tuple[int, int]:
         graph, last = lineage(one, count)
         text = "\n".join(lineage_text(graph, last, descendants=True))
-        write_html(tmp_path / "page.html", LineageStore(tmp_path, graph, None), last, descendants=True)
+        write_html(tmp_path / "page.html", LineageStore(tmp_path, graph, None), last, selection(graph, last, True))
         return len(text), (tmp_path / "page.html").stat().st_size
 
     (small, few), (large, many) = calls(lambda: draw(1250)), calls(lambda: draw(5000))

@@ -26,6 +26,7 @@ from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.run_statement import check_runs
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Evaluation
@@ -124,6 +125,7 @@ def audit(
     found += _commits(sorted(commits))
     if everything:
         found += _record(store)
+        found += check_runs(store.output, verifier, last_only=since is not None)
     found += check_chain(store.output, verifier, since.chain if since is not None else None)
     if store.tracking_uri is not None:
         from xray_runtime.lineage.audit.registry import check_tracking

@@ -68,8 +68,8 @@ class Spans:
 
     def _trained(self, dataset: str) -> tuple[Iterator[str], Iterator[str]]:
         path = self._graph.nodes[dataset].directory / "train.arrow"
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link")
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(f"{path} is no file")
         return _conversations(path), pairs_of(path).prompt_texts()
 
 

@@ -95,6 +95,14 @@ CODES: dict[str, tuple[str, str]] = {
         "lifecycle.json says other things than the checkpoints.",
         "Run the lifecycle again: it writes the record anew. What is missing alone, `xray fetch` may bring back.",
     ),
+    "run-unsigned": (
+        "Nobody vouches for the record, the report and the figures of a run that ended.",
+        "Run the lifecycle again: it writes and signs them anew.",
+    ),
+    "run-changed": (
+        "A run's record, report, metrics or figure is not what was signed when the run ended.",
+        "Run the lifecycle again: it writes the record and the report anew. Metrics and figures come from a copy.",
+    ),
     "decision-broken": ("The signed chain of registrations and promotions is broken.", _ASK),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
     "mlflow-model-missing": ("MLflow does not know this checkpoint.", _RESTORE),

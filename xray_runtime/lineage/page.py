@@ -1,0 +1,142 @@
+"""The lineage of a checkpoint as one HTML page: a graph one can click, and what is known of each box."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
+from xray_runtime.report.figures import read_metrics
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
+from xray_runtime.tracking.mlflow_tracker import flatten
+from xray_runtime.tracking.recorder import METRICS, records_directory
+
+MAX_SAMPLES = 24
+"""Conversations of each judgement."""
+
+
+def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -> None:
+    """One self-contained page: a graph whose boxes lead to what is known of each checkpoint, its curves and samples.
+
+    Args:
+        chosen: digests of the checkpoints to show, each after what it was made from.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    from xray_runtime.report.html import lineage_graph
+
+    graph = store.graph
+    stages = [
+        {
+            "name": graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing",
+            "checkpoint": {"sha256": sha},
+            "parents": sorted({parent for _, parent in graph.parents(sha)}),
+            "cached": False,
+        }
+        for sha in chosen
+    ]
+    siblings = _siblings(graph, chosen)
+    shown = set(chosen)
+    sections = [_section(store, sha, siblings.get(sha), shown) for sha in chosen]
+    sources = node.statement.predicate.build.internal.sources if node.statement else []
+    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
+    stream = environment.get_template("lineage.html").stream(
+        of=node, graph=lineage_graph(stages), sections=sections, sources=sources
+    )
+    temporary = path.with_name(f"{path.name}.writing")
+    stream.dump(str(temporary), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
+    """Digest → the checkpoint of the same stage made just before it, of the whole store."""
+    by_stage: dict[str, list[tuple[str, str]]] = {}
+    stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}
+    for node in graph.nodes.values():
+        if node.manifest.stage in stages:
+            finished = node.statement.predicate.details.metadata.finished if node.statement else ""
+            by_stage.setdefault(node.manifest.stage, []).append((finished, node.sha256))
+    found: dict[str, str] = {}
+    for made in by_stage.values():
+        found |= {sha: before for (_, before), (_, sha) in itertools.pairwise(sorted(made))}
+    return found
+
+
+def _section(store: LineageStore, sha: str, sibling: str | None, shown: set[str]) -> dict[str, Any]:
+    graph = store.graph
+    node = graph.nodes.get(sha)
+    if node is None:
+        return {"sha": sha, "name": "missing", "missing": True}
+    known = entry(graph, sha)
+    other = graph.nodes.get(sibling) if sibling else None
+    children = [(role, child) for role, child in graph.children.get(sha, []) if child in shown]
+    return known | {
+        "sha": sha,
+        "name": node.manifest.stage,
+        "made_from": [(role, parent, stage_name(graph, parent)) for role, parent in graph.parents(sha)],
+        "used_by": [(role, child, stage_name(graph, child)) for role, child in children],
+        "link": _link(store, node),
+        "sibling": other.name if other else None,
+        "differences": _differences(other, node) if other else [],
+        "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.config).items()],
+        "numbers": [(k, v) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
+        **_records(store, node),
+        "samples": _samples(node),
+    }
+
+
+def _link(store: LineageStore, node: Node) -> str:
+    """To the checkpoint's files; relative where the page goes along with them."""
+    home = store.output / CHECKPOINTS
+    if node.directory.parent.absolute() == home.absolute():
+        return node.directory.absolute().as_uri()
+    return f"{CHECKPOINTS}/{node.directory.name}"
+
+
+def _records(store: LineageStore, node: Node) -> dict[str, Any]:
+    """Curves, and what stands out in them, where the stage's records are still there."""
+    directory = records_directory(store.output, node.manifest.stage, node.manifest.key)
+    figure = (directory / METRICS).with_suffix(".svg")
+    findings = node.kind.findings(read_metrics(directory / METRICS)) if node.kind is not None else []
+    # As an image: whatever the file holds, nothing in it runs.
+    drawn = base64.b64encode(figure.read_bytes()).decode() if figure.is_file() else None
+    return {"figure": drawn, "findings": findings}
+
+
+def _samples(node: Node) -> tuple[list[str], list[list[str]]]:
+    """(columns, rows) of what a judgement shows of its conversations."""
+    if not node.sides:
+        return [], []
+    try:
+        content = json.loads(read_bounded(node.directory / "samples.json"))
+        rows = [sample for sample in content if isinstance(sample, dict)][:MAX_SAMPLES]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return [], []
+    columns = list(rows[0]) if rows else []
+    return columns, [[_cell(row.get(column)) for column in columns] for row in rows]
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
+    """(field, before, after) of config, parents, code and seed."""
+
+    def facts(node: Node) -> dict[str, str]:
+        manifest = node.manifest
+        parents = {f"parent {role}": sha[:12] for role, sha in manifest.parents.items()}
+        return flatten(manifest.config) | parents | {"code": manifest.code_digest[:12], "seed": str(manifest.seed)}
+
+    a, b = facts(before), facts(after)
+    return [
+        (k, a.get(k, "")[:MAX_VALUE_CHARS], b.get(k, "")[:MAX_VALUE_CHARS])
+        for k in sorted({*a, *b})
+        if a.get(k) != b.get(k)
+    ]
