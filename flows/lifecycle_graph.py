@@ -67,7 +67,10 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields = _fields(stage) | trained | judges
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
     fields = _fields(config.evaluate) | judges
-    return Lifecycle(policy, EVALUATE(policy, start, data, rewards=rewards, name="evaluate", **fields))
+    # Of one reply to each prompt a judge that compares has nothing to say.
+    shown = rewards[: len(rewards) - len(config.rewards)]
+    shown += [term.model_dump() for term in config.rewards if not term.compares]
+    return Lifecycle(policy, EVALUATE(policy, start, data, rewards=shown, name="evaluate", **fields))
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle) -> Handle:

@@ -115,7 +115,7 @@ class ServiceConfig(RemoteConfig):
 
 
 class JudgeConfig(RemoteConfig):
-    """A model behind an OpenAI-compatible address scores each reply by a rubric."""
+    """A model behind an OpenAI-compatible address scores each reply by a rubric, or compares replies."""
 
     url: Address
     """Up to `/v1`: `http://localhost:8000/v1`."""
@@ -124,15 +124,20 @@ class JudgeConfig(RemoteConfig):
     """What a good reply is."""
     scale: Annotated[tuple[float, float], Field(strict=False)] = (1.0, 10.0)
     """The worst and the best score. What the judge says beyond is no score."""
+    opponents: Count | None = None
+    """Compare each reply with at least so many others to the same prompt, in both orders, in place of scoring it by
+    itself: its score is the share it wins, from 0 to 1. Each prompt then needs several replies."""
     column: Column | None = None
     """What holds a reference answer that the judge is shown."""
     max_tokens: Count = 512
     temperature: NonNegative = 0.0
 
     @model_validator(mode="after")
-    def _ascending(self) -> Self:
+    def _one_scale(self) -> Self:
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale = {list(self.scale)} must ascend")
+        if self.opponents is not None and self.scale != JudgeConfig.model_fields["scale"].default:
+            raise ValueError(f"scale must be left out with opponents = {self.opponents}: a win rate is from 0 to 1")
         return self
 
 
@@ -153,6 +158,11 @@ class ExternalReward(Section):
     verifier: Annotated[Verifier, Field(discriminator="kind")] | None = None
     service: ServiceConfig | None = None
     judge: JudgeConfig | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether replies to one prompt are scored by comparing them."""
+        return self.judge is not None and self.judge.opponents is not None
 
     @property
     def columns(self) -> dict[str, str]:

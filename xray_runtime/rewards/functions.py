@@ -29,6 +29,8 @@ class FunctionSource:
         ValueError: it cannot be called with prompts and replies.
     """
 
+    relative = True
+
     def __init__(self, function: Callable[..., Any], where: str, timeout_s: float, retries: int) -> None:
         self._function, self._where, self._timeout_s, self._retries = function, where, timeout_s, retries
         try:

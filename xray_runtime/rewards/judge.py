@@ -40,6 +40,8 @@ NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*")
 class JudgeSource:
     """One request a reply."""
 
+    relative = False
+
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
 
@@ -50,32 +52,40 @@ class JudgeSource:
         return [failure(described(a)) if isinstance(a, BaseException) else a for a in answers]
 
     def _request(self, messages: Messages, reply: str, reference: Any) -> dict[str, Any]:
-        config = self._config
-        conversation = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        shown = "" if config.column is None else f"\n<reference_answer>\n{reference}\n</reference_answer>\n"
-        low, high = config.scale
-        text = PROMPT.format(
-            rubric=config.rubric, conversation=conversation, reference=shown, reply=reply, low=low, high=high
-        )
-        return {
-            "model": config.model,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": config.max_tokens,
-            "temperature": config.temperature,
-        }
+        low, high = self._config.scale
+        return request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
 
     def _read(self, answer: Any) -> Score:
-        try:
-            said = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            said = None
-        if not isinstance(said, str):
-            raise AnswerError(f"the answer is no chat completion: {str(answer)[:200]}")
+        said = said_in(answer)
         value = score_in(said)
         low, high = self._config.scale
         if value is None or not low <= value <= high:
             raise AnswerError(f"the judge named no score from {low:g} to {high:g}: {said[-200:]!r}")
         return Score(value, said)
+
+
+def request(config: JudgeConfig, prompt: str, messages: Messages, reference: Any, **fields: Any) -> dict[str, Any]:
+    """A chat of one message: `prompt` with rubric, conversation, reference answer and `fields`."""
+    conversation = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    shown = "" if config.column is None else f"\n<reference_answer>\n{reference}\n</reference_answer>\n"
+    text = prompt.format(rubric=config.rubric, conversation=conversation, reference=shown, **fields)
+    return {
+        "model": config.model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+    }
+
+
+def said_in(answer: Any) -> str:
+    """The text of a chat completion. Raises AnswerError where it is none."""
+    try:
+        said = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        said = None
+    if not isinstance(said, str):
+        raise AnswerError(f"the answer is no chat completion: {str(answer)[:200]}")
+    return said
 
 
 def score_in(text: str) -> float | None:

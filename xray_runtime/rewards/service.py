@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class ServiceSource:
     """A service that scores a few replies at a time."""
 
+    relative = False
+
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
 

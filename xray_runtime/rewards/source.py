@@ -69,6 +69,9 @@ def as_number(value: Any) -> float | None:
 class Source(Protocol):
     """A source of reward."""
 
+    relative: bool
+    """Whether its score of a reply may depend on the others."""
+
     def score(self, batch: Batch) -> list[Score]:
         """One score a reply. What fails is a failed score, after the retries that the config allows.
 

@@ -39,6 +39,8 @@ PROGRAM = f"{LIMITED}\nimport runpy\nrunpy.run_module({worker.__name__!r}, run_n
 class VerifierSource:
     """A verifier; it checks as many replies at the same time as there are processors."""
 
+    relative = False
+
     def __init__(self, config: Verifier) -> None:
         self._config = config
         self._parallel = len(os.sched_getaffinity(0))

@@ -90,7 +90,14 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     prompts = inputs.get("prompts")
     # Of a checkpoint nothing is known before it is opened.
     data = prompts.call.config if prompts is not None and prompts.call is not None else None
+    # An evaluation has one reply of each side.
+    replies = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
     for number, term in enumerate(config.rewards):
+        if term.compares and replies < 2:
+            raise ValueError(
+                f"rewards.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
+                "to compare it with"
+            )
         for role in term.roles:
             if role not in inputs:
                 field = "model" if term.model is not None else "models"

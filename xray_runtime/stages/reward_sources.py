@@ -23,6 +23,7 @@ from xray_runtime.models.tensor_file import same_trunk
 from xray_runtime.rewards.functions import FunctionSource
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.judge import JudgeSource
+from xray_runtime.rewards.pairwise_judge import PairwiseJudgeSource
 from xray_runtime.rewards.service import ServiceSource
 from xray_runtime.rewards.source import Batch, Score, Source
 from xray_runtime.rewards.verifiers import VerifierSource
@@ -100,7 +101,7 @@ class RewardSources:
         if term.service is not None:
             return ServiceSource(term.service)
         if term.judge is not None:
-            return JudgeSource(term.judge)
+            return JudgeSource(term.judge) if term.judge.opponents is None else PairwiseJudgeSource(term.judge)
         assert term.function is not None
         field = f"{self._fields[source]}.function"
         function = functions.get(term.function) or import_function(term.function, field)
@@ -216,8 +217,8 @@ class RewardSources:
         """Row → what a source that is no model says of it; of the `rows` it applies to."""
         known = {row: score for row in rows if (score := self._journal.find(keys[row])) is not None}
         asked = [row for row in rows if row not in known]
-        if asked and isinstance(self._external[source], FunctionSource):
-            asked = rows  # its score of a row may depend on the others
+        if asked and self._external[source].relative:
+            asked = rows
         if asked:
             answers = self._external[source].score(batch.take(asked))
             fresh = dict(zip(asked, answers, strict=True))

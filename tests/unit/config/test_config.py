@@ -441,3 +441,13 @@ def test_dpo_takes_the_place_of_ppo() -> None:
     assert list(both.calls) == ["prepare", "base", "sft", "preferences", "reward", "dpo", "evaluate"]
     assert both.calls["evaluate"].parents["rewards.0"].name == "reward"
     assert both.calls["reward"].parents["data"] is both.calls["dpo"].parents["preferences"]
+
+
+def test_a_judge_that_compares_is_none_of_the_evaluation() -> None:
+    judge = {"url": "http://localhost:8000/v1", "model": "m", "rubric": "r"}
+    rewards = [{"judge": judge | {"opponents": 3}}, {"judge": judge}]
+    config = validate({"rewards": rewards, "ppo": {"stages": [{"method": "grpo"}]}})
+    calls = recorded_graph(config).calls
+    assert [term.compares for term in calls["ppo-1"].config.rewards] == [False, True, False]
+    assert [term.compares for term in calls["evaluate"].config.rewards] == [False, False]
+    assert calls["evaluate"].parents["rewards.0"].name == "reward"

@@ -15,6 +15,7 @@ import pytest
 from xray_runtime.config.rewards import JudgeConfig, ServiceConfig
 from xray_runtime.rewards import remote
 from xray_runtime.rewards.judge import JudgeSource, score_in
+from xray_runtime.rewards.pairwise_judge import PairwiseJudgeSource, circle
 from xray_runtime.rewards.service import ServiceSource
 from xray_runtime.rewards.source import Batch, Score
 
@@ -271,3 +272,96 @@ def test_a_judge_that_names_no_score_is_asked_again(said: Any, server: Server) -
 )
 def test_the_number_in_an_answer(text: str, expected: float | None) -> None:
     assert score_in(text) == expected
+
+
+QUESTION = [{"role": "user", "content": "p"}]
+OTHER = [{"role": "user", "content": "q"}]
+
+
+def compare(url: str, replies: list[str], messages: list[Any] | None = None, **fields: Any) -> list[Score]:
+    config = {"url": f"{url}/v1", "model": "m", "rubric": "Be {long}.", "opponents": 2, "retries": 1, "timeout_s": 10.0}
+    batch = Batch(["p"] * len(replies), replies, messages or [QUESTION] * len(replies))
+    return PairwiseJudgeSource(JudgeConfig(**config | {"backoff_s": 0.01} | fields)).score(batch)
+
+
+def shown(body: dict[str, Any]) -> tuple[str, str]:
+    """The two replies of a request."""
+    text = body["messages"][0]["content"]
+    return tuple(text.split(f"<reply_{name}>\n")[1].split(f"\n</reply_{name}>")[0] for name in "ab")
+
+
+def prefers(better: Callable[[str, str], str]) -> Answer:
+    return lambda handler, body: says(f"I think.\nWinner: {better(*shown(body))}")(handler, body)
+
+
+def longer(a: str, b: str) -> str:
+    return "A" if len(a) > len(b) else "B"
+
+
+def test_a_reply_scores_the_share_of_comparisons_it_wins(server: Server) -> None:
+    server.answers = [prefers(longer)]
+    # Two prompts, their replies mixed: each reply meets the two others to its own prompt.
+    replies = ["a", "x", "bb", "yyy", "ccc", "zz"]
+    found = compare(server.url, replies, [QUESTION, OTHER] * 3)
+    assert values(found) == [0.0, 0.0, 0.5, 1.0, 1.0, 0.5]
+    assert found[2].why == "1 of 2 comparisons won"
+    # Three pairs a prompt, each in both orders, each shown the conversation it ends.
+    asked = [shown(body) for body in server.requests]
+    assert len(asked) == len(set(asked)) == 12
+    assert all((b, a) in asked for a, b in asked)
+    assert {("user: q" in body["messages"][0]["content"]) for body in server.requests if "x" in shown(body)} == {True}
+    assert "Be {long}." in server.requests[0]["messages"][0]["content"]
+
+
+def test_a_judge_that_prefers_a_place_says_nothing(server: Server) -> None:
+    server.answers = [says("**Winner: A**")]
+    assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
+    server.answers = [says("tie")]
+    assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
+
+
+def test_equal_replies_tie_and_nobody_is_asked(server: Server) -> None:
+    server.answers = [prefers(longer)]
+    assert values(compare(server.url, ["a", "a", "bb"])) == [0.25, 0.25, 1.0]
+    assert len(server.requests) == 4
+    assert values(compare(server.url, ["a"] * 4)) == [0.5] * 4
+    assert len(server.requests) == 4
+
+
+def test_a_comparison_that_fails_in_one_order_counts_for_neither_reply(server: Server) -> None:
+    def refuses(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        says("I like both." if shown(body) == ("a", "bb") else "Winner: B")(handler, body)
+
+    # "a" and "bb" are not compared; the judge likes the second place, so all else is a tie.
+    server.answers = [refuses]
+    assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
+    assert [score.why for score in compare(server.url, ["a", "bb", "ccc"])] == [
+        "0.5 of 1 comparisons won",
+        "0.5 of 1 comparisons won",
+        "1 of 2 comparisons won",
+    ]
+    lost = compare(server.url, ["a", "bb"])
+    assert all(math.isnan(score.value) for score in lost)
+    assert "the judge named no winner: 'I like both.'" in str(lost[0].why)
+    server.answers = [status(500)]
+    assert all(math.isnan(score.value) for score in compare(server.url, ["a", "bb", "ccc"]))
+    alone = compare(server.url, ["a", "bb"], [QUESTION, OTHER])
+    assert [score.why for score in alone] == ["there is no other reply to compare it with"] * 2
+
+
+@pytest.mark.parametrize(
+    ("count", "opponents"), [(2, 1), (2, 9), (3, 1), (4, 2), (4, 3), (5, 2), (8, 3), (8, 7), (9, 100)]
+)
+def test_all_replies_meet_as_many_others_and_no_more_pairs_than_that_takes(count: int, opponents: int) -> None:
+    rows = list(range(10, 10 + count))
+    pairs = circle(rows, opponents)
+    assert len({frozenset(pair) for pair in pairs}) == len(pairs)
+    met = {sum(row in pair for pair in pairs) for row in rows}
+    assert len(met) == 1
+    assert min(opponents, count - 1) <= met.pop() <= min(opponents + 1, count - 1)
+    assert pairs == circle(rows, opponents)
+
+
+def test_no_scale_where_replies_are_compared() -> None:
+    with pytest.raises(ValueError, match="scale must be left out with opponents = 2: a win rate is from 0 to 1"):
+        JudgeConfig(url="http://h/v1", model="m", rubric="r", opponents=2, scale=(0, 5))

@@ -421,6 +421,11 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
             "ppo.rewards.0.judge: scale = [5.0, 1.0] must ascend",
         ),
         (
+            {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
+            "ppo: rewards.0.judge.opponents: is not allowed where each prompt has one reply: there is no other to "
+            "compare it with",
+        ),
+        (
             {"service": {"url": "http://host"}, "retries": 1},
             "ppo.rewards.0: retries must be left out: it limits calls of a function",
         ),
@@ -433,6 +438,16 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
 def test_each_field_of_a_source_is_refused_in_one_line(fields: dict[str, Any], message: str, graph: Graph) -> None:
     data, base = xray.prepare(source="math.jsonl", columns=["answer"]), xray.base(model="x")
     assert refused(lambda: xray.ppo(base, data, rewards=[fields])) == message
+
+
+def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
+    data, base = xray.prepare(source="math.jsonl"), xray.base(model="x")
+    judge = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}}
+    xray.ppo(base, data, rewards=[judge], method="grpo")
+    xray.best_of_n(base, data, rewards=[judge])
+    xray.preferences(policy=base, data=data, source="rewards", rewards=[judge])
+    message = refused(lambda: xray.evaluate(base, base, data, rewards=[judge]))
+    assert message.startswith("evaluate: rewards.0.judge.opponents: is not allowed where each prompt has one reply")
 
 
 def test_a_single_source_needs_no_list(graph: Graph) -> None:

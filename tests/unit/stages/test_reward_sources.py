@@ -19,7 +19,7 @@ import torch
 from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, FakeModel, World, attempt, inputs, plain
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import JudgingConfig
-from xray_runtime.config.rewards import JSONSchemaVerifier, RegexVerifier, RewardTerm, Route, ServiceConfig
+from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
@@ -192,6 +192,41 @@ def test_answers_outlive_an_attempt(tmp_path: Path) -> None:
     # Another iteration asks anew.
     found = sources(RewardTerm(service=service), kept=tmp_path)
     assert found.scaled(score(found, replies, step=4)).tolist() == [3.0] * 4
+    server.shutdown()
+
+
+def test_comparisons_outlive_an_attempt(tmp_path: Path) -> None:
+    """Where one score of a group is lost with the attempt, all are asked for again: they hang together."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"])
+            first, second = (asked[-1].split(f"<reply_{name}>\n")[1].split("\n<")[0] for name in "ab")
+            said = f"Winner: {'A' if first > second else 'B'}"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    term = RewardTerm(judge=JudgeConfig(url=url, model="m", rubric="the later letter", opponents=2, retries=0))
+
+    def attempt() -> list[float]:
+        found = sources(term, kept=tmp_path)
+        return found.scaled(score(found, ["a", "b", "c"])).tolist()
+
+    assert attempt() == [0.0, 0.5, 1.0]
+    assert attempt() == [0.0, 0.5, 1.0]
+    assert len(asked) == 6
+    lines = (tmp_path / ANSWERS).read_bytes().splitlines(keepends=True)
+    (tmp_path / ANSWERS).write_bytes(b"".join(lines[:2]))
+    assert attempt() == [0.0, 0.5, 1.0]
+    assert len(asked) == 12
+    assert (tmp_path / ANSWERS).read_bytes().splitlines(keepends=True) == lines
     server.shutdown()
 
 
