@@ -259,6 +259,7 @@ class _Job:
             open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
             functions=self._functions,
             kept=recorder.kept,
+            kept_shared=recorder.kept_shared,
         )
 
 

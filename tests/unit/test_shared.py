@@ -347,6 +347,25 @@ def test_metrics_go_with_the_snapshot(shared: SharedStore, tmp_path: Path) -> No
     assert ['"step": 0' in lines[0], '"step": 1' in lines[1], len(lines)] == [True, True, 2]
 
 
+def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_path: Path) -> None:
+    first = Snapshots(tmp_path / "a" / "ppo-1", 1, shared)
+    assert first.kept is not None
+    assert first.kept.read() == {}
+    first.kept.write("2-answers", b"two")
+    first.kept.write("1-answers", b"one")
+    write(first, 1)
+    write(first, 2)
+    second = Snapshots(tmp_path / "b" / "ppo-1", 1, shared)
+    assert second.kept is not None
+    assert list(second.kept.read().items()) == [("1-answers", b"one"), ("2-answers", b"two")]
+    found = second.latest()
+    assert found is not None
+    assert found.step == 2
+    second.clear()
+    assert objects(shared) == []
+    assert Snapshots(tmp_path / "c" / "ppo-1", 1).kept is None
+
+
 def test_directories_that_share_a_store_trust_each_others_keys(shared: SharedStore, tmp_path: Path) -> None:
     outputs = [tmp_path / "a", tmp_path / "b"]
     for output in outputs:

@@ -2,40 +2,62 @@
 
     answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …}
 
-A key is a digest of source, step, row, prompt and reply. A line that a kill cut short is dropped.
+A key is a digest of source, step, row, prompt and reply. A line that a kill cut short is dropped. With a shared store
+the lines lie there first, an object for each time some were written: an attempt on another machine finds them too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.files import sync
 from xray_runtime.rewards.source import Batch, Score
+
+if TYPE_CHECKING:
+    from xray_runtime.store.shared import SharedFolder
+
+log = logging.getLogger(__name__)
 
 ANSWERS = "answers.jsonl"
 
 
 class Journal:
-    """The answers of one stage; None as directory: nothing is kept. Several threads may use it."""
+    """The answers of one stage. Several threads may use it.
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = None if directory is None else directory / ANSWERS
+    Args:
+        directory: None: nothing is kept.
+        shared: where they are kept too.
+
+    Raises:
+        StorageError: the shared store stayed away.
+    """
+
+    def __init__(self, directory: Path | None, shared: SharedFolder | None = None) -> None:
+        self._path, self._shared = None if directory is None else directory / ANSWERS, shared
         self._known: dict[str, Score] = {}
-        """What an attempt before this one left."""
+        """What attempts before this one left."""
         self._lock = threading.Lock()
         if self._path is not None and self._path.exists():
-            self._read(self._path)
+            os.truncate(self._path, self._read(self._path.read_bytes()))
+        if shared is not None:
+            for name, content in shared.read().items():
+                if name.endswith(_ending(content)):
+                    self._read(content)
+                else:
+                    log.warning("%s/%s was changed; its answers are asked for again", shared.name, name)
 
-    def _read(self, path: Path) -> None:
+    def _read(self, content: bytes) -> int:
+        """Take in the lines of `content`; returns the bytes of those that are whole."""
         whole = 0
-        for line in path.read_bytes().splitlines(keepends=True):
+        for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
             try:
@@ -45,7 +67,7 @@ class Journal:
             except (ValueError, KeyError, TypeError):
                 break
             whole += len(line)
-        os.truncate(path, whole)
+        return whole
 
     def keys(self, source: str, batch: Batch) -> list[str]:
         """The key of each row."""
@@ -61,18 +83,26 @@ class Journal:
         return self._known.get(key)
 
     def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]]) -> None:
-        """Keep answers; they are on disk when this returns."""
+        """Keep answers; they are on disk, and in the shared store, when this returns."""
         lines = [_line(key, source, step, score) for key, score in entries if key not in self._known]
         if self._path is None or not lines:
             return
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        if self._shared is not None:
+            # Equal answers have one name: a kill in between, and another attempt, add nothing.
+            self._shared.write(f"{step:010d}{_ending(content)}", content)
         with self._lock:
             created = not self._path.exists()
             with self._path.open("ab") as file:
-                file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             if created:
                 sync(self._path.parent)
+
+
+def _ending(content: bytes) -> str:
+    return f"-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
 
 
 def _line(key: str, source: str, step: int, score: Score) -> dict[str, Any]:

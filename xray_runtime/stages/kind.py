@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.report.findings import Series
     from xray_runtime.stages.graph import Handle
+    from xray_runtime.store.shared import SharedFolder
     from xray_runtime.store.snapshots import Snapshot
     from xray_runtime.workers.generator_spec import GeneratorSpec
     from xray_runtime.workers.model_spec import ModelSpec
@@ -97,6 +98,8 @@ class Stage(Generic[C, I]):
     """Functions that were handed over as objects, by name."""
     kept: Path | None = None
     """A directory that stays, beside the snapshots, for the attempts after this one, until the stage is published."""
+    kept_shared: SharedFolder | None = None
+    """The same where attempts may be on other machines: in the shared store."""
 
 
 Body = Callable[[Stage[Any, Any], Path, Recorder], int]

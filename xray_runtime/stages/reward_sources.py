@@ -54,7 +54,7 @@ class RewardSources:
     def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None, trunk: tuple[Path, int] | None = None) -> None:
         config: JudgingConfig = stage.config
         self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
-        self._journal = Journal(stage.kept)
+        self._journal = Journal(stage.kept, stage.kept_shared)
         self._terms: dict[str, RewardTerm] = {}
         self._fields: dict[str, str] = {}
         self._external: dict[str, Source] = {}

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -218,6 +219,24 @@ class SharedStore:
                 log.warning("%s: %s: %s; trying again in %.0f s", self.url, what, _reason(error), wait)
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """Small objects in one folder of a store. Raises what the store's own methods raise."""
+
+    store: SharedStore
+    name: str
+
+    def read(self) -> dict[str, bytes]:
+        """Name → content of every object, in order of the names."""
+        names = self.store.names(self.name)
+        found = _together(lambda name: self.store.read(f"{self.name}/{name}"), names, True)
+        return {name: content for name, content in zip(names, found, strict=True) if content is not None}
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put an object in its place."""
+        self.store.write(f"{self.name}/{name}", content)
 
 
 def is_safe(path: str) -> bool:

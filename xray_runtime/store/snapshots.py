@@ -5,7 +5,8 @@ fsynced, its list of digests last, and renamed; the one before goes only then. E
 with a token of its own: what an older attempt still does (on a lost node, say) is refused.
 
 With a shared store every snapshot is brought there too, before the one before goes in either place, and an attempt on
-any machine goes on from the newest one it finds, here or there; the token lies there as well.
+any machine goes on from the newest one it finds, here or there; the token lies there as well. What else a stage keeps
+from attempt to attempt goes to `kept`, and with the snapshots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shared import DamagedError, SharedStore
+from xray_runtime.store.shared import DamagedError, SharedFolder, SharedStore
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ FILES = "files.json"
 STATE = "state.json"
 OWNER = "owner"
 SNAPSHOTS = "snapshots"
+KEPT = "kept"
 MAX_SHARE = 0.04
 """Largest share of a stage's time that periodic snapshots may take."""
 
@@ -62,6 +64,7 @@ class Snapshots:
     def __init__(self, directory: Path, every: int, shared: SharedStore | None = None) -> None:
         self.directory, self._every = directory, every
         self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
+        self.kept = SharedFolder(shared, f"{self._folder}/{KEPT}") if shared is not None else None
         directory.mkdir(parents=True, exist_ok=True)
         self._token = uuid.uuid4().hex
         write_atomic(directory / OWNER, self._token)

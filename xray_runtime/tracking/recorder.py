@@ -73,6 +73,8 @@ class StageRecorder:
         self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
         self.kept = self._snapshots.directory
         """A directory that stays from attempt to attempt until the stage is published."""
+        self.kept_shared = self._snapshots.kept
+        """The same for attempts on any machine."""
         self._metrics = self.metrics_path.open("ab")
         self.attempt = self._count_attempt()
         """How many times this stage has been begun under its key, this one included."""

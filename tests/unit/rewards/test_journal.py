@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rewards.source import Batch, Score, failure
+from xray_runtime.store.shared import SharedFolder, SharedStore
 
 
 def batch(step: int = 0) -> Batch:
@@ -46,6 +49,32 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
         assert path.read_bytes() == whole[:first]
     torn.write("judge", 0, [(keys[1], Score(2.0))])
     assert path.read_bytes() == whole
+
+
+def test_another_machine_finds_what_was_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    first = Journal(here, shared)
+    keys = first.keys("judge", batch())
+    first.write("judge", 0, [(keys[0], Score(0.1, "said"))])
+    first.write("judge", 0, [(keys[1], failure("away"))])
+    # The answers lie there before they lie here: what was used is nowhere lost with this machine.
+    assert len(shared.read()) == 2
+    second = Journal(there, shared)
+    assert second.find(keys[0]) == Score(0.1, "said")
+    assert math.isnan(second.find(keys[1]).value)  # type: ignore[union-attr]
+    second.write("judge", 0, [(keys[0], Score(9.0)), (keys[2], Score(2.0))])
+    assert (there / ANSWERS).read_bytes().count(b"\n") == 1
+    # Back here: what was answered there in between is known.
+    assert Journal(here, shared).find(keys[2]) == Score(2.0)
+
+    [name, *_] = shared.read()
+    shared.write(name, b'{"key": "%s", "score": 5.0, "why": null}\n' % keys[0].encode())
+    changed = Journal(there, shared)
+    assert changed.find(keys[0]) is None or changed.find(keys[1]) is None
+    assert f"{name} was changed; its answers are asked for again" in caplog.text
 
 
 def test_without_a_directory_nothing_is_kept() -> None:

@@ -26,6 +26,7 @@ from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.ppo import run
 from xray_runtime.stages.rollouts import PROBE_ROWS
+from xray_runtime.store.shared import SharedFolder
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all
 
@@ -208,6 +209,7 @@ def attempt(
     runtime: RuntimeConfig | None = None,
     functions: Mapping[str, Callable[..., Any]] | None = None,
     kept: Path | None = None,
+    kept_shared: SharedFolder | None = None,
     model: type[FakeModel] = FakeModel,
     **fields: Any,
 ) -> FakeRecorder:
@@ -231,7 +233,8 @@ def attempt(
 
     out.mkdir()
     recorder = FakeRecorder(out, newest)
-    stage = Stage("ppo", 7, config, inputs, runtime or RuntimeConfig(), open_models, functions or {}, kept)
+    given = (runtime or RuntimeConfig(), open_models, functions or {}, kept, kept_shared)
+    stage = Stage("ppo", 7, config, inputs, *given)
     assert run(stage, out, recorder) == config.iterations  # type: ignore[arg-type]
     return recorder
 

@@ -30,6 +30,7 @@ from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
 from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.store.shared import SharedFolder, SharedStore
 
 __all__ = ["inputs"]
 
@@ -308,6 +309,15 @@ def test_a_source_that_never_answers_twice_the_same_is_resumed_to_the_same_bytes
     np.testing.assert_equal(after[1], after[0])
     with pytest.raises(AssertionError):
         np.testing.assert_equal(after[2], after[0])
+    # On a machine that has nothing but the shared store it is the same.
+    shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
+    machines = [tmp_path / "one", tmp_path / "other"]
+    for machine in machines:
+        machine.mkdir()
+    on_one, third = go("on-one", kept=machines[0], kept_shared=shared)
+    on_other, _ = go("on-other", kept=machines[1], kept_shared=shared, newest=third.snapshots[1])
+    both = [list(map(plain, world.batches[-len(on_other.batches) :])) for world in (on_one, on_other)]
+    np.testing.assert_equal(both[1], both[0])
     for one, other in zip(second.points, first.points[2:], strict=True):
         assert {k: v for k, v in one.items() if k.startswith("reward/")} == {
             k: v for k, v in other.items() if k.startswith("reward/")
