@@ -113,6 +113,21 @@ class ChatFormat:
             found.append([*ids[known:], self.end_of_turn])
         return found
 
+    def calling_reply(self, prompt: Messages, reply: dict[str, Any]) -> list[int]:
+        """Ids of a reply that calls tools, behind its prompt, with the end of its turn."""
+        before = self._render(prompt, True).text
+        whole = self._render([*prompt, reply], False, (len(prompt),))
+        start, end = whole.spans[0]
+        text = whole.text[:end]
+        start = len(before) if text.startswith(before) else start
+        of_prompt, encoded = self.control.encode([text[:start], text])
+        known = len(of_prompt.ids)
+        if encoded.ids[:known] != of_prompt.ids:
+            # As in `replies`: it stands alone.
+            [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + text[start:]])
+            known = 1
+        return encoded.ids[known:]
+
     def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
         """Ids of whole conversations, and where in them stand the replies that are asked for, by their indices."""
         rendered = [self._render(messages, False, replies) for messages, replies in conversations]

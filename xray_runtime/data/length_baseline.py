@@ -13,7 +13,8 @@ def length_baseline_accuracy(train: Iterable[PreferenceExample], heldout: Iterab
     def longer_preferred(pairs: Iterable[PreferenceExample]) -> float:
         right, count = 0.0, 0
         for pair in pairs:
-            gap = len(pair.chosen.split()) - len(pair.rejected.split())
+            chosen, rejected = pair.texts
+            gap = len(chosen.split()) - len(rejected.split())
             count += 1
             right += 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0
         return right / count if count else 0.5

@@ -48,18 +48,25 @@ class PreferenceExample(NamedTuple):
     prompt: Messages
     chosen: str
     rejected: str
+    chosen_tool_calls: list[dict[str, Any]] | None = None
+    """What the chosen reply calls, beside what it says."""
+    rejected_tool_calls: list[dict[str, Any]] | None = None
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What the chosen and the rejected reply say, and calls as JSON: what people are shown."""
+        return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
 
 
 P = TypeVar("P", Example, PreferenceExample)
 
 # Offsets of 64 bits: no batch is too large, however long its texts.
 TEXT = pa.large_string()
-AS_JSON = ("tool_calls", "tools")
-"""Of any form, so their columns hold JSON."""
 SAID = ("role", "content")
-MESSAGE = pa.struct(
-    [pa.field(part, TEXT, nullable=part not in SAID) for part in (*SAID, "name", "tool_call_id", *AS_JSON)]
-)
+PARTS = (*SAID, "name", "tool_call_id", "tool_calls", "tools")
+MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in SAID) for part in PARTS])
+AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
+"""Of any form, so their columns hold JSON."""
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
 SCHEMAS = {
     of: pa.schema(

@@ -11,7 +11,7 @@ import numpy as np
 
 from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.pairs import Example, Messages, PreferenceExample, prompt_text
+from xray_runtime.data.pairs import Example, Messages, PreferenceExample, message_text, prompt_text
 from xray_runtime.data.sources import preference
 from xray_runtime.seeding import derive_seed
 
@@ -156,9 +156,10 @@ def from_dataset(
             counts["dropped_unmatched_transcripts"] += 1
             continue
         prompt, chosen, rejected = found
-        said = chosen.strip(), rejected.strip()
+        said = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
         if said[0] == said[1] or not all(said) or not prompt[-1]["content"].strip():
             counts["dropped_same_or_empty"] += 1
             continue
         counts["pairs"] += 1
-        yield PreferenceExample(f"dataset-{number}", prompt, chosen, rejected)
+        calls = [m.get("tool_calls") for m in (chosen, rejected)]
+        yield PreferenceExample(f"dataset-{number}", prompt, chosen["content"], rejected["content"], *calls)

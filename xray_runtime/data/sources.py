@@ -227,14 +227,14 @@ def prompt_and_replies(
         )
 
 
-def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] | None:
-    """(prompt, chosen, rejected) of one preference record.
+def preference(where: str, record: dict[str, Any]) -> tuple[Messages, dict[str, Any], dict[str, Any]] | None:
+    """(prompt, chosen, rejected) of one preference record, the replies as the assistant's messages.
 
     None: the two transcripts do not answer the same prompt, or one does not end with an answer. Collected dialogues
     hold such rows now and then; they are for the caller to count.
 
     Raises:
-        ValueError: a column is missing or of the wrong form, or a reply calls a tool.
+        ValueError: a column is missing or of the wrong form.
     """
     for column in ("chosen", "rejected"):
         if column not in record:
@@ -249,10 +249,7 @@ def preference(where: str, record: dict[str, Any]) -> tuple[Messages, str, str] 
         better, worse = (_transcript(where, column, record[column]) for column in ("chosen", "rejected"))
         if better[:-1] != worse[:-1] or not _ends_with_answer(better) or not _ends_with_answer(worse):
             return None
-    for column, said in (("chosen", better[-1]), ("rejected", worse[-1])):
-        if "tool_calls" in said:
-            raise ValueError(f"{where}: {column} has tool_calls, which is not allowed: preferred replies are texts")
-    return _with_tools(better[:-1], _tools(where, record)), better[-1]["content"], worse[-1]["content"]
+    return _with_tools(better[:-1], _tools(where, record)), better[-1], worse[-1]
 
 
 def asked(where: str, record: dict[str, Any]) -> Messages:

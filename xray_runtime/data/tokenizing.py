@@ -57,6 +57,17 @@ def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
     return chat_format(tokenizer).replies(replies) if replies else []
 
 
+def encode_replies_to(tokenizer: Any, said: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
+    """As `encode_replies`, of (prompt, text, calls of tools or None) each."""
+    texts = iter(encode_replies(tokenizer, [text for _, text, calls in said if not calls]))
+    found = []
+    for prompt, text, calls in said:
+        reply = {"role": "assistant", "content": text, "tool_calls": calls}
+        # How a template writes calls may depend on the tools that the prompt offers.
+        found.append(chat_format(tokenizer).calling_reply(prompt, reply) if calls else next(texts))
+    return found
+
+
 def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt with its reply as the assistant's last turn, under the chat template."""
     conversations = [

@@ -22,7 +22,7 @@ from xray_runtime.data.derived import derived_directory, derived_file, file_dige
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 
 ENDING = ".arrow"
 SHARD_ROWS = 8192
@@ -32,9 +32,14 @@ CODE = tuple(str(Path(__file__).with_name(f"{module}.py")) for module in ENCODIN
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))
-REPLIES: dict[type[Any], dict[str, str]] = {
-    Example: {"input_ids": "response"},
-    PreferenceExample: {"input_ids": "chosen", "rejected_ids": "rejected"},
+Reply = tuple[str, str]
+"""Fields of a pair that hold what a reply says, and what it calls."""
+REPLIES: dict[type[Any], dict[str, Reply]] = {
+    Example: {"input_ids": ("response", "tool_calls")},
+    PreferenceExample: {
+        "input_ids": ("chosen", "chosen_tool_calls"),
+        "rejected_ids": ("rejected", "rejected_tool_calls"),
+    },
 }
 """Type of a pair → column of token ids → the reply in it, behind the prompt."""
 
@@ -149,7 +154,7 @@ def _key(pairs: Path, form: str, tokenizer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(content.encode())
 
 
-def _encoded(pairs: Pairs[Any], replies: dict[str, str], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
+def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
     schema = pa.schema(
         [pa.field(name, IDS, nullable=False) for name in replies]
         + [pa.field("prompt_lengths", pa.int32(), nullable=False)]
@@ -160,8 +165,9 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, str], tokenizer: Any, report:
         report(done, len(pairs))
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
         columns = []
-        for name in replies.values():
-            encoded = encode_replies(tokenizer, [getattr(pair, name) for pair in part])
+        for text, calls in replies.values():
+            said = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
+            encoded = encode_replies_to(tokenizer, said)
             ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
             columns.append(pa.array(ids, IDS))
         columns.append(pa.array(list(map(len, prompts)), pa.int32()))

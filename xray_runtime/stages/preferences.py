@@ -71,7 +71,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
     recorder.table(
         "preferences",
         ["prompt", "chosen", "rejected"],
-        [[prompt_text(p.prompt), p.chosen, p.rejected] for p in written[1][:20]],
+        [[prompt_text(p.prompt), *p.texts] for p in written[1][:20]],
     )
     recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", "labelled")
     return 0

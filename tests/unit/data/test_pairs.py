@@ -58,8 +58,17 @@ def test_tools_are_kept_as_they_are(tmp_path: Path) -> None:
     examples = [Example("0", "c", prompt, "", [call]), Example("1", "c", prompt[:1], "said")]
     write_pairs(tmp_path / "a.arrow", Example, examples)
     assert list(Pairs(tmp_path / "a.arrow", Example)) == examples
+    pairs = [
+        PreferenceExample("0", prompt, "", "no", [call]),
+        PreferenceExample("1", prompt, "a", "b", [call, call], [call]),
+        PreferenceExample("2", prompt, "a", "b"),
+    ]
+    write_pairs(tmp_path / "p.arrow", PreferenceExample, pairs)
+    assert list(Pairs(tmp_path / "p.arrow", PreferenceExample)) == pairs
     said = '[{"id":"1","function":{"name":"f","arguments":{"b":1,"a":[null,"\\n \u00a0"]}}}]'
     assert prompt_text(prompt) == f"x\t\n\n{said}\n"
+    assert pairs[0].texts == (said, "no")
+    assert pairs[1].texts[1] == f"b\n{said}"
 
 
 def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:

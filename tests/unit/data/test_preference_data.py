@@ -146,7 +146,7 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
     ]
     path = tmp_path / "p.jsonl"
 
-    def read(rows: list[dict[str, str]], max_pairs: int | None = None) -> tuple[list[PreferenceExample], Any]:
+    def read(rows: list[dict[str, Any]], max_pairs: int | None = None) -> tuple[list[PreferenceExample], Any]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         stats: dict[str, float] = {}
         return list(from_dataset(read_records("preferences.path", str(path), "train")[1], max_pairs, stats)), stats
@@ -155,6 +155,17 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
     assert [(prompt_text(p.prompt), p.chosen, p.rejected) for p in pairs] == [("a", "good", "bad"), ("q", "yes", "no")]
     assert stats == {"pairs": 2, "dropped_same_or_empty": 2, "dropped_unmatched_transcripts": 1}
     assert len(read([rows[0] | {"prompt": str(i)} for i in range(20)], max_pairs=8)[0]) == 8
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    calls, said = [{"role": "assistant", "content": "", "tool_calls": [call]}], {"role": "assistant", "content": "No."}
+    pairs, stats = read(
+        [
+            {"prompt": "a", "chosen": calls, "rejected": [said]},
+            {"prompt": "b", "chosen": "No.", "rejected": [said | {"tool_calls": [call]}]},
+            {"prompt": "c", "chosen": calls, "rejected": calls},
+        ]
+    )
+    assert [pair[2:] for pair in pairs] == [("", "No.", [call], None), ("No.", "No.", None, [call])]
+    assert stats["dropped_same_or_empty"] == 1
     with pytest.raises(ValueError, match=r"p\.jsonl line 1: column 'rejected' is missing"):
         read([{"prompt": "a", "chosen": "good"}])
 

@@ -130,7 +130,9 @@ def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list
     ],
 )
 def test_preference(record: dict[str, Any], expected: Any) -> None:
-    assert preference("row 1", record) == expected
+    found = preference("row 1", record)
+    assert (found and (found[0], *(reply["content"] for reply in found[1:]))) == expected
+    assert found is None or {reply["role"] for reply in found[1:]} == {"assistant"}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,8 @@ def test_no_character_of_a_text_is_changed(record: dict[str, Any]) -> None:
 
 def test_no_character_of_a_preferred_reply_is_changed() -> None:
     texts = {"prompt": AS_WRITTEN, "chosen": AS_WRITTEN + "1", "rejected": AS_WRITTEN + "2"}
-    assert preference("row", texts) == ([user(AS_WRITTEN)], AS_WRITTEN + "1", AS_WRITTEN + "2")
+    replies = [assistant(AS_WRITTEN + number) for number in "12"]
+    assert preference("row", texts) == ([user(AS_WRITTEN)], *replies)
 
 
 def test_tools_their_calls_and_answers_are_carried() -> None:
@@ -227,9 +230,12 @@ def test_tools_their_calls_and_answers_are_carried() -> None:
         assert reply["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Pau"}}
 
 
-def test_a_preferred_reply_may_not_call_a_tool() -> None:
-    with pytest.raises(ValueError, match="row 7: rejected has tool_calls, which is not allowed"):
-        preference("row 7", {"prompt": "x", "chosen": "y", "rejected": [CALLING]})
+def test_preferred_and_rejected_replies_may_call_tools() -> None:
+    found = preference("row 7", {"prompt": "x", "chosen": [CALLING], "rejected": "y", "tools": [TOOL]})
+    assert found == ([{"role": "user", "content": "x", "tools": [TOOL]}], CALLING, assistant("y"))
+    transcripts = [[user("a"), CALLING, TOLD, end] for end in (assistant("b"), CALLING)]
+    found = preference("row 8", {"chosen": transcripts[0], "rejected": transcripts[1]})
+    assert found == ([user("a"), CALLING, TOLD], assistant("b"), CALLING)
 
 
 def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:

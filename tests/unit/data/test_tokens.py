@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from xray_runtime.data import tokens as module
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies, train_tokenizer
 from xray_runtime.data.tokens import Tokens
@@ -71,6 +72,28 @@ def test_preferences_have_both_sides(tmp_path: Path, tokenizer: Any) -> None:
     rows = Tokens(tmp_path / "data" / "p", PreferenceExample, tokenizer).take([0])
     [ids], [chosen, rejected] = encode_prompts(tokenizer, [prompt]), encode_replies(tokenizer, [TEXTS[1], TEXTS[3]])
     assert [rows[name].values.tolist() for name in ("input_ids", "rejected_ids")] == [ids + chosen, ids + rejected]
+
+
+def test_replies_that_call_tools_are_turns_of_their_conversations(tmp_path: Path, tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau <|end|>"}}}
+    prompt = [{"role": "user", "content": TEXTS[2], "tools": [call]}]
+    pairs = [
+        PreferenceExample("0", prompt, "", "sunny", [call]),
+        PreferenceExample("1", prompt, "sunny", "fine", None, [call, call]),
+    ]
+    (tmp_path / "data").mkdir()
+    write_pairs(tmp_path / "data" / "p", PreferenceExample, pairs)
+    rows = Tokens(tmp_path / "data" / "p", PreferenceExample, tokenizer).take([0, 1])
+    form, start = chat_format(tokenizer), rows["prompt_lengths"][0]
+    for name, replies in {
+        "input_ids": [("", [call]), ("sunny", None)],
+        "rejected_ids": [("sunny", None), ("fine", [call, call])],
+    }.items():
+        for ids, (text, calls) in zip(rows[name], replies, strict=True):
+            reply = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            [turns] = form.turns([([*prompt, reply], [1])])
+            assert ids.tolist() == turns.ids
+            assert turns.spans == [(start, len(ids))]
 
 
 def test_they_are_made_once(dataset: Path, tokenizer: Any, tmp_path: Path) -> None:
