@@ -25,7 +25,7 @@ from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sampling import BIASING, Stop
-from xray_runtime.config.sources import Gold
+from xray_runtime.config.sources import GivenGold
 
 
 class JudgingConfig(Section):
@@ -35,7 +35,7 @@ class JudgingConfig(Section):
     """Sources of the reward; their weighted sum counts."""
     max_failed: UnitInterval = 0.1
     """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
-    gold: Gold | None = None
+    gold: GivenGold | None = None
     """What replies are really worth, for the evaluation alone: it is logged and never trained on."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()

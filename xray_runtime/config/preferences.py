@@ -14,7 +14,7 @@ from xray_runtime.config.engines import (
     Section,
 )
 from xray_runtime.config.sampling import SamplingConfig
-from xray_runtime.config.sources import Gold, Source
+from xray_runtime.config.sources import GivenGold, Source
 
 
 class GoldPreferences(SamplingConfig):
@@ -69,7 +69,7 @@ class JudgedPreferences(Section):
 class SampledPreferences(GoldPreferences):
     """`GoldPreferences` with what samples and what labels."""
 
-    gold: Gold
+    gold: GivenGold
     generator: GeneratorConfig = GeneratorConfig()
 
 

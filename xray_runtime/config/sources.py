@@ -37,6 +37,9 @@ Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Afte
 Gold = Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"), AfterValidator(_allowed)]
 """A `Function`, or `vader`."""
 
+GivenGold = Annotated[str, Field(pattern=r"^(vader|[^:]+:[^:]+)$")]
+"""A `Gold`, or the name of a function that was handed over."""
+
 
 class SourceTerms(Section):
     """Under what terms a source may be used. It is recorded and changes no result."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
@@ -25,15 +25,18 @@ def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
     return [analyzer.polarity_scores(reply)["compound"] for reply in replies]
 
 
-def load_gold(name: str) -> GoldScore:
-    """`vader`, or your own function by its import path `module:function`, its answers checked.
+def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldScore:
+    """`vader`, or your own function, its answers checked.
+
+    Args:
+        name: of one of `functions`, those that were handed over, or an import path `module:function`.
 
     Raises:
         ValueError: as `import_function`; later, a call that does not return one finite number a reply.
     """
     if name == BUILT_IN_GOLD:
         return vader
-    function = import_function(name, "gold")
+    function = functions.get(name) or import_function(name, "gold")
 
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
         answer = function(list(prompts), list(replies))

@@ -54,7 +54,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         texts[side], lengths[side] = decode_replies(tokenizer, replies), [len(ids) for ids in replies]
         recorder.progress(number, 3, "steps", f"asked the {side}")
     rewards = _rewards(stage, prompts, asked, texts, columns)
-    golds = gold_scores(config, asked, texts)
+    golds = gold_scores(stage, asked, texts)
     comparison: dict[str, Any] = {"samples": len(asked)}
     comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", rewards, golds)
     comparison |= {f"length_{side}": float(np.mean(lengths[side])) for side in SIDES}

@@ -74,7 +74,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             if rewards.weights:
                 sources = rewards.scores(answers, asked, texts[side], messages=said, columns=columns)
                 scored[side] = rewards.scaled(sources).double()
-    golds = gold_scores(config, asked, texts)
+    golds = gold_scores(stage, asked, texts)
 
     evaluation: dict[str, Any] = {"samples": len(replies["after"]), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scored or None, golds)

@@ -132,6 +132,7 @@ class StageCall:
     parents: dict[str, Handle]
     """Role → what plays it; `rewards.0`, `rewards.1`, … of a role that takes many."""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Those that were handed over as objects, by name: of rewards, and the gold score."""
 
     def config_json(self) -> dict[str, Any]:
         dumped: dict[str, Any] = self.config.model_dump(mode="json")
@@ -187,6 +188,8 @@ class Graph:
         known = kind.field_names(keywords, where=stage)
         values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
+        if callable(values.get("gold")):
+            values["gold"] = bound.hand_over("gold", reward(values["gold"]))
         config = kind.validated(values, where=stage)
         if self.shorten:
             config = kind.shorten(config)
@@ -362,7 +365,7 @@ class _Bound:
                 given = source.source
                 models = given if isinstance(given, list) else [given] if isinstance(given, Handle) else []
                 if given is not None and not models:
-                    term["function"] = self._function(where, source)
+                    term["function"] = self.hand_over(where, source)
             names = [self._role(role, f"{self._stage}.{where}", model) for model in models]
             if names:
                 term |= {"model": names[0]} if len(names) == 1 else {"models": names}
@@ -378,7 +381,8 @@ class _Bound:
         self.parents[name] = handle
         return name
 
-    def _function(self, where: str, source: RewardSource) -> str:
+    def hand_over(self, where: str, source: RewardSource) -> str:
+        """The name of a function; one that is an object goes with the call."""
         if callable(source.source):
             known = self.functions.setdefault(source.name, source.source)
             if known is not source.source:

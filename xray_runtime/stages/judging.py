@@ -48,11 +48,11 @@ def sample_replies(
     return [reply.tolist() for reply in answer["response_ids"]]
 
 
-def gold_scores(config: EvaluationConfig, asked: Sequence[str], texts: Mapping[str, Sequence[str]]) -> Scores | None:
+def gold_scores(stage: Stage[Any, Any], asked: Sequence[str], texts: Mapping[str, Sequence[str]]) -> Scores | None:
     """Gold score of each side's replies; None where the config names none."""
-    if config.gold is None:
+    if stage.config.gold is None:
         return None
-    gold = load_gold(config.gold)
+    gold = load_gold(stage.config.gold, stage.functions)
     return {side: torch.tensor(gold(asked, replies)).double() for side, replies in texts.items()}
 
 

@@ -55,7 +55,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
-    gold = load_gold(config.gold) if config.gold else None
+    gold = load_gold(config.gold, stage.functions) if config.gold else None
     kl = make_kl_controller(config.kl)
     layers = config.trainable_layers
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))

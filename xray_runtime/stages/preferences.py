@@ -120,7 +120,7 @@ def _from_gold(
     assert stage.inputs.data is not None
     policy, data = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(policy)
-    gold = load_gold(config.gold)
+    gold = load_gold(config.gold, stage.functions)
     limit = max_prompt_tokens(data)
     found = UniquePrompts(tokenizer, data / TRAIN, limit)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))

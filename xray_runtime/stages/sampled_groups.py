@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.gold import load_gold
+from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
@@ -101,10 +101,11 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
             done.ended += answer["ended"].tolist()
             recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
             state.step_done(number + 1, len(batches))
-    return _groups(config, [found[i][0] for i in order], done)
+    gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
+    return _groups(config, [found[i][0] for i in order], done, gold)
 
 
-def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done) -> Groups:
+def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: GoldScore | None = None) -> Groups:
     """Which replies can be chosen: those with a reward that say something and, by `truncated`, came to their end."""
     rewards = torch.tensor(done.rewards, dtype=torch.float64)
     failed = ~rewards.isfinite()
@@ -123,9 +124,9 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done) -> Group
             stats[f"source/{name}"] = sum(found) / len(found)
     if not out.all():
         stats["reward"] = float(rewards[~out].mean())
-    if config.gold is not None:
+    if gold is not None:
         texts = [prompt_text(messages) for messages in prompts for _ in range(config.samples)]
-        stats["gold"] = float(np.mean(load_gold(config.gold)(texts, done.replies)))
+        stats["gold"] = float(np.mean(gold(texts, done.replies)))
     size = config.samples
     replies = [done.replies[start : start + size] for start in range(0, len(done.replies), size)]
     return Groups(prompts, replies, rewards.masked_fill(out, torch.nan).view(-1, size), stats)

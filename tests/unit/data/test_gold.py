@@ -12,7 +12,7 @@ from xray_runtime.data.gold import load_gold
 
 
 def test_vader_scores_the_reply_alone() -> None:
-    gold = load_gold("vader")
+    gold = load_gold("vader", {})
     # From the README of vaderSentiment, and a text without any word of its lexicon.
     replies = ["VADER is smart, handsome, and funny.", "VADER is not smart, handsome, nor funny.", "", "the table"]
     assert gold(["I hate it"] * 4, replies) == [0.8316, -0.7424, 0.0, 0.0]
@@ -37,7 +37,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_function_of_your_own(module: str) -> None:
-    scores = load_gold(f"{module}:length")(["p", "p"], ["a", "abc"])
+    scores = load_gold(f"{module}:length", {})(["p", "p"], ["a", "abc"])
     assert scores == [1.0, 3.0]
     assert all(isinstance(score, float) for score in scores)
 
@@ -55,7 +55,7 @@ def test_a_function_of_your_own(module: str) -> None:
 )
 def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        load_gold(name)
+        load_gold(name, {})
     assert "\n" not in str(caught.value)
 
 
@@ -69,19 +69,19 @@ def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
 )
 def test_what_returns_no_scores(module: str, function: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_gold(f"{module}:{function}")(["p", "p"], ["a", "b"])
+        load_gold(f"{module}:{function}", {})(["p", "p"], ["a", "b"])
 
 
 def test_what_nobody_allowed_is_not_even_imported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "another.module")
     with pytest.raises(ValueError, match=rf"gold: '{module}:length' is not allowed: .*=another.module,{module}$"):
-        load_gold(f"{module}:length")
+        load_gold(f"{module}:length", {})
     assert module not in sys.modules
     # The name may come from a checkpoint that somebody else made: what a sharp eye would refuse, and what it would not.
     monkeypatch.delenv(VARIABLE)
     for name in ("os:system", "xray_runtime.files:write_whole", "builtins:exec"):
         with pytest.raises(ValueError, match="XRAY_ALLOWED_IMPORTS in the environment allows nothing"):
-            load_gold(name)
+            load_gold(name, {})
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,14 @@ def test_which_modules_are_allowed(allowed: str, path: str, ok: bool) -> None:
 def test_what_is_no_list_of_modules(allowed: str) -> None:
     with pytest.raises(ValueError, match=r"XRAY_ALLOWED_IMPORTS: .* is not allowed: must be a module"):
         check_import("a:f", {VARIABLE: allowed})
+
+
+def test_a_function_that_was_handed_over_needs_no_import() -> None:
+    def shorter(prompts: list[str], replies: list[str]) -> list[float]:
+        return [-float(len(reply)) for reply in replies]
+
+    gold = load_gold("__main__:test.<locals>.shorter", {"__main__:test.<locals>.shorter": shorter})
+    assert gold(["p", "p"], ["a", "abc"]) == [-1.0, -3.0]
+    broken = load_gold("__main__:f", {"__main__:f": lambda prompts, replies: [1.0]})
+    with pytest.raises(ValueError, match="gold: '__main__:f' must return one finite number a reply; for 2 replies"):
+        broken(["p", "p"], ["a", "abc"])

@@ -523,6 +523,37 @@ def test_rewards_that_cannot_be_meant(rewards: Any, message: str, graph: Graph) 
     assert refused(lambda: xray.ppo(base, data, rewards=rewards)) == message
 
 
+def test_gold_is_a_function_too(graph: Graph) -> None:
+    data, base = xray.prepare(source="math.jsonl"), xray.base(model="x")
+    policy = xray.ppo(base, data, rewards=[other], gold=brevity)
+    assert policy.call is not None
+    name = f"{brevity.__module__}:brevity"
+    assert policy.call.config.gold == name
+    assert policy.call.functions == {name: brevity, f"{other.__module__}:other": other}
+    # As a reward too it is one function.
+    both = xray.ppo(base, data, rewards=[brevity], gold=brevity, name="both").call
+    assert both is not None
+    assert both.functions == {name: brevity}
+    for handle in (
+        xray.evaluate(policy, base, data, gold=brevity),
+        xray.preferences(policy=base, data=data, source="gold", gold=brevity),
+        xray.best_of_n(base, data, rewards=[other], gold=brevity),
+    ):
+        assert handle.call is not None
+        assert (handle.call.config.gold, handle.call.functions[name]) == (name, brevity)
+    with recording(defaults={"gold": brevity}):
+        model = xray.base(model="x")
+        by_default = xray.evaluate(model, model, xray.prepare(source="math.jsonl")).call
+        assert by_default is not None
+        assert by_default.functions == {name: brevity}
+    for gold, message in {
+        3: "e.gold: 3 is not allowed",
+        "bleu": 'e.gold: "bleu" is not allowed',
+        "other.module:f": "e: 'other.module:f' is not allowed: it would import other.module",
+    }.items():
+        assert refused(lambda gold=gold: xray.evaluate(base, base, data, name="e", gold=gold)).startswith(message)
+
+
 def test_only_numbers_weigh(graph: Graph) -> None:
     _, _, kind = parts()
     with pytest.raises(TypeError):
