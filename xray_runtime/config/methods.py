@@ -45,9 +45,10 @@ METHODS: Mapping[str, dict[str, Any]] = {
     },
     # MiniMax 2025 (M1): the weight is clipped, not the gradient.
     "cispo": _GROUPS | {"loss": "cispo", "clip_range_high": 4.0, "kl": _NO_KL},
-    # Ahmadian et al. 2024, "Back to basics": the others' mean as baseline, KL of the whole reply in the reward.
+    # Ahmadian et al. 2024, "Back to basics": the others' mean as baseline, KL of the whole reply in the reward. A reply
+    # is one action, so its tokens count by their sum (here over max_new_tokens), not by their mean.
     "rloo": _GROUPS
-    | {"advantages": "rloo", "samples_per_prompt": 4, "loss_mean": "replies", "kl": {"controller": "fixed"}},
+    | {"advantages": "rloo", "samples_per_prompt": 4, "loss_mean": "fixed", "kl": {"controller": "fixed"}},
     # Hu 2025: no critic and no groups; a token's advantage is what is still to come, whitened over the rollout.
     "reinforce++": _GROUPS
     | {
