@@ -13,6 +13,9 @@ from pydantic import TypeAdapter
 
 from xray_runtime.credentials import strip_credentials
 
+PAGE = "prefect.flow_run"
+"""Tag with the address of the flow run's page, where the server shows pages."""
+
 
 def prefect_tags() -> dict[str, str]:
     """Tags by which an MLflow run leads to this flow run: its id, and its page where the server shows pages."""
@@ -20,7 +23,7 @@ def prefect_tags() -> dict[str, str]:
     if not flow_run.id:
         return {}
     pages = settings.ui_url if settings.server.ui.enabled else None
-    page = {"prefect.flow_run": f"{strip_credentials(pages)}/runs/flow-run/{flow_run.id}"} if pages else {}
+    page = {PAGE: f"{strip_credentials(pages)}/runs/flow-run/{flow_run.id}"} if pages else {}
     return {"prefect.flow_run_id": flow_run.id} | page
 
 

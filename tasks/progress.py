@@ -49,7 +49,9 @@ class StageProgress:
         percent, text = 100.0 * done / total, f"{self._stage}: {done}/{total} {unit} {note}"
         try:
             if self._artifact is None:
-                self._artifact = create_progress_artifact(percent, key=f"xray-{_key(self._stage)}", description=text)
+                self._artifact = create_progress_artifact(
+                    percent, key=f"xray-{artifact_key(self._stage)}", description=text
+                )
             else:
                 update_progress_artifact(self._artifact, percent, description=text)
         except Exception:
@@ -73,12 +75,14 @@ def publish_summary(kind: StageKind, result: StageResult, series: Series, page: 
     """What a stage made, as an artifact on its page."""
     text = stage_markdown(kind, result, series, page, image)
     try:
-        create_markdown_artifact(text, key=f"xray-{_key(result.name)}-summary", description=f"What {result.name} made.")
+        create_markdown_artifact(
+            text, key=f"xray-{artifact_key(result.name)}-summary", description=f"What {result.name} made."
+        )
     except Exception:
         # The stage is done and recorded, whatever becomes of its page.
         log.warning("Prefect did not take the summary", exc_info=True)
 
 
-def _key(stage: str) -> str:
-    # Keys of artifacts hold small letters, digits and dashes alone.
+def artifact_key(stage: str) -> str:
+    """A stage as keys of artifacts call it: they hold small letters, digits and dashes alone."""
     return "".join(c if c.isalnum() else "-" for c in stage.lower())

@@ -25,9 +25,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.states import Completed
 
+from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import DIGESTS, LOCKS
 from xray.tasks.progress import StageProgress, publish_summary
+from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import is_cancelled, may_retry
@@ -138,8 +140,16 @@ class _Job:
 
         spec, output, store = self.spec, self._output, self._store
         run = self._stage_run()
+        shown = PAGE in self._context.tags
         recorder = StageRecorder(
-            output, spec.name, self.key, run, self.progress, spec.runtime.snapshot_every, store.shared
+            output,
+            spec.name,
+            self.key,
+            run,
+            self.progress,
+            spec.runtime.snapshot_every,
+            store.shared,
+            (lambda question: ask_person(spec.name, question, self.progress)) if shown else None,
         )
         self.progress.on_stop = recorder.interrupt
         _on_sigterm(recorder.interrupt)
@@ -167,6 +177,7 @@ class _Job:
                     )
                     for outside in self._outside:
                         check_unchanged(outside, memory)
+                    _check_weights(spec.name, built)
                     checkpoint = store.publish(
                         built,
                         self.identity,
@@ -310,6 +321,16 @@ def _log_warnings() -> None:
         root.addHandler(handler)
     for name in ("xray", "xray_runtime"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def _check_weights(stage: str, built: Path) -> None:
+    """Raises NonFiniteError where a weight that would be published is NaN or infinite."""
+    if any(built.rglob("*.safetensors")):
+        from xray_runtime.models.tensor_file import check_finite
+        from xray_runtime.stages.finite import naming
+
+        with naming(stage):
+            check_finite(built)
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> None:

@@ -50,6 +50,10 @@ class StageOutOfMemoryError(RuntimeError):
     """A stage ran out of memory; the message names what to lower."""
 
 
+class NonFiniteError(RuntimeError):
+    """A number that would be trained on or published is NaN or infinite; the message names where."""
+
+
 class StageInterruptedError(RuntimeError):
     """The stage was asked to stop, and did, with a snapshot."""
 
@@ -60,5 +64,6 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def may_retry(error: BaseException) -> bool:
-    """Whether trying again could help: not where the input is to blame, nor where somebody asked to stop."""
-    return not isinstance(root_cause(error), ValueError | StageInterruptedError)
+    """Whether trying again could help: not where the input is to blame, nor where somebody asked to stop, nor where the
+    same computation would meet the same NaN."""
+    return not isinstance(root_cause(error), ValueError | StageInterruptedError | NonFiniteError)

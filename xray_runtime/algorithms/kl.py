@@ -6,11 +6,14 @@ With x sampled from the policy and r = logp(x) − ref(x), all three estimate KL
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from xray_runtime.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import KLConfig
@@ -58,6 +61,9 @@ class AdaptiveKL:
     horizon: float
 
     def update(self, kl_per_reply: float, num_replies: int) -> None:
+        """Raises NonFiniteError: of NaN no bound keeps the weight from becoming NaN too."""
+        if not math.isfinite(kl_per_reply):
+            raise NonFiniteError(f"the KL to the reference is {kl_per_reply}")
         error = min(max(kl_per_reply / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_replies / self.horizon
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xray_runtime.errors import NonFiniteError
+
 
 @dataclass
 class RunningMoments:
@@ -17,8 +19,11 @@ class RunningMoments:
     """Σ (x − mean)²."""
 
     def update(self, batch: Sequence[float]) -> None:
+        """Take `batch` in. Raises NonFiniteError: one NaN would stay in the moments for good."""
         if not batch:
             return
+        if not all(map(math.isfinite, batch)):
+            raise NonFiniteError("a reward that the running moments are of is not finite")
         n = len(batch)
         batch_mean = math.fsum(batch) / n
         batch_squares = math.fsum((x - batch_mean) ** 2 for x in batch)
@@ -32,4 +37,4 @@ class RunningMoments:
     def std(self) -> float:
         """Population deviation; 1 before there are two different values, so that dividing by it is safe."""
         variance = self.sum_squares / self.count if self.count else 0.0
-        return math.sqrt(variance) if variance > 0 else 1.0
+        return math.sqrt(variance) or 1.0

@@ -7,7 +7,7 @@ absent. A source that does not apply to a row is another thing: it contributes n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class SourceScores:
     """Source → its raw score of each reply [B] float32; NaN where it has none."""
     applies: Mapping[str, Tensor]
     """Source → whether it applies to each reply [B] bool."""
+    disagreements: Mapping[str, Tensor] = field(default_factory=dict)
+    """Source that is an ensemble → the deviation of its members' scores of each reply [B]."""
 
     def failed(self, source: str) -> Tensor:
         """Where `source` has no score that it should have [B] bool."""
@@ -71,7 +73,8 @@ def uncertainty_penalized(members: Tensor, uncertainty: float) -> Tensor:
 
 
 def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
-    """Source → `mean`, `std` (population), `min` and `max` of its scores, where it has any, and how many `failed`."""
+    """Source → `mean`, `std` (population), `min` and `max` of its scores, where it has any, how many `failed`; and of
+    an ensemble the members' mean `disagreement`."""
     found: dict[str, dict[str, float]] = {}
     for source, values in scores.values.items():
         there = values[scores.applies[source] & ~values.isnan()].double()
@@ -79,5 +82,7 @@ def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
         if len(there):
             numbers |= {"mean": float(there.mean()), "std": float(there.std(correction=0))}
             numbers |= {"min": float(there.min()), "max": float(there.max())}
+        if source in scores.disagreements:
+            numbers["disagreement"] = float(scores.disagreements[source].double().mean())
         found[source] = numbers
     return found

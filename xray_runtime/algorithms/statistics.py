@@ -18,7 +18,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
         return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
     total = variance(returns)
-    return float(1.0 - variance(returns - values) / total) if total > 0 else 0.0
+    return float(1.0 - variance(returns - values) / total) if total != 0 else 0.0
 
 
 def bootstrap_interval(x: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:

@@ -169,6 +169,9 @@ class TrainingConfig(Section):
     lora: LoRAConfig | None = None
     """Train low-rank adapters alone (and the scalar head); None: all weights. What is published is merged: a whole
     model. A PPO stage's own critic follows the stage."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or infinite; one more
+    fails the stage. Weights and optimizer states have then not moved."""
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")

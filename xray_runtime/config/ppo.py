@@ -26,6 +26,7 @@ from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sampling import BIASING, Stop
 from xray_runtime.config.sources import GivenGold
+from xray_runtime.config.watch import WatchConfig
 
 
 class JudgingConfig(Section):
@@ -149,6 +150,7 @@ class PPOStageConfig(TrainingConfig):
     rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
     and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    watch: WatchConfig = WatchConfig()
 
     @property
     def rollout_size(self) -> int:

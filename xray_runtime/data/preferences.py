@@ -98,7 +98,7 @@ def from_ratings(
         asked = rated[i if generator.random() < 0.5 else j].prompt
         gap = ratings[rated[i].conversation] - ratings[rated[j].conversation]
         key = (min(i, j), max(i, j))
-        if abs(gap) < config.min_gap or rated[i].response == rated[j].response or key in drawn:
+        if not abs(gap) >= config.min_gap or rated[i].response == rated[j].response or key in drawn:
             continue
         drawn.add(key)
         better, worse = (rated[i], rated[j]) if gap > 0 else (rated[j], rated[i])

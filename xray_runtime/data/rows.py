@@ -119,6 +119,20 @@ def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows
     return {name: _concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
 
+def non_finite(rows: Rows) -> str | None:
+    """The first column with a number that is NaN or infinite, as "`values` of 2 of 64 rows (the first: row 5)"."""
+    for name, column in rows.items():
+        values = column.values if isinstance(column, Ragged) else np.asarray(column)
+        wrong = ~np.isfinite(values)
+        if wrong.any():
+            places = np.nonzero(wrong)[0]
+            if isinstance(column, Ragged):
+                places = np.searchsorted(column.offsets, places, side="right") - 1
+            count = len(np.unique(places))
+            return f"{name} of {count} of {len(column)} rows (the first: row {places[0]})"
+    return None
+
+
 def save_rows(path: Path, rows: Rows) -> None:
     """Write `rows` to a file from which `load_rows` reads the same bytes."""
     from safetensors.numpy import save_file

@@ -49,7 +49,8 @@ class Engine(Scorer, Protocol):
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """One optimizer step at learning rate `lr` over the sum of the micro-batches' losses and of the ranks'.
 
-        `loss` calls `forward`. Returns the global gradient norm before clipping.
+        `loss` calls `forward`. Returns the global gradient norm before clipping. Where that is not finite, on all ranks
+        alike, neither weights nor optimizer states have moved.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

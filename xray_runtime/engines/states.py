@@ -8,13 +8,15 @@ a split tensor each rank reads only its slice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import safe_open
 from torch import Tensor
 
+from xray_runtime.algorithms.finite import all_finite
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.models.tensor_file import TensorFile, create
 
 if TYPE_CHECKING:
@@ -38,7 +40,12 @@ def write(
     step: int,
     tensors: Iterable[tuple[str, str, Tensor]],
 ) -> None:
-    """Write (kind, name, tensor)s as they come; with no `file` only take part in their gathering."""
+    """Write (kind, name, tensor)s as they come; with no `file` only take part in their gathering.
+
+    Raises:
+        NonFiniteError: one has numbers that are not finite.
+    """
+    tensors = _checked(tensors)
     if file is None:
         for _ in tensors:
             pass
@@ -47,6 +54,13 @@ def write(
     with TensorFile(file) as out:
         for kind, name, tensor in tensors:
             out.write(f"{kind}/{name}", tensor)
+
+
+def _checked(tensors: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+    for kind, name, tensor in tensors:
+        if not all_finite(tensor):
+            raise NonFiniteError(f"the {kind} {name} has numbers that are not finite, and no snapshot is made of it")
+        yield kind, name, tensor
 
 
 class Reader:

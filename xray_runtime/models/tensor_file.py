@@ -16,6 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from xray_runtime.algorithms.finite import all_finite
+from xray_runtime.errors import NonFiniteError
+
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a checkpoint in Hugging Face form."""
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -54,6 +57,19 @@ def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
         return names == {*b.keys()} and all(
             torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in sorted(names) if not name.startswith(above)
         )
+
+
+def check_finite(directory: Path) -> None:
+    """Look at every tensor of the safetensors files below `directory`, one at a time.
+
+    Raises:
+        NonFiniteError: one has numbers that are not finite.
+    """
+    for path in sorted(directory.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                if not all_finite(file.get_tensor(name)):
+                    raise NonFiniteError(f"{path.relative_to(directory)}: {name} has numbers that are not finite")
 
 
 class TensorFile:

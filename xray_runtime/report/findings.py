@@ -1,8 +1,11 @@
-"""What the curves of a stage say in plain words, where it cannot have learnt what it was run for."""
+"""What the curves of a stage say in plain words: where it cannot have learnt what it was run for, or learnt to please
+the reward alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from xray_runtime.algorithms.hacking import averages, describe
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Metric → its (step, value) points."""
@@ -12,10 +15,18 @@ SAME = 1e-9
 STILL = 1e-3
 """Nats a token, summed over iterations: a policy that learns a task comes to a hundred times as much."""
 MOST = 0.9
+SIGN = "hacking/"
+WINDOW = 5
+"""Iterations at each end that a sign of a hacked reward is told from, where there are as many."""
+ROSE = 1.0
+"""Deviations by which an evaluation's learned reward has risen much."""
+EVEN = 0.55
+"""Win rate up to which a policy is no better, as far as an evaluation can tell."""
 
 
 def policy_findings(series: Series) -> list[str]:
-    """Of a stage of policy gradients: rewards that teach nothing, a policy that stays where it was."""
+    """Of a stage of policy gradients: rewards that teach nothing, a policy that stays where it was, or that learned to
+    please its reward (`hacking/…`, as the stage saw it while it trained)."""
     found = []
     deviations, tied = _values(series, "reward/std"), _values(series, "rollout/tied_groups")
     if deviations and max(deviations) <= SAME:
@@ -33,7 +44,41 @@ def policy_findings(series: Series) -> list[str]:
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
         found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few come to an end")
+    return found + _hacking(series)
+
+
+def _hacking(series: Series) -> list[str]:
+    names = sorted(name for name in series if name.startswith(SIGN))
+    steps = sorted({step for points in series.values() for step, _ in points})
+    size = max(1, min(WINDOW, len(steps) // 2))
+    found = []
+    for name in names:
+        # As it looked when it was seen last: a stage may end because of it, or go on and lose it.
+        first_seen, last_seen = series[name][0][0], series[name][-1][0]
+        until = [step for step in steps if step <= last_seen]
+        early, late = (averages(_points(series, part)) for part in (steps[:size], until[-size:]))
+        found.append(f"{describe(name.removeprefix(SIGN), early, late)} (seen from iteration {first_seen + 1} on)")
     return found
+
+
+def _points(series: Series, steps: Sequence[int]) -> list[dict[str, float]]:
+    by_step = {name: dict(points) for name, points in series.items()}
+    return [{name: points[step] for name, points in by_step.items() if step in points} for step in steps]
+
+
+def evaluation_findings(series: Series) -> list[str]:
+    """Of an evaluation: a learned reward that rose while the gold score says that nothing got better."""
+    last = {name.removeprefix("evaluate/"): points[-1][1] for name, points in series.items() if points}
+    needed = ("reward_before", "reward_after", "gold_before", "gold_after", "win_rate")
+    if any(name not in last for name in needed):
+        return []
+    before, after, gold_before, gold_after, rate = (last[name] for name in needed)
+    if not after - before >= ROSE or rate > EVEN:
+        return []
+    return [
+        f"the learned reward rose from {before:+.2f} to {after:+.2f} while the gold score went from {gold_before:+.2f} to "
+        f"{gold_after:+.2f} (win rate {rate:.2f}): the policy learned to please the reward, not what it stands for"
+    ]
 
 
 def _values(series: Series, name: str) -> list[float]:

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xray_runtime.rewards.source import Batch, Score, as_number, described, failure
+from xray_runtime.errors import NonFiniteError
+from xray_runtime.rewards.source import Batch, Score, as_number, described, failure, is_infinite
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,10 @@ class FunctionSource:
         for value in values:
             if isinstance(value, str | bytes):
                 raise ValueError(f"{self._where}: must return a list of numbers; {value!r} is in it")
+            if is_infinite(value):
+                raise NonFiniteError(
+                    f"{self._where}: returned {value!r}; a score must be finite, None where there is none"
+                )
         numbers = [as_number(value) for value in values]
         return [
             failure(f"it returned {value!r}") if number is None else Score(number)

@@ -66,6 +66,16 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def is_infinite(value: Any) -> bool:
+    """Whether `value` is a number, numpy's and torch's included, that is infinite."""
+    try:
+        return not isinstance(value, str | bytes) and math.isinf(float(value))
+    except (TypeError, ValueError):
+        return False
+    except OverflowError:
+        return True  # an integer beyond every float
+
+
 class Source(Protocol):
     """A source of reward."""
 
@@ -77,4 +87,5 @@ class Source(Protocol):
 
         Raises:
             ValueError: it cannot be asked this at all (a wrong form of a column, of an answer of a user's function).
+            NonFiniteError: a user's function returned infinity, which is no failed score but a wrong one.
         """

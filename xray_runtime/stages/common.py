@@ -16,6 +16,7 @@ from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import Report, Tokens
+from xray_runtime.stages.finite import naming
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
@@ -90,16 +91,21 @@ def tokenizing(recorder: Recorder) -> Report:
 
 
 class PhaseClock:
-    """Seconds by phase of one iteration, so that anyone sees where time goes."""
+    """Seconds by phase of one iteration, so that anyone sees where time goes.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    Args:
+        where: stage and iteration; named in what goes wrong for numbers that are not finite.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where, self.seconds = where, dict[str, float]()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with naming(f"{self._where} ({name})"):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -20,6 +20,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import lr_at, tokenizing
+from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -46,11 +47,13 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     objective = DPOObjective(config)
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
-        state = Resumable(recorder, {"policy": policy}, cursor=cursor)
+        skipped = SkippedSteps()
+        state = Resumable(recorder, {"policy": policy}, cursor=cursor, skipped=skipped)
         for step in range(state.restore(), steps):
             index = np.array(cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
             stats = get(policy.train.remote(_batch(train, index, known), {"pairs": config.batch_size}, lr))
+            skipped.took(stage, "policy", step, stats)
             metrics = {
                 "dpo/loss": stats["loss"] / config.batch_size,
                 "dpo/accuracy": stats["correct"] / config.batch_size,
@@ -62,7 +65,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
                 metrics |= _heldout(policy, objective, parts[HELDOUT], known)
-            recorder.metrics(metrics, step)
+            recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
             state.step_done(step + 1, steps)
         get(policy.save.remote(out))

@@ -18,7 +18,8 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.rows import Ragged, Rows, non_finite, take
+from xray_runtime.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig
@@ -53,7 +54,12 @@ def build_experience(
         scores: `logprobs` and `ref_logprobs` of each response token; of a critic `values` of each, `final_values` [B].
         rewards: of each reply [B], scaled (`scaled_rewards`); NaN where there is none.
         kl_coef: weight of the per-token penalty.
+
+    Raises:
+        NonFiniteError: a reward is infinite, or what the update would read is not finite.
     """
+    if rewards.isinf().any():
+        raise NonFiniteError(f"{int(rewards.isinf().sum())} of {len(rewards)} rewards are infinite")
     groups = torch.arange(len(rewards)) // config.samples_per_prompt
     scored = torch.nonzero(~rewards.isnan()).squeeze(-1)
     if len(scored) < len(rewards):
@@ -124,6 +130,9 @@ def build_experience(
     if config.samples_per_prompt > 1:
         metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
     made = {name: Ragged(column[mask].float().numpy(), offsets) for name, column in columns.items()}
+    wrong = non_finite(made)
+    if wrong is not None:
+        raise NonFiniteError(f"the experience: {wrong} are not finite")
     return Experience(rows | made, int(mask.sum()), metrics)
 
 
@@ -151,7 +160,10 @@ def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, f
     raw = weighted_sum(sources, rewards.weights)
     metrics = {"reward/raw": float(raw.nanmean()), "reward/failed": float(raw.isnan().sum())}
     for source, numbers in statistics(sources).items():
-        # MLflow takes few signs in the name of a metric, and a function's has colons and brackets.
-        name = re.sub(r"[^\w. -]", ".", source)
-        metrics |= {f"reward/source/{name}/{key}": value for key, value in numbers.items()}
+        metrics |= {f"reward/source/{metric_name(source)}/{key}": value for key, value in numbers.items()}
     return metrics
+
+
+def metric_name(source: str) -> str:
+    """A source of reward as metrics call it: MLflow takes few signs, and a function's name has colons and brackets."""
+    return re.sub(r"[^\w. -]", ".", source)

@@ -52,6 +52,15 @@ Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a person decided who was asked whether a stage shall go on."""
+
+    go_on: bool
+    by: str
+    note: str
+
+
 class Recorder(Protocol):
     """Where a stage reports what people look at; nothing reported here enters a checkpoint."""
 
@@ -65,6 +74,9 @@ class Recorder(Protocol):
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     def figure(self, name: str, figure: Figure) -> None: ...
+
+    def ask(self, question: str) -> Answer | None:
+        """Wait for a person's answer to `question` (Markdown); None where nobody can be asked, or nobody answered."""
 
     def resume(self) -> Snapshot | None:
         """The newest snapshot of this stage, if an attempt before left one; metrics after it are forgotten."""

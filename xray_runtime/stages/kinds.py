@@ -27,7 +27,7 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.report.findings import policy_findings
+from xray_runtime.report.findings import evaluation_findings, policy_findings
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
@@ -361,6 +361,7 @@ EVALUATE = register(
         functions=_judges,
         check=_check_terms,
         shorten=_fewer_prompts,
+        findings=evaluation_findings,
         results="evaluation.json",
         sides=("policy", "against"),
     )

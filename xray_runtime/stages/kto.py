@@ -27,6 +27,7 @@ from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.stages.common import lr_at, tokenizing
+from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -57,7 +58,8 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
     with open_policy(stage, KTOObjective(config), reference) as (policy, known):
         assert known is not None
-        state = Resumable(recorder, {"policy": policy}, cursor=cursor)
+        skipped = SkippedSteps()
+        state = Resumable(recorder, {"policy": policy}, cursor=cursor, skipped=skipped)
         done = state.restore()
         if not done:
             recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)
@@ -68,6 +70,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             baseline = kto_baseline(torch.tensor(others - known[MISMATCHED][index]))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             stats = get(policy.train.remote(rows, {"rows": config.batch_size, "baseline": baseline}, lr))
+            skipped.took(stage, "policy", step, stats)
             metrics = {
                 "kto/loss": stats["loss"] / config.batch_size,
                 "kto/baseline": baseline,
@@ -79,7 +82,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
                     metrics[f"kto/{name}_reward"] = stats[f"{name}_rewards"] / num
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
                 metrics["kto/heldout_accuracy"] = _accuracy(policy, parts[HELDOUT], known[HELDOUT])
-            recorder.metrics(metrics, step)
+            recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
             state.step_done(step + 1, steps)
         get(policy.save.remote(out))

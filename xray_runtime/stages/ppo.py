@@ -35,10 +35,12 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
+from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
 from xray_runtime.stages.scoring import Scorer
+from xray_runtime.stages.watch import Watch
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -50,7 +52,8 @@ if TYPE_CHECKING:
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
+    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; in watch.json why it
+    ended early, or went on in spite of a sign of a hacked reward."""
     config, dataset = stage.config, stage.inputs.prompts.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
@@ -59,7 +62,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     kl = make_kl_controller(config.kl)
     layers = config.trainable_layers
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
-    moments = RunningMoments()
+    moments, skipped = RunningMoments(), SkippedSteps()
+    watch = Watch(stage, recorder, rewards.weights)
     stops = stops_of(stage.inputs.policy.path, tokenizer)
     sampling = Sampling(
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
@@ -69,9 +73,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
-        state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
+        parts = {"cursor": cursor, "kl": kl, "moments": moments, "skipped": skipped, "watch": watch.state}
+        state = Resumable(recorder, trained, [rollouts, watch], **parts)
         for iteration in range(state.restore(), config.iterations):
-            clock = PhaseClock()
+            clock = PhaseClock(f"{stage.name}, iteration {iteration}")
             with clock.phase("sync"):
                 if iteration:
                     get(models["generator"].follow.remote(models["policy"], iteration))
@@ -96,7 +101,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 experience = build_experience(config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
-                sums = _update(models, stage, experience, iteration, kl.coef)
+                sums = _update(models, stage, experience, iteration, kl.coef, skipped)
             with clock.phase("generate"):
                 rollouts.wait()
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
@@ -109,24 +114,26 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 metrics["rollout/resampled_groups"] = replaced / config.samples_per_prompt
             asked = [prompt_text(prompts[i][0]) for i in scored.prompts]
             if gold is not None:
-                metrics["reward/gold"] = float(np.mean(gold(asked, scored.replies)))
+                golds = gold(asked, scored.replies)
+                metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
             if not config.lag:
                 metrics["speed/generate_tokens_per_s"] = experience.num_tokens / clock.seconds["generate"]
             metrics["speed/score_tokens_per_s"] = experience.num_tokens / clock.seconds["score"]
             metrics["speed/update_tokens_per_s"] = experience.num_tokens * sums["epochs"] / clock.seconds["update"]
             metrics["speed/response_tokens_per_s"] = experience.num_tokens / metrics["seconds/total"]
-            recorder.metrics(metrics, iteration)
+            metrics |= watch.look(iteration, metrics, scored.sampled)
+            recorder.metrics(skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", _note(metrics))
+            if watch.end is not None:
+                break
+            watch.keep(models, iteration + 1)
             state.step_done(iteration + 1, config.iterations)
         recorder.table(
             "rollout",
             ["prompt", "reply", "reward"],
             [[text, reply, float(r)] for text, reply, r in zip(asked, scored.replies, scaled, strict=True)],
         )
-        get(models["policy"].save.remote(out, VALUE_HEAD))
-        if "critic" in models:
-            get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
-    return config.iterations
+        return watch.save(models, out)
 
 
 def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:
@@ -193,8 +200,12 @@ def _update(
     experience: Experience,
     iteration: int,
     kl_coef: float,
+    skipped: SkippedSteps,
 ) -> dict[str, float]:
-    """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`."""
+    """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`.
+
+    Steps that a model refused are in no sum but `updates`.
+    """
     config = stage.config
     per_epoch = config.rollout_size // config.minibatch_size
     planned = config.iterations * config.epochs * per_epoch
@@ -204,6 +215,7 @@ def _update(
     if not parts:
         raise RuntimeError(f"{stage.name}: {num_scored} replies have a reward, fewer than there are Workhorses")
     sums: dict[str, float] = {"updates": 0.0, "tokens": 0.0, "stopped_early": 0.0}
+    trained = [role for role in ("policy", "critic") if role in models]
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
     for epoch in range(config.epochs):
         for number, index in enumerate(np.array_split(order.permutation(num_scored), parts)):
@@ -218,11 +230,15 @@ def _update(
                 critic_lr = lr_at(config, step, planned, peak=config.critic_lr)
                 calls.append(models["critic"].train.remote(batch, totals, critic_lr, at_once))
             policy, *critic = get_all(calls)
+            sums |= {"lr": lr, "updates": sums["updates"] + 1.0}
+            # Each of the two steps, or refuses to, by itself.
+            took = [skipped.took(stage, role, step, s) for role, s in zip(trained, (policy, *critic), strict=True)]
+            if not all(took):
+                continue
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
-            for name, value in (stats | {"updates": 1.0, "tokens": tokens}).items():
+            for name, value in (stats | {"tokens": tokens}).items():
                 sums[name] = sums.get(name, 0.0) + value
-            sums["lr"] = lr
-            if config.stop_kl is not None and policy["approx_kl_sum"] / tokens > config.stop_kl:
+            if config.stop_kl is not None and not policy["approx_kl_sum"] / tokens <= config.stop_kl:  # NaN too
                 sums["stopped_early"] = 1.0
                 break
         if sums["stopped_early"]:
@@ -243,7 +259,7 @@ def _update_metrics(sums: dict[str, float]) -> dict[str, float]:
         "value/clip_fraction": "value_clip_count",
     }
     metrics = {name: sums[key] / tokens for name, key in per_token.items() if key in sums}
-    metrics |= {"policy/grad_norm": sums["grad_norm"] / updates, "policy/lr": sums["lr"]}
+    metrics |= {"policy/grad_norm": sums.get("grad_norm", 0.0) / updates, "policy/lr": sums["lr"]}
     if "critic_grad_norm" in sums:
         metrics["value/grad_norm"] = sums["critic_grad_norm"] / updates
     return metrics | {"policy/updates": sums["updates"], "policy/stopped_early": sums["stopped_early"]}

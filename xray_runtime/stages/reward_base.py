@@ -46,6 +46,10 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
     (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     if stage.inputs.data is not None:
         scores = _heldout_scores(stage, out, tokenizer, stage.inputs.data.path)
+        if len(scores) > 1 and not scores.std() > 0:
+            raise RuntimeError(
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+            )
         summary |= {"mean": float(scores.mean()), "std": float(scores.std()) or 1.0, "heldout_replies": len(scores)}
         (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
         metrics |= {"reward_base/mean": summary["mean"], "reward_base/std": summary["std"]}

@@ -21,6 +21,7 @@ from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import lr_at, tokenizing
+from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -54,11 +55,13 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
 
     with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
-        state = Resumable(recorder, models, cursor=cursor)
+        skipped = SkippedSteps()
+        state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
         for step in range(state.restore(), steps):
             batch = _both_sides(train, cursor.take(config.batch_size))
             lr = lr_at(config, step, steps)
             stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
+            skipped.took(stage, "reward", step, stats)
             metrics = {
                 "reward_model/loss": stats["loss"] / config.batch_size,
                 "reward_model/accuracy": stats["correct"] / config.batch_size,
@@ -69,13 +72,17 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
                 chosen, rejected = _scores(reward, heldout_rows)
                 metrics["reward_model/heldout_accuracy"] = _accuracy(chosen, rejected)
-            recorder.metrics(metrics, step)
+            recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
             state.step_done(step + 1, steps)
         scores = np.concatenate([chosen, rejected])
+        if not scores.std() > 0:
+            raise RuntimeError(
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+            )
         summary = {
             "mean": float(scores.mean()),
-            "std": float(scores.std()) or 1.0,
+            "std": float(scores.std()),
             "accuracy": metrics["reward_model/heldout_accuracy"],
             "length_baseline_accuracy": baseline,
             "heldout_pairs": len(heldout),

@@ -18,6 +18,8 @@ import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
 from xray_runtime.data.gold import import_function
+from xray_runtime.data.rows import non_finite
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.tensor_file import same_trunk
 from xray_runtime.rewards.functions import FunctionSource
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from xray_runtime.workers.protocols import ModelHandle, Ref
 
 log = logging.getLogger(__name__)
+
+TELLING = 8
+"""Different texts to which no working reward model gives one score, bit for bit."""
 
 
 class RewardSources:
@@ -163,6 +168,7 @@ class RewardSources:
         Raises:
             RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
                 what went wrong there.
+            NonFiniteError: a reward model computed NaN or infinity, or a score or their sum is infinite.
             ValueError: the dataset lacks a column, or a function returns something else than scores.
         """
         if not self._terms:
@@ -172,7 +178,9 @@ class RewardSources:
         applies = {source: self._applies(source, batch) for source in self._terms}
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: (of_branches or {})[role] for role in self.branches}
-        values = {s: self._model_scores(term, answered) for s, term in self._terms.items() if term.roles}
+        members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
+        values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
+        values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
         keys = {source: self._journal.keys(source, batch) for source in self._external}
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
@@ -181,7 +189,9 @@ class RewardSources:
         for source, by_row in found.items():
             values[source] = torch.full((len(replies),), math.nan)
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
-        scores = SourceScores({source: values[source] for source in self._terms}, applies)
+        apart = {source: given.std(0, correction=0) for source, given in members.items()}
+        scores = SourceScores({source: values[source] for source in self._terms}, applies, apart)
+        self._check_models(answered, prompts, replies)
         self._check(scores, found)
         for source, by_row in found.items():
             # Only now: where the stage fails, its next attempt asks again.
@@ -204,14 +214,13 @@ class RewardSources:
             return torch.ones(len(batch.replies), dtype=torch.bool)
         return torch.tensor([term.when.applies(value) for value in batch.columns[term.when.column]], dtype=torch.bool)
 
-    def _model_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
-        if term.model is not None:
-            return torch.from_numpy(answered[term.model])
+    def _members_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
+        """Scores of an ensemble's members [M, B], each in its own deviations."""
         members = []
         for role in term.roles:
             mean, deviation = self._members[role]
             members.append((torch.from_numpy(answered[role]) - mean) / deviation)
-        return uncertainty_penalized(torch.stack(members), term.uncertainty)
+        return torch.stack(members)
 
     def _ask(self, source: str, batch: Batch, rows: list[int], keys: list[str]) -> dict[int, Score]:
         """Row → what a source that is no model says of it; of the `rows` it applies to."""
@@ -227,9 +236,27 @@ class RewardSources:
             known = fresh | known
         return {row: known[row] for row in rows}
 
+    def _check_models(self, answered: Rows, prompts: Sequence[str], replies: Sequence[str]) -> None:
+        """Raises where a reward model is broken, which is no reply's fault: NaN, or one score for all texts."""
+        texts = len(set(zip(prompts, replies, strict=True)))
+        for role in self._models:
+            given = answered[role]
+            wrong = non_finite({"scores": given})
+            if wrong is not None:
+                raise NonFiniteError(f"{self._stage}: the reward model {role}: {wrong} are not finite")
+            if texts >= TELLING and (given == given[0]).all():
+                same = f"gave {texts} different replies the same score, {given[0]:g}"
+                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it tells nothing")
+
     def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
-        """Raises RuntimeError where too many replies have no reward."""
-        without = weighted_sum(scores, self.weights).isnan()
+        """Raises RuntimeError where too many replies have no reward, or one is infinite."""
+        for source, weight in self.weights.items():
+            if weight and scores.values[source].isinf().any():
+                raise NonFiniteError(f"{self._stage}: {source} gave an infinite score")
+        total_reward = weighted_sum(scores, self.weights)
+        if total_reward.isinf().any():
+            raise NonFiniteError(f"{self._stage}: the weighted sum of the scores is infinite")
+        without = total_reward.isnan()
         lost, total = int(without.sum()), len(without)
         if not lost:
             return

@@ -27,6 +27,7 @@ from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, text_rows
+from xray_runtime.stages.finite import check_rollout
 from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Rollouts:
     def take(self) -> tuple[Rollout, Rows]:
         """The rollout that was asked for first, and its replies."""
         rollout = self._pending.pop(0)
-        return rollout, get(rollout.replies)
+        return rollout, self._checked(rollout.replies, len(rollout.prompts), self._sampling)
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> tuple[list[int], Rows]:
         """Replies to the next `count` prompts, by the version that `iteration` samples with: (which prompt each is to,
@@ -100,7 +101,8 @@ class Rollouts:
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        return prompts, get(self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration))
+        replies = self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration)
+        return prompts, self._checked(replies, len(prompts), self._sampling)
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
@@ -112,7 +114,7 @@ class Rollouts:
         num_rows = max(PROBE_ROWS, *ranks)
         asked = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = get(self._sample(asked, sampling, version, "probe", version))
+        replies = self._checked(self._sample(asked, sampling, version, "probe", version), num_rows, sampling)
         scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies["response_ids"])))
         return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
 
@@ -120,6 +122,11 @@ class Rollouts:
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
         rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
         return self._generator.generate.remote(rows, sampling, version)
+
+    def _checked(self, replies: Ref[Rows], num_asked: int, sampling: Sampling) -> Rows:
+        sampled = get(replies)
+        check_rollout(sampled, num_asked, sampling)
+        return sampled
 
     def save_state(self, directory: Path) -> None:
         """Write what is asked for and not trained on into `directory`, once it is sampled: no later attempt has the

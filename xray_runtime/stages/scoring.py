@@ -52,13 +52,14 @@ class ScoredRollout:
             prompts[place], replies[place] = prompt, reply
         values = {name: column(old, by.sources.values[name]) for name, old in self.sources.values.items()}
         applies = {name: column(old, by.sources.applies[name]) for name, old in self.sources.applies.items()}
+        apart = {name: column(old, by.sources.disagreements[name]) for name, old in self.sources.disagreements.items()}
         return ScoredRollout(
             prompts,
             replies,
             rows(self.sampled, by.sampled),
             rows(self.rows, by.rows),
             rows(self.scores, by.scores),
-            SourceScores(values, applies),
+            SourceScores(values, applies, apart),
         )
 
     def tied(self, weights: Mapping[str, float], group_size: int) -> list[int]:

@@ -14,6 +14,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing
+from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -52,7 +53,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
 
     with stage.open_models({"policy": model}) as models:
         policy = models["policy"]
-        state = Resumable(recorder, models, cursor=cursor)
+        skipped = SkippedSteps()
+        state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
         done = state.restore()
         if not done:
             counts = {"sft/pairs": train.num_replies, "sft/dropped_too_many_tokens": train.num_dropped}
@@ -62,6 +64,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             batch = train.take(cursor.take(config.batch_size))
             tokens = num_response_tokens(batch)
             stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
+            skipped.took(stage, "policy", step, stats)
             seconds = time.perf_counter() - start
             loss = stats["nll"] / tokens
             metrics = {
@@ -73,7 +76,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 nll = get(policy.score.remote(heldout_rows))["nll"]
                 metrics["sft/heldout_loss"] = float(nll.sum()) / num_response_tokens(heldout_rows)
-            recorder.metrics(metrics, step)
+            recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)
         get(policy.save.remote(out))

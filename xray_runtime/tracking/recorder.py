@@ -24,6 +24,7 @@ from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from xray_runtime.stages.kind import Answer
     from xray_runtime.tracking.mlflow_tracker import StageRun
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class StageRecorder:
     Args:
         every: steps between periodic snapshots.
         shared: where snapshots are kept too.
+        ask: puts a question to a person; None where nobody can be asked.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class StageRecorder:
         on_progress: OnProgress,
         every: int,
         shared: SharedStore | None = None,
+        ask: Callable[[str], Answer | None] | None = None,
     ) -> None:
+        self._ask = ask
         self.log_dir = output / "logs" / stage
         self._interrupted = False
         self._stage, self._run, self._on_progress = stage, run, on_progress
@@ -111,6 +115,12 @@ class StageRecorder:
         figure.savefig(path, dpi=120)
         if self._run is not None:
             self._run.picture(path)
+
+    def ask(self, question: str) -> Answer | None:
+        if self._ask is None:
+            log.warning("%s: nobody can be asked: no page of Prefect shows this run", self._stage)
+            return None
+        return self._ask(question)
 
     def interrupt(self) -> None:
         """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
@@ -152,7 +154,13 @@ class Learner(Workhorse):
         return {name: np.array(c) if c[0].ndim == 0 else Ragged.of(c, np.float32) for name, c in out.items()}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above."""
+        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above.
+
+        Where this rank's loss or the gradient of all is not finite, no rank has stepped, and `grad_norm` is not finite.
+
+        Raises:
+            NonFiniteError: a weight is not finite; no later step could mend that.
+        """
         with self._share_threads(at_once):
             return self._train(rows, totals, lr)
 
@@ -170,9 +178,14 @@ class Learner(Workhorse):
                 return value * 0.0
             for name, stat in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
-            return value
+            finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
+            # Through the gradient every rank hears of it, in the norm that all share: none of them steps.
+            return value * torch.where(finite, 1.0, math.nan)
 
         norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
+        if not math.isfinite(norm):
+            for _ in self._weights(head=True):
+                pass
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
@@ -215,7 +228,10 @@ class Learner(Workhorse):
     def save_state(self, directory: Path) -> None:
         """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""
         assert self.engine is not None
-        self.engine.save(directory)
+        try:
+            self.engine.save(directory)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{self._who}: {error}") from None
 
     def load_state(self, directory: Path) -> None:
         """Go on from a snapshot that `save_state` wrote, under whichever layout."""
@@ -290,12 +306,23 @@ class Learner(Workhorse):
             save_file(head, directory / head_file)
         return written
 
+    @property
+    def _who(self) -> str:
+        return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
+
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of what is trained, one at a time."""
+        """(Hugging Face name, whole tensor) of what is trained, one at a time.
+
+        Raises:
+            NonFiniteError: one is not finite.
+        """
+        from xray_runtime.algorithms.finite import all_finite
         from xray_runtime.models.heads import HEAD_PREFIX
 
         assert self.engine is not None
         for name, tensor in self.engine.weights():
+            if not all_finite(tensor):
+                raise NonFiniteError(f"{self._who}: the weight {name} has numbers that are not finite")
             if head or not name.startswith(HEAD_PREFIX):
                 yield name, tensor
 

@@ -6,8 +6,9 @@ WholeModels run at the same time.
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ import ray
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, balance, join, merge, num_rows, shard, take
+from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
@@ -106,18 +108,32 @@ class WholeModel:
         self._workhorses, self._ways = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
-        """`Learner.score` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once)))
+        """`Learner.score` of all rows, in order. Raises NonFiniteError where a score is not finite."""
+        answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
+        self._check_finite(answers, self._reporting())
+        return merge(answers)
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over all rows; sums over the rows, and `grad_norm`."""
+        """One optimizer step over all rows; sums over the rows, and `grad_norm`.
+
+        A step whose loss or gradient is not finite no rank has made; `grad_norm` is not finite either then, and
+        `refused_by` is the first rank with a loss that is not.
+        """
         stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
         # Every rank has the same norm.
-        return sums | {"grad_norm": stats[0]["grad_norm"]}
+        sums["grad_norm"] = stats[0]["grad_norm"]
+        for rank, own in zip(self._reporting(), stats, strict=True):
+            if not all(math.isfinite(value) for name, value in own.items() if name != "grad_norm"):
+                return sums | {"refused_by": float(rank)}
+        return sums
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate`, prompts spread over the replicas by their predicted tokens; replies in order."""
+        """`Generator.generate`, prompts spread over the replicas by their predicted tokens; replies in order.
+
+        Raises:
+            NonFiniteError: a log-probability is not finite.
+        """
         loads = balance(rows["input_ids"].lengths + sampling.max_new_tokens, self._num_replicas)
         size = len(self._workhorses) // self._num_replicas
         calls: list[Ref[Rows]] = []
@@ -129,7 +145,9 @@ class WholeModel:
                 answers.append((load, len(calls)))
                 calls += [w.generate.remote(take(rows, load), sampling, version) for w in ranks]
         replies = self._get(calls)
-        return join([replies[first] for _, first in answers], [load for load, _ in answers])
+        firsts = [first for _, first in answers]
+        self._check_finite([replies[first] for first in firsts], firsts)
+        return join([replies[first] for first in firsts], [load for load, _ in answers])
 
     def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
         """The policy's trainable weights as version `version`: in memory that all on this machine share, or in the
@@ -212,6 +230,16 @@ class WholeModel:
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
         self._stager.remove(directories)
 
+    def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
+        for rank, answer in zip(ranks, answers, strict=True):
+            wrong = non_finite(answer)
+            if wrong is not None:
+                raise NonFiniteError(f"{self._role!r}, rank {rank}: {wrong} are not finite")
+
+    def _reporting(self) -> list[int]:
+        """The rank that answers for each replica, in the order of `_scatter`."""
+        return [rank for rank in range(len(self._workhorses)) if self._topology.reports(rank)]
+
     def _scatter(self, rows: Rows, call: Callable[[WorkhorseHandle, Rows], Ref[T]]) -> list[T]:
         """The answer of each replica: all its Workhorses get the same rows, one of them answers for it."""
         replicas = self._topology.data
@@ -223,7 +251,7 @@ class WholeModel:
         shards = [ray.put(each) for each in shard(rows, replicas)]
         ranks = enumerate(self._workhorses)
         answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
-        return [answer for rank, answer in enumerate(answers) if self._topology.reports(rank)]
+        return [answers[rank] for rank in self._reporting()]
 
     def _call(self, call: Callable[[WorkhorseHandle], Ref[T]]) -> list[T]:
         """The answer of every Workhorse, in order of rank."""

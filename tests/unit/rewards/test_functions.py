@@ -64,9 +64,9 @@ def test_a_function_is_given_what_it_takes() -> None:
 
 
 def test_no_number_is_no_score() -> None:
-    found = ask(lambda prompts, replies: [None, math.inf])
+    found = ask(lambda prompts, replies: [None, math.nan])
     assert [math.isnan(score.value) for score in found] == [True, True]
-    assert [score.why for score in found] == ["it returned None", "it returned inf"]
+    assert [score.why for score in found] == ["it returned None", "it returned nan"]
 
 
 def test_a_call_that_raises_is_made_again() -> None:

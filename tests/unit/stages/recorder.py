@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.stages.kind import Answer
 from xray_runtime.store.snapshots import Snapshot
 
 
@@ -17,6 +18,9 @@ class FakeRecorder:
         self.log_dir, self._newest = directory, newest
         self.points: list[dict[str, float]] = []
         self.snapshots: list[Snapshot] = []
+        self.answers: list[Answer] = []
+        """To the questions that come, in order."""
+        self.questions: list[str] = []
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
 
@@ -26,6 +30,10 @@ class FakeRecorder:
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     def figure(self, name: str, figure: Any) -> None: ...
+
+    def ask(self, question: str) -> Answer | None:
+        self.questions.append(question)
+        return self.answers.pop(0) if self.answers else None
 
     def resume(self) -> Snapshot | None:
         return self._newest

@@ -7,6 +7,7 @@ data-parallel ranks; the engine multiplies that back.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -105,8 +106,13 @@ class ZeroEngine:
             square = norm.square()
             dist.all_reduce(square, group=self._mesh.replica_group)
             norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
         self._norm = float(norm)
+        if math.isfinite(self._norm):
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
+            return
+        for _, parameter in trained:
+            # AdamW passes over what has no gradient: nothing moves, decays or is counted.
+            parameter.grad = None
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """Run `task(module, *args)` inside DeepSpeed's forward, where sharded parameters are gathered."""
@@ -132,8 +138,9 @@ class ZeroEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
+        # ZeRO 1 to 3 leave a step out by themselves where the norm is not finite, and then tell one of infinity.
         norm = self.engine.get_global_grad_norm() if self.stage else self._norm
-        return float(norm if norm is not None else 0.0)
+        return float(norm if norm is not None else math.nan)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.weights`."""
@@ -323,10 +330,9 @@ def _offload(engine: EngineConfig) -> dict[str, Any]:
 def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
     if engine.precision == "float32":
         return {}
-    # Sums over micro-batches and ranks are float32. A gradient that is not finite must show, not be passed over (ZeRO 1
-    # leaves such a step out all the same, and tells a norm of infinity).
+    # Sums over micro-batches and ranks are float32. Unchecked, ZeRO 1 and 2 step by gradients that are not finite.
     return {
-        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "bf16": {"enabled": True, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
     }

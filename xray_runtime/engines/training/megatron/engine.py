@@ -9,6 +9,7 @@ Losses and gradients are sums, as in `zero`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ class MegatronEngine:
                 loss(batch).backward()
         else:
             self._pipeline(loss, list(batches), forward_only=False)
-        self._num_steps += 1
-        return self._updates.apply(lr)
+        norm = self._updates.apply(lr)
+        self._num_steps += math.isfinite(norm)
+        return norm
 
     def _pipeline(
         self, task: Callable[[MicroBatch], Any], batches: list[MicroBatch], *, forward_only: bool

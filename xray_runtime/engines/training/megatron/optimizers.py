@@ -6,6 +6,7 @@ allocated on CUDA whatever it is told.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,10 @@ class Updates(Protocol):
         """Make ready for the gradients of a step."""
 
     def apply(self, lr: float) -> float:
-        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping."""
+        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping.
+
+        Where that is not finite nothing moves.
+        """
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """One of Adam's moments, in the parameter's shape."""
@@ -70,6 +74,8 @@ class Replicated:
         for parameter in self._parameters:
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         norm = self._norm()
+        if not norm.isfinite():
+            return float(norm)
         torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -131,8 +137,11 @@ class Sharded:
         finalize_model_grads([self._ddp])
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, self._weight_decay * group["wd_mult"]
-        _, norm, _ = self.optimizer.step()
-        return float(norm)
+        # Of float32 gradients its own step checks nothing.
+        if self.optimizer.prepare_grads() or not math.isfinite(norm := float(self.optimizer.get_grad_norm())):
+            return math.nan
+        self.optimizer.step()
+        return norm
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         whole = torch.zeros_like(parameter.data).flatten()

@@ -1,0 +1,76 @@
+"""A stage asks a person whether it shall go on: the flow run pauses, with a form on its page.
+
+The task and its models stay as they are, devices included: once the person answered, the next iteration begins at once.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from typing import Literal
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.exceptions import FlowPauseTimeout
+from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
+from pydantic import Field
+
+from xray.tasks.progress import StageProgress, artifact_key
+from xray_runtime.stages.kind import Answer
+from xray_runtime.store.identity import digest
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 7 * 24 * 3600
+"""How long a person has; afterwards nobody answered."""
+POLL_SECONDS = 2
+
+
+class Review(RunInput):
+    """What a person answers."""
+
+    decision: Literal["go on", "end"]
+    name: str = Field(min_length=1, description="Who you are: recorded as a claim.")
+    note: str = Field(min_length=1, description="Why: recorded in the checkpoint.")
+
+
+def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | None:
+    """Pause the flow run until somebody answers `question` (Markdown) on its page; None: nobody did.
+
+    Raises:
+        StageInterruptedError: the run was asked to stop meanwhile.
+    """
+    create_markdown_artifact(question, key=f"xray-{artifact_key(stage)}-review", description=f"{stage} asks")
+    found: list[Review | BaseException] = []
+
+    def pause() -> None:
+        form = Review.with_initial_data(description=question)
+        try:
+            # A key of its own for each question: without, a second one would be taken for the first.
+            found.append(
+                pause_flow_run(
+                    wait_for_input=form,
+                    timeout=ANSWER_SECONDS,
+                    poll_interval=POLL_SECONDS,
+                    key=digest({"stage": stage, "asked": question})[:16],
+                )
+            )
+        except BaseException as error:
+            found.append(error)
+
+    # In a thread, with this one's flow run: the stage goes on reporting, and hears of a wish to stop.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(pause,), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        progress(stage, 0, 0, "", "waiting for a person to answer on Prefect's page")
+        progress.raise_if_stopped()
+        time.sleep(POLL_SECONDS)
+    answer = found[0]
+    if isinstance(answer, FlowPauseTimeout):
+        log.warning("%s: nobody answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
+        return None
+    if isinstance(answer, BaseException):
+        raise answer
+    return Answer(answer.decision == "go on", answer.name, answer.note)

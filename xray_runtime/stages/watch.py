@@ -1,0 +1,206 @@
+"""Watches a policy while it is trained for signs of a hacked reward, and does what the config says of them.
+
+`algorithms.hacking` says what a sign is. Every `window` iterations without one, the policy is kept beside the
+snapshots; a stage that ends because of a sign publishes what it kept before the iterations that show it. The answer of
+a person who was asked is kept too, so that an attempt after this one asks nobody twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.algorithms.hacking import COMMON, REPEATED, Sign, signs, variety
+from xray_runtime.files import sync, write_atomic
+from xray_runtime.stages.artifacts import VALUE_HEAD
+from xray_runtime.stages.experience import metric_name
+from xray_runtime.stages.kind import Answer
+from xray_runtime.workers.protocols import ModelHandle, get
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.data.rows import Rows
+    from xray_runtime.stages.inputs import PPOInputs
+    from xray_runtime.stages.kind import Recorder, Stage
+
+log = logging.getLogger(__name__)
+
+KEPT = "kept-"
+ANSWERS = "answers.json"
+RECORD = "watch.json"
+"""In the checkpoint of a stage that ended early, or that a person let go on: what was seen, and who decided what."""
+WATCHED = ("reward/gold", "reward/source/", "rollout/length", "kl/reference_k1", REPEATED, COMMON)
+"""Beginnings of the metrics that are compared."""
+
+
+@dataclass
+class WatchState:
+    """What is remembered from iteration to iteration."""
+
+    first: list[dict[str, float]] = field(default_factory=list)
+    last: list[dict[str, float]] = field(default_factory=list)
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """Signs that were acted on: `iteration`, `signs` by name, and of a person `by`, `note`."""
+
+
+class Watch:
+    """The watch over one stage.
+
+    Args:
+        weights: source of reward → its weight.
+    """
+
+    def __init__(self, stage: Stage[PPOConfig, PPOInputs], recorder: Recorder, weights: Mapping[str, float]) -> None:
+        self._stage, self._config, self._recorder = stage, stage.config.watch, recorder
+        self._weights = {metric_name(source): weight for source, weight in weights.items()}
+        self.state = WatchState()
+        self.end: int | None = None
+        """Number of updates of the kept policy that the stage ends with; None: it goes on."""
+
+    @property
+    def _keeps(self) -> bool:
+        return self._config.action in ("pause", "stop")
+
+    @property
+    def _directory(self) -> Path:
+        if self._stage.kept is None:
+            raise RuntimeError(
+                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that stays"
+            )
+        return self._stage.kept
+
+    def look(self, iteration: int, metrics: Mapping[str, float], sampled: Rows) -> dict[str, float]:
+        """Compare this iteration; returns the metrics `rollout/…` of how varied replies are and `hacking/…`, 1 where
+        there is a sign. Afterwards `end` says whether the stage ends.
+
+        Args:
+            metrics: of the iteration so far.
+            sampled: its replies.
+        """
+        if self._config.action == "off":
+            return {}
+        found = variety([reply.tolist() for reply in sampled["response_ids"]])
+        point = {name: value for name, value in {**metrics, **found}.items() if name.startswith(WATCHED)}
+        state, window = self.state, self._config.window
+        if len(state.first) < window:
+            state.first.append(point)
+            return found
+        state.last = [*state.last, point][-window:]
+        if len(state.last) < window:
+            return found
+        prompts = self._stage.config.prompts_per_iteration
+        shown = signs(state.first, state.last, self._weights, self._config, prompts)
+        self._act(iteration, shown)
+        return found | {f"hacking/{sign.name}": 1.0 for sign in shown}
+
+    def _act(self, iteration: int, shown: list[Sign]) -> None:
+        known = {name for entry in self.state.seen for name in entry["signs"]}
+        fresh = [sign for sign in shown if sign.name not in known]
+        if not fresh:
+            return
+        for sign in fresh:
+            log.warning("%s, iteration %d: %s", self._stage.name, iteration, sign.text)
+        entry: dict[str, Any] = {"iteration": iteration, "signs": {sign.name: sign.text for sign in fresh}}
+        answer = self._asked(iteration, fresh) if self._config.action == "pause" else None
+        if answer is not None:
+            entry |= {"go_on": answer.go_on, "by": answer.by, "note": answer.note}
+        self.state.seen.append(entry)
+        if self._keeps and not (answer is not None and answer.go_on):
+            self.end = self._before(iteration)
+
+    def _asked(self, iteration: int, shown: list[Sign]) -> Answer | None:
+        """A person's answer; that of an earlier attempt where there is one."""
+        path = self._directory / ANSWERS
+        answers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        key = f"{iteration}: {', '.join(sign.name for sign in shown)}"
+        if key not in answers:
+            answer = self._recorder.ask(self._question(iteration, shown))
+            if answer is None:
+                return None
+            write_atomic(path, json.dumps(answers | {key: asdict(answer)}))
+            return answer
+        return Answer(**answers[key])
+
+    def _question(self, iteration: int, shown: list[Sign]) -> str:
+        lines = [
+            f"**{self._stage.name}** may be learning to please its reward alone (iteration {iteration + 1} of "
+            f"{self._stage.config.iterations}):",
+            "",
+            *(f"- {sign.text}" for sign in shown),
+            "",
+            f"Shall it go on? If not, it ends with the policy kept after {self._before(iteration)} iterations.",
+        ]
+        return "\n".join(lines)
+
+    def _before(self, iteration: int) -> int:
+        """Updates of the newest kept policy before those that sampled the last `window` rollouts, which show a sign."""
+        return max(kept for kept in self._kept() if kept <= iteration - self._config.window + 1)
+
+    # Kept policies
+
+    def keep(self, models: Mapping[str, ModelHandle], updates: int) -> None:
+        """Keep the policy after `updates` iterations where it is time; the two newest stay."""
+        if not self._keeps or updates % self._config.window:
+            return
+        place = self._directory / f"{KEPT}{updates:06d}"
+        if place.exists():
+            return  # by an attempt before this one, from the same bytes
+        temporary = place.with_name(f"{place.name}.writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        save_policy(models, temporary)
+        for path in (temporary, *temporary.rglob("*")):
+            sync(path)
+        os.rename(temporary, place)
+        for old in self._kept()[:-2]:
+            shutil.rmtree(self._directory / f"{KEPT}{old:06d}")
+
+    def save(self, models: Mapping[str, ModelHandle], out: Path) -> int:
+        """Write the policy that the stage ends with, and what was seen; returns its number of updates."""
+        updates = self._stage.config.iterations
+        if self.end is None:
+            save_policy(models, out)
+        else:
+            updates = self.end
+            shutil.copytree(self._directory / f"{KEPT}{updates:06d}", out, dirs_exist_ok=True)
+        if self._keeps and self.state.seen:
+            record = {"ended_early": self.end is not None, "iterations": updates, "seen": self.state.seen}
+            (out / RECORD).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+        return updates
+
+    def save_state(self, directory: Path) -> None:
+        """The kept policies in a snapshot, from which another machine may go on."""
+        for updates in self._kept() if self._keeps else []:
+            name = f"{KEPT}{updates:06d}"
+            shutil.copytree(self._directory / name, directory / name, copy_function=_link)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save_state` wrote."""
+        for place in sorted(directory.glob(f"{KEPT}*")):
+            if not (self._directory / place.name).exists():
+                shutil.copytree(place, self._directory / place.name, copy_function=_link)
+
+    def _kept(self) -> list[int]:
+        names = (path.name.removeprefix(KEPT) for path in self._directory.glob(f"{KEPT}*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+
+def save_policy(models: Mapping[str, ModelHandle], out: Path) -> None:
+    """Write the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
+    get(models["policy"].save.remote(out, VALUE_HEAD))
+    if "critic" in models:
+        get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
+
+
+def _link(source: str, target: str) -> None:
+    """Another name for a file that nobody changes; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
