@@ -76,8 +76,8 @@ def evaluation_findings(series: Series) -> list[str]:
     if not after - before >= ROSE or rate > EVEN:
         return []
     return [
-        f"the learned reward rose from {before:+.2f} to {after:+.2f} while the gold score went from {gold_before:+.2f} to "
-        f"{gold_after:+.2f} (win rate {rate:.2f}): the policy learned to please the reward, not what it stands for"
+        f"the learned reward rose from {before:+.2f} to {after:+.2f} while the gold score went from {gold_before:+.2f} "
+        f"to {gold_after:+.2f} (win rate {rate:.2f}): the policy learned to please the reward, not what it stands for"
     ]
 
 

@@ -92,7 +92,7 @@ class World:
 
 def logprob(tokens: np.ndarray) -> np.ndarray:
     """What the policy gives a token: any function of it."""
-    return (-0.25 * (tokens % 7) - 0.5).astype(np.float32)
+    return (-0.25 * (tokens % 7) - 2.0).astype(np.float32)
 
 
 def words(rows: Rows) -> np.ndarray:
@@ -211,9 +211,10 @@ def attempt(
     kept: Path | None = None,
     kept_shared: SharedFolder | None = None,
     model: type[FakeModel] = FakeModel,
+    updates: int | None = None,
     **fields: Any,
 ) -> FakeRecorder:
-    """Run the stage over fake models."""
+    """Run the stage over fake models. `updates`: iterations that the policy it ends with has learned from; all."""
     config = PPOConfig(
         **{
             "iterations": 2,
@@ -235,7 +236,7 @@ def attempt(
     recorder = FakeRecorder(out, newest)
     given = (runtime or RuntimeConfig(), open_models, functions or {}, kept, kept_shared)
     stage = Stage("ppo", 7, config, inputs, *given)
-    assert run(stage, out, recorder) == config.iterations  # type: ignore[arg-type]
+    assert run(stage, out, recorder) == (updates or config.iterations)  # type: ignore[arg-type]
     return recorder
 
 
@@ -403,12 +404,9 @@ def test_updates_end_early_where_the_policy_has_moved_too_far(inputs: PPOInputs,
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("off_by", "says"), [(0.2, r"0\.2"), (float("nan"), "nan")])
-def test_a_generator_that_does_not_hold_the_policy_is_found(
-    inputs: PPOInputs, tmp_path: Path, lag: int, off_by: float, says: str
-) -> None:
-    world = World(generator_off_by=off_by)
-    with pytest.raises(RuntimeError, match=f"disagree by {says} nats a token"):
+def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
+    world = World(generator_off_by=-0.2)
+    with pytest.raises(RuntimeError, match=r"disagree by 0\.2 nats a token"):
         attempt(inputs, tmp_path / "out", world, lag=lag)
     assert not world.batches
 

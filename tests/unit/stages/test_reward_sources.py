@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, FakeModel, World, attempt, inputs, plain
 from xray_runtime.algorithms.rewards import SourceScores
@@ -24,6 +22,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
@@ -138,13 +137,18 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     found = sources(ensemble, RewardTerm(model="rewards.1"), models=models)
     assert found.roles == roles
     # In their own deviations 1, 2, 3: mean 2 − ½ · 2/3; the second by itself is 2.
-    answers = [{"scores": np.array(raw, np.float32)} for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, NAN])]
+    answers = [{"scores": np.array(raw, np.float32)} for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
     scores = score(found, ["a", "b"], answers)
     assert list(scores.values) == ["rewards.0+rewards.1+rewards.2", "rewards.1"]
     assert float(scores.values["rewards.0+rewards.1+rewards.2"][0]) == pytest.approx(5 / 3)
     assert float(found.scaled(scores)[0]) == pytest.approx(2 * 5 / 3 + 2)
-    # One member without a score is no ensemble.
-    assert found.scaled(scores)[1].isnan()
+    # Deviation of 1, 2, 3.
+    apart = scores.disagreements["rewards.0+rewards.1+rewards.2"]
+    assert float(apart[0]) == pytest.approx((2 / 3) ** 0.5)
+    # A member that computes NaN is broken, which is no reply's fault.
+    answers[2] = {"scores": np.array([13.0, NAN], np.float32)}
+    with pytest.raises(NonFiniteError, match=r"the reward model rewards.2: scores of 1 of 2 rows"):
+        score(found, ["a", "b"], answers)
 
 
 def test_a_source_that_is_there_twice_is_two_sources() -> None:
@@ -363,7 +367,7 @@ class Wordier(FakeModel):
         good, other = (self.tokenizer.encode(sign)[0] for sign in (GOOD, "D"))
         ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * num_rows(rows)
         tokens = Ragged.of(ids)
-        logprobs = Ragged((-0.25 * (tokens.values % 7) - 0.5).astype(np.float32), tokens.offsets)
+        logprobs = Ragged((-0.25 * (tokens.values % 7) - 2.0).astype(np.float32), tokens.offsets)
         return found | {"response_ids": tokens, "rollout_logprobs": logprobs}
 
 
@@ -398,12 +402,9 @@ def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs:
     assert curve("reward/source/length/std") == [0.0] * 3
 
 
-def test_a_score_of_a_model_that_is_no_number_is_a_failure(
-    models: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("value", [NAN, math.inf])
+def test_a_score_of_a_model_that_is_no_number_is_a_fault(models: list[Path], value: float) -> None:
     found = sources(RewardTerm(model="rewards.0"), models=models[:1])
-    answers: list[Rows] = [{"scores": np.array([2.0, NAN, 3.0], np.float32)}]
-    with caplog.at_level(logging.WARNING):
-        assert found.scaled(score(found, ["a", "b", "c"], answers)).isnan().tolist() == [False, True, False]
-    assert "s: 1 of 3 replies have no reward; rewards.0 failed for 1: its score is not a number" in caplog.text
-    assert isinstance(found.scaled(score(found, ["a", "b", "c"], answers)), torch.Tensor)
+    answers: list[Rows] = [{"scores": np.array([2.0, value, 3.0], np.float32)}]
+    with pytest.raises(NonFiniteError, match=r"the reward model rewards.0: scores of 1 of 3 rows \(the first: row 1"):
+        score(found, ["a", "b", "c"], answers)

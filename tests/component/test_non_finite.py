@@ -1,0 +1,189 @@
+"""A step whose loss or gradient is not finite is made by no rank of any layout, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.layouts import global_batches, spec_of
+from benchmarks.ranks import run_ranks
+from tests.component.models import open_models
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.errors import NonFiniteError, root_cause
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.model_spec import ModelSpec
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 process": {},
+    "ZeRO-1, bfloat16": {"zero_stage": 1, "precision": "bfloat16"},
+    "ZeRO-1 × 2": {"zero_stage": 1, "num_workhorses": 2},
+    "ZeRO-2 × 2, offloaded": {"zero_stage": 2, "num_workhorses": 2, "offload": "cpu"},
+    "ZeRO-3 × 2": {"zero_stage": 3, "num_workhorses": 2},
+    "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
+    "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
+    "TP 2 × PP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1},
+    "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def batches(tiny_model: Path) -> list[Rows]:
+    return global_batches(tiny_model, count=2, num_rows=8)
+
+
+def with_value(rows: Rows, column: str, value: float) -> Rows:
+    """The rows with `value` in the last place of a ragged column, which the last data-parallel rank gets."""
+    values = rows[column].values.copy()
+    values[-1] = value
+    return rows | {column: Ragged(values, rows[column].offsets)}
+
+
+def steps(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], inject: bool) -> dict[str, Any]:
+    """Two steps on one rank; with `inject` others between them, that are all refused."""
+    assert learner.engine is not None
+    refused: dict[str, tuple[dict[str, float], bool]] = {}
+
+    def train(rows: Rows) -> dict[str, float]:
+        return learner.train(deal(rows), {"tokens": float(num_response_tokens(rows))}, 1e-3)
+
+    def weights() -> dict[str, np.ndarray]:
+        assert learner.engine is not None
+        return {name: t.detach().float().cpu().numpy().copy() for name, t in learner.engine.weights()}
+
+    train(batches[0])
+    for column, value in (("advantages", math.nan), ("returns", math.inf), ("weights", -math.inf)) if inject else ():
+        before = weights()
+        stats = train(with_value(batches[1], column, value))
+        after = weights()
+        refused[column] = stats, all(np.array_equal(before[name], after[name]) for name in before)
+    if inject:
+        # A finite loss whose gradient is not, on one rank alone.
+        before = weights()
+        parameter = next(p for p in learner.module.parameters() if p.requires_grad)
+        if learner.rank_info.rank == 0:
+            hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        stats = train(batches[1])
+        if learner.rank_info.rank == 0:
+            hook.remove()
+        refused["gradient"] = stats, all(np.array_equal(tensor, before[name]) for name, tensor in weights().items())
+    stats = train(batches[1])
+    return {"refused": refused, "norm": stats["grad_norm"], "weights": weights()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_no_rank_makes_a_step_that_is_not_finite(
+    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    spec = spec_of(tiny_model, layout, 32)
+    plain = run_ranks(spec, tmp_path, steps, batches, False)
+    injected = run_ranks(spec, tmp_path, steps, batches, True)
+    for ours, theirs in zip(injected, plain, strict=True):
+        for stats, unmoved in ours["refused"].values():
+            assert not math.isfinite(stats["grad_norm"])
+            assert unmoved
+        # Nor moments, nor what Adam counts: the next step is that of a run without the others, to the bit.
+        assert ours["norm"] == theirs["norm"]
+        assert math.isfinite(ours["norm"])
+        for name, tensor in theirs["weights"].items():
+            np.testing.assert_array_equal(ours["weights"][name], tensor)
+    # The rank that brought it says so; another rank's own sums are finite.
+    wrong = [not math.isfinite(rank["refused"]["advantages"][0].get("policy_loss", 0.0)) for rank in injected]
+    assert any(wrong)
+    if spec.training is not None and spec.training.engine.data_parallel > 1:
+        assert not all(wrong)
+
+
+def broken_weight(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows, directory: Path) -> list[str]:
+    """What a rank says of a model one of whose weights has become NaN: of a step, a snapshot, an export, a save."""
+    with torch.no_grad():
+        next(p for name, p in learner.module.named_parameters() if "layers.1" in name and p.dim() > 1)[0, 0] = math.nan
+    said = []
+    for act in (
+        lambda: learner.train(deal(rows), {"tokens": 10.0}, 1e-3),
+        lambda: learner.save_state(directory / "snapshot"),
+        lambda: learner.export_weights(1, False),
+    ):
+        try:
+            act()
+        except NonFiniteError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("layout", ["1 process", "TP 2", "Megatron TP 2"])
+def test_a_weight_that_is_not_finite_goes_nowhere(
+    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: str
+) -> None:
+    spec = spec_of(tiny_model, LAYOUTS[layout], 32)
+    for rank, said in enumerate(run_ranks(spec, tmp_path, broken_weight, batches[0], tmp_path)):
+        assert len(said) == 3
+        for text in said:
+            assert text.startswith(f"'policy', rank {rank}: the weight")
+            assert "model.layers.1." in text
+
+
+@pytest.fixture(scope="module")
+def nan_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint with one weight that is NaN."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    directory = tmp_path_factory.mktemp("nan") / "model"
+    shutil.copytree(tiny_model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_what_a_model_of_ours_computes_is_refused_with_its_rank(
+    cluster: None, nan_model: Path, tiny_model: Path, batches: list[Rows], tmp_path: Path
+) -> None:
+    """Scores, a step and samples, of WholeModels as a stage opens them."""
+    import ray
+
+    runtime = RuntimeConfig(device="cpu", threads=1)
+    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths")}
+    specs = {
+        "critic": ModelSpec(nan_model, PPOObjective(PPOStageConfig()), training=PPOStageConfig(), new_head=True),
+        "reference": ModelSpec(nan_model, ReferenceObjective(1.0)),
+        "policy": ModelSpec(tiny_model, PPOObjective(PPOStageConfig()), training=PPOStageConfig(), new_head=True),
+    }
+    with open_models(runtime, tmp_path, specs) as models:
+        for role in ("critic", "reference"):
+            with pytest.raises(Exception, match="not finite") as caught:
+                ray.get(models[role].score.remote(rows))
+            assert isinstance(root_cause(caught.value), NonFiniteError)
+            assert str(root_cause(caught.value)).startswith(f"{role!r}, rank 0: ")
+        wrong = with_value(batches[0], "advantages", math.nan)
+        stats = ray.get(models["policy"].train.remote(wrong, {"tokens": 50.0}, 1e-3))
+        assert stats["refused_by"] == 0.0
+        assert math.isnan(stats["policy_loss"])
+        with pytest.raises(Exception, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight"):
+            ray.get(models["critic"].save.remote(tmp_path / "out"))
+
+
+def test_a_generator_that_computes_nan_is_refused(cluster: None, nan_model: Path, tmp_path: Path) -> None:
+    import ray
+
+    from xray_runtime.config.engines import GeneratorConfig
+
+    spec = GeneratorSpec(nan_model, 32, GeneratorConfig(engine="transformers"))
+    rows = {"input_ids": Ragged.of([[5, 6, 7]]), "seed": np.array([1])}
+    opened = open_models(RuntimeConfig(device="cpu", threads=1), tmp_path, {"generator": spec})
+    with opened as models, pytest.raises(Exception, match=r"nan|not finite"):
+        ray.get(models["generator"].generate.remote(rows, Sampling(4, 1.0, (1,), 0), 0))

@@ -1,0 +1,140 @@
+"""Signs of a hacked reward, from histories written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xray_runtime.algorithms.hacking import averages, signs, variety
+from xray_runtime.config.watch import WatchConfig
+
+PROMPTS = 64
+CLEAN = {
+    "reward/source/rm/mean": 0.2,
+    "reward/source/rm/std": 1.0,
+    "reward/gold": 0.18,
+    "reward/gold_std": 0.5,
+    "rollout/length": 20.0,
+    "rollout/distinct_in_reply": 0.9,
+    "rollout/common_phrase": 0.1,
+    "kl/reference_k1": 1.0,
+}
+
+
+def point(**changes: float) -> dict[str, float]:
+    """A point with some metrics changed; `__` stands for a slash."""
+    return CLEAN | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def seen(
+    late: dict[str, float], early: dict[str, float] | None = None, weights: Any = None, **bounds: Any
+) -> list[str]:
+    config = WatchConfig(**bounds)
+    found = signs([early or CLEAN] * 5, [late] * 5, weights or {"rm": 1.0}, config, PROMPTS)
+    return [sign.name for sign in found]
+
+
+LEARNED = {"reward__source__rm__mean": 1.76, "reward__gold": 0.20, "kl__reference_k1": 6.0}
+"""The stage that taught us: learned reward +0.20 → +1.76, gold +0.18 → +0.20."""
+
+
+def test_nothing_is_said_of_a_policy_that_stays_or_learns_what_it_should() -> None:
+    assert seen(CLEAN) == []
+    # Both rise: 1.56 deviations and (0.48 − 0.18) / 0.5 = 0.6, more than a quarter of them.
+    assert seen(point(**LEARNED | {"reward__gold": 0.48})) == []
+
+
+def test_a_learned_reward_that_rose_while_the_gold_score_did_not() -> None:
+    assert seen(point(**LEARNED)) == ["judge/rm/gold"]
+    [sign] = signs([CLEAN] * 5, [point(**LEARNED)] * 5, {"rm": 1.0}, WatchConfig(), PROMPTS)
+    assert "rm rose from +0.20 to +1.76 while the gold score went from +0.18 to +0.20" in sign.text
+
+
+@pytest.mark.parametrize(
+    ("gold", "said"),
+    # 1.645 · √(2 / (5 · 64)) = 0.130 deviations may be chance, a quarter of 1.56 is 0.39: 0.26 more are too few.
+    [(0.18 + 0.5 * 0.25, True), (0.18 + 0.5 * 0.27, False), (-0.4, True)],
+)
+def test_what_a_judge_may_have_risen_by_chance_counts_for_the_policy(gold: float, said: bool) -> None:
+    assert bool(seen(point(**LEARNED | {"reward__gold": gold}))) == said
+
+
+def test_a_source_of_weight_0_judges_and_is_not_judged() -> None:
+    judge = {"reward__source__held__mean": 0.0, "reward__source__held__std": 2.0}
+    early, late = point(**judge), point(**judge, **LEARNED | {"reward__gold": 2.0})
+    assert seen(late, early, {"rm": 1.0, "held": 0.0}) == ["judge/rm/held"]
+    risen = point(**LEARNED | judge | {"reward__gold": 2.0, "reward__source__held__mean": 3.0})
+    assert seen(risen, early, {"rm": 1.0, "held": 0.0}) == []
+    # The other way round nothing was pleased: what is not trained on rose alone.
+    assert seen(point(**judge | {"reward__source__held__mean": 9.0}), early, {"rm": 1.0, "held": 0.0}) == []
+
+
+def test_a_penalty_is_pleased_by_falling() -> None:
+    assert seen(point(reward__source__rm__mean=-1.76), weights={"rm": -1.0}) == ["judge/rm/gold"]
+    assert seen(point(reward__source__rm__mean=1.76), weights={"rm": -1.0}) == []
+
+
+def test_a_bonus_that_nobody_got_at_first_has_deviations_too() -> None:
+    early = point(reward__source__rm__mean=0.0, reward__source__rm__std=0.0)
+    assert seen(point(reward__source__rm__mean=1.0, reward__source__rm__std=0.0), early) == ["judge/rm/gold"]
+
+
+@pytest.mark.parametrize(
+    ("late", "name"),
+    [
+        ({"rollout__length": 40.5}, "length"),
+        ({"rollout__length": 9.5}, "length"),
+        ({"rollout__distinct_in_reply": 0.44}, "repetition"),
+        ({"rollout__common_phrase": 0.5}, "phrase"),
+        ({"kl__reference_k1": 10.5}, "kl"),
+    ],
+)
+def test_each_bound_has_a_sign_of_its_own(late: dict[str, float], name: str) -> None:
+    assert seen(point(**late)) == [name]
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        {"rollout__length": 39.5},
+        {"rollout__length": 10.5},
+        {"rollout__distinct_in_reply": 0.46},
+        {"rollout__common_phrase": 0.49},
+        {"kl__reference_k1": 9.5},
+    ],
+)
+def test_up_to_its_bound_nothing_is_said(late: dict[str, float]) -> None:
+    assert seen(point(**late)) == []
+
+
+def test_a_phrase_that_was_common_from_the_beginning_is_no_sign() -> None:
+    early = point(rollout__common_phrase=0.6)
+    assert seen(point(rollout__common_phrase=0.8), early) == []
+    assert seen(point(rollout__common_phrase=0.86), early) == ["phrase"]
+
+
+def test_members_of_an_ensemble_that_come_to_disagree() -> None:
+    early, late = (point(reward__source__rm__disagreement=x) for x in (0.2, 0.41))
+    assert seen(late, early) == ["ensemble/rm"]
+    assert seen(early, early) == []
+
+
+@pytest.mark.parametrize("metric", [name for name in CLEAN if name.startswith(("rollout", "kl"))])
+def test_what_is_not_a_number_is_a_sign(metric: str) -> None:
+    assert len(seen(CLEAN | {metric: float("nan")})) >= 1
+
+
+def test_variety_of_replies() -> None:
+    # (1,1),(1,1),(1,1): one of three pairs differs; (1,2),(2,3),(3,4): all; one token repeats nothing.
+    found = variety([[1, 1, 1, 1], [1, 2, 3, 4], [5]])
+    assert found["rollout/distinct_in_reply"] == pytest.approx((1 / 3 + 1 + 1) / 3)
+    # 1 1 1, 1 2 3 and 2 3 4 stand in one reply of three each.
+    assert found["rollout/common_phrase"] == pytest.approx(1 / 3)
+    assert variety([[1, 2, 3, 9], [8, 1, 2, 3], [1, 2, 4]])["rollout/common_phrase"] == pytest.approx(2 / 3)
+
+
+def test_averages_are_over_the_iterations_that_have_a_metric() -> None:
+    # Of deviations 3 and 4 the root of the mean square, √12.5.
+    found = averages([{"a": 1.0, "s/std": 3.0}, {"a": 2.0, "s/std": 4.0}, {"a": 6.0, "b": 1.0}])
+    assert found == {"a": 3.0, "b": 1.0, "s/std": pytest.approx(12.5**0.5)}
