@@ -34,7 +34,7 @@ class Result:
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric it recorded."""
-        return {name: points[-1][1] for name, points in self._series().items()}
+        return {name: points[-1][1] for name, points in self.series().items()}
 
     def figure(self) -> Figure | None:
         """Its training curves, as the report shows them; None of a stage that has none."""
@@ -42,9 +42,10 @@ class Result:
         from xray_runtime.stages.kind import find_kind
 
         kind = find_kind(self.stage.kind)
-        return training_figure(kind.panels, self._series()) if kind is not None else None
+        return training_figure(kind.panels, self.series()) if kind is not None else None
 
-    def _series(self) -> dict[str, list[tuple[int, float]]]:
+    def series(self) -> dict[str, list[tuple[int, float]]]:
+        """Metric → its (step, value) points."""
         from xray_runtime.report.figures import read_metrics
         from xray_runtime.tracking.recorder import METRICS, records_directory
 

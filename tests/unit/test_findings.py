@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.report.findings import policy_findings
+from xray_runtime.report.findings import evaluation_findings, policy_findings
 
 LEARNS = {
     "reward/std": [0.5, 0.4, 0.3],
@@ -37,3 +37,43 @@ def test_nothing_is_said_of_one_that_learns() -> None:
 def test_what_cannot_have_learnt_is_named(changed: dict[str, list[float]], said: str) -> None:
     [finding] = findings(**changed)
     assert said in finding
+
+
+PLEASED = {
+    "reward/source/rewards.0/mean": [0.2] * 5 + [1.0] * 5 + [1.76] * 5,
+    "reward/source/rewards.0/std": [1.0] * 15,
+    "reward/gold": [0.18] * 10 + [0.20] * 5,
+    "reward/gold_std": [0.5] * 15,
+}
+
+
+def test_a_sign_of_a_hacked_reward_is_told_from_the_ends() -> None:
+    series = {name: list(enumerate(values)) for name, values in (LEARNS | PLEASED).items()}
+    assert policy_findings(series) == []
+    series["hacking/judge/rewards.0/gold"] = [(12, 1.0), (13, 1.0), (14, 1.0)]
+    [finding] = policy_findings(series)
+    assert "rewards.0 rose from +0.20 to +1.76 while the gold score went from +0.18 to +0.20" in finding
+    assert finding.endswith("(seen from iteration 13 on)")
+    # Of a record that lacks what it was told from, that it was there.
+    [finding] = policy_findings({"hacking/length": [(3, 1.0)]})
+    assert finding == "a sign of a hacked reward: length (seen from iteration 4 on)"
+
+
+SMOLLM = {"reward_before": 0.20, "reward_after": 1.76, "gold_before": 0.18, "gold_after": 0.20, "win_rate": 0.49}
+"""What `configs/smollm2.yaml` once ended with."""
+
+
+def said(**changed: float) -> list[str]:
+    return evaluation_findings({f"evaluate/{name}": [(0, value)] for name, value in (SMOLLM | changed).items()})
+
+
+def test_an_evaluation_says_that_the_policy_pleased_its_reward_alone() -> None:
+    [finding] = said()
+    assert "rose from +0.20 to +1.76 while the gold score went from +0.18 to +0.20 (win rate 0.49)" in finding
+    assert "learned to please the reward" in finding
+
+
+@pytest.mark.parametrize("changed", [{"win_rate": 0.62}, {"reward_after": 0.9}, {"reward_after": float("nan")}])
+def test_an_evaluation_that_was_won_or_rose_little_says_nothing(changed: dict[str, float]) -> None:
+    assert said(**changed) == []
+    assert evaluation_findings({}) == []

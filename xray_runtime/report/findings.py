@@ -57,7 +57,11 @@ def _hacking(series: Series) -> list[str]:
         first_seen, last_seen = series[name][0][0], series[name][-1][0]
         until = [step for step in steps if step <= last_seen]
         early, late = (averages(_points(series, part)) for part in (steps[:size], until[-size:]))
-        found.append(f"{describe(name.removeprefix(SIGN), early, late)} (seen from iteration {first_seen + 1} on)")
+        try:
+            text = describe(name.removeprefix(SIGN), early, late)
+        except KeyError:  # the record lacks what it was told from
+            text = f"a sign of a hacked reward: {name.removeprefix(SIGN)}"
+        found.append(f"{text} (seen from iteration {first_seen + 1} on)")
     return found
 
 
