@@ -18,7 +18,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from xray.tasks.progress import StageProgress, artifact_key
-from xray_runtime.stages.kind import Answer
+from xray_runtime.stages.answer import Answer
 from xray_runtime.store.identity import digest
 
 log = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from xray_runtime.report.findings import Series
+    from xray_runtime.stages.answer import Answer
     from xray_runtime.stages.graph import Handle
     from xray_runtime.store.shared import SharedFolder
     from xray_runtime.store.snapshots import Snapshot
@@ -50,15 +51,6 @@ Layouts = dict[str, LayoutConfig | GeneratorConfig]
 """Role of a model → how it is spread."""
 Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a person decided who was asked whether a stage shall go on."""
-
-    go_on: bool
-    by: str
-    note: str
 
 
 class Recorder(Protocol):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.hacking import COMMON, REPEATED, Sign, signs, variety
 from xray_runtime.files import sync, write_atomic
+from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.experience import metric_name
-from xray_runtime.stages.kind import Answer
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:

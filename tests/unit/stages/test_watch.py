@@ -15,8 +15,8 @@ from tests.unit.stages.recorder import FakeRecorder
 from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, logprob
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.kind import Answer
 from xray_runtime.stages.watch import ANSWERS, RECORD
 
 inputs = test_ppo_loop.inputs
