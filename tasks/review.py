@@ -44,29 +44,35 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
     """
     create_markdown_artifact(question, key=f"xray-{artifact_key(stage)}-review", description=f"{stage} asks")
     found: list[Review | BaseException] = []
+    stopped = threading.Event()
 
     def pause() -> None:
-        form = Review.with_initial_data(description=question)
-        try:
-            # A key of its own for each question: without, a second one would be taken for the first.
-            found.append(
-                pause_flow_run(
-                    wait_for_input=form,
-                    timeout=ANSWER_SECONDS,
-                    poll_interval=POLL_SECONDS,
-                    key=digest({"stage": stage, "asked": question})[:16],
+        form, refused_until = Review.with_initial_data(description=question), time.monotonic() + ANSWER_SECONDS
+        # A key of its own for each question: without, a second one would be taken for the first.
+        key = digest({"stage": stage, "asked": question})[:16]
+        while not found and not stopped.is_set():
+            try:
+                found.append(
+                    pause_flow_run(wait_for_input=form, timeout=ANSWER_SECONDS, poll_interval=POLL_SECONDS, key=key)
                 )
-            )
-        except BaseException as error:
-            found.append(error)
+            except RuntimeError as error:
+                # The question of another stage is open: a run pauses for one at a time.
+                if time.monotonic() > refused_until:
+                    found.append(error)
+                stopped.wait(POLL_SECONDS)
+            except BaseException as error:
+                found.append(error)
 
     # In a thread, with this one's flow run: the stage goes on reporting, and hears of a wish to stop.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(pause,), daemon=True)
     thread.start()
-    while thread.is_alive():
-        progress(stage, 0, 0, "", "waiting for a person to answer on Prefect's page")
-        progress.raise_if_stopped()
-        time.sleep(POLL_SECONDS)
+    try:
+        while thread.is_alive():
+            progress(stage, 0, 0, "", "waiting for a person to answer on Prefect's page")
+            progress.raise_if_stopped()
+            thread.join(POLL_SECONDS)
+    finally:
+        stopped.set()
     answer = found[0]
     if isinstance(answer, FlowPauseTimeout):
         log.warning("%s: nobody answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,17 +149,11 @@ class Watch:
         """Keep the policy after `updates` iterations where it is time; the two newest stay."""
         if not self._keeps or updates % self._config.window:
             return
-        place = self._directory / f"{KEPT}{updates:06d}"
-        if place.exists():
-            return  # by an attempt before this one, from the same bytes
-        temporary = place.with_name(f"{place.name}.writing")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        save_policy(models, temporary)
-        for path in (temporary, *temporary.rglob("*")):
-            sync(path)
-        os.rename(temporary, place)
-        for old in self._kept()[:-2]:
+        with self._writing(f"{KEPT}{updates:06d}") as temporary:
+            temporary.mkdir()
+            save_policy(models, temporary)
+        # What an attempt before this one kept later is written anew when it is time.
+        for old in [kept for kept in self._kept() if kept <= updates][:-2]:
             shutil.rmtree(self._directory / f"{KEPT}{old:06d}")
 
     def save(self, models: Mapping[str, ModelHandle], out: Path) -> int:
@@ -183,8 +178,20 @@ class Watch:
     def load_state(self, directory: Path) -> None:
         """Go on from what `save_state` wrote."""
         for place in sorted(directory.glob(f"{KEPT}*")):
-            if not (self._directory / place.name).exists():
-                shutil.copytree(place, self._directory / place.name, copy_function=_link)
+            with self._writing(place.name) as temporary:
+                shutil.copytree(place, temporary, copy_function=_link)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """A place to make what is then, whole, the kept policy `name`."""
+        place, temporary = self._directory / name, self._directory / f"{name}.writing"
+        shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+        for path in (temporary, *temporary.rglob("*")):
+            sync(path)
+        shutil.rmtree(place, ignore_errors=True)
+        os.rename(temporary, place)
+        sync(self._directory)
 
     def _kept(self) -> list[int]:
         names = (path.name.removeprefix(KEPT) for path in self._directory.glob(f"{KEPT}*"))
