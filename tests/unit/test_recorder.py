@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.stages.answer import Answer
 from xray_runtime.tracking import recorder as module
 from xray_runtime.tracking.recorder import StageRecorder
 
@@ -43,3 +44,11 @@ def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pyte
         now += 0.06
     # The first, then one in 0.2 s: at 0.24 s and 0.48 s; and the last, 0.06 s after that.
     assert seen == [("sft", done, 10, "steps", f"at {done}") for done in (1, 5, 9, 10)]
+
+
+def test_a_question_goes_to_whoever_can_be_asked(tmp_path: Path) -> None:
+    assert StageRecorder(tmp_path, "ppo", KEY, None, silent, every=1).ask("go on?") is None
+    answer = Answer(True, "Ada", "yes")
+    asked: list[str] = []
+    recorder = StageRecorder(tmp_path, "ppo", KEY, None, silent, 1, ask=lambda text: asked.append(text) or answer)
+    assert (recorder.ask("go on?"), asked) == (answer, ["go on?"])

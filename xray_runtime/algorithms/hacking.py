@@ -8,7 +8,6 @@ on rising while what it stands for stays or falls, at a growing distance from th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,21 +37,6 @@ class Sign:
     """`judge/SOURCE/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`; a metric is `hacking/NAME`."""
     text: str
     """What was seen, in plain words."""
-
-
-def variety(replies: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How varied the replies of a rollout are: `rollout/distinct_in_reply`, the mean over replies of distinct-2 (Li et
-    al. 2016) within each, 1 where it has fewer than two tokens; `rollout/common_phrase`, the largest share of replies
-    that hold one and the same sequence of PHRASE_TOKENS tokens.
-    """
-    within = [len(_runs(reply, 2)) / (len(reply) - 1) if len(reply) > 1 else 1.0 for reply in replies]
-    holds = Counter(phrase for reply in replies for phrase in _runs(reply, PHRASE_TOKENS))
-    most = max(holds.values(), default=0)
-    return {REPEATED: sum(within) / len(within), COMMON: most / len(replies)}
-
-
-def _runs(reply: Sequence[int], length: int) -> set[tuple[int, ...]]:
-    return {tuple(reply[i : i + length]) for i in range(len(reply) - length + 1)}
 
 
 def signs(

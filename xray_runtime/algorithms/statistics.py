@@ -42,6 +42,35 @@ def distinct_n(replies: Sequence[Sequence[int]], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
+def variety(tokens: Tensor, lengths: Tensor, phrase: int) -> tuple[float, float]:
+    """How varied B replies are: (mean over replies of distinct-2 within each (Li et al. 2016), 1 where one has no pairs
+    of tokens; largest share of replies that hold the same `phrase` tokens in a row, 0 where none is so long).
+
+    Args:
+        tokens: [N] int64, all replies in order.
+        lengths: [B] their lengths.
+    """
+    count = len(lengths)
+    reply = torch.repeat_interleave(torch.arange(count), lengths)
+    pairs, of_pair = _runs(tokens, reply, 2)
+    different = torch.bincount(torch.unique(pairs * count + of_pair) % count, minlength=count)
+    within = torch.where(lengths > 1, different / (lengths - 1).clamp(min=1), 1.0)
+    runs, of_run = _runs(tokens, reply, phrase)
+    # Each reply counts once for a run that it holds.
+    holders = torch.bincount(torch.unique(runs * count + of_run) // count)
+    return float(within.double().mean()), float(holders.max() / count) if len(holders) else 0.0
+
+
+def _runs(tokens: Tensor, reply: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """(a number for each run of `length` tokens within a reply, the same for equal runs; which reply it is of)."""
+    numbers = torch.zeros(max(len(tokens) - length + 1, 0), dtype=torch.int64)
+    for offset in range(length):
+        following = tokens[offset : offset + len(numbers)]
+        numbers = torch.unique(numbers * (int(tokens.max()) + 1) + following, return_inverse=True)[1]
+    inside = reply[: len(numbers)] == reply[length - 1 :]
+    return numbers[inside], reply[: len(numbers)][inside]
+
+
 def wilson_interval(mean: float, num: int) -> tuple[float, float]:
     """(low, high) of a share `mean` of `num` > 0 trials, 95% (Wilson 1927).
 

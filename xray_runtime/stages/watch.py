@@ -17,7 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.algorithms.hacking import COMMON, REPEATED, Sign, signs, variety
+import torch
+
+from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, Sign, signs
+from xray_runtime.algorithms.statistics import variety
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.artifacts import VALUE_HEAD
@@ -86,7 +89,9 @@ class Watch:
         """
         if self._config.action == "off":
             return {}
-        found = variety([reply.tolist() for reply in sampled["response_ids"]])
+        ids = sampled["response_ids"]
+        within, common = variety(torch.from_numpy(ids.values), torch.from_numpy(ids.lengths), PHRASE_TOKENS)
+        found = {REPEATED: within, COMMON: common}
         point = {name: value for name, value in {**metrics, **found}.items() if name.startswith(WATCHED)}
         state, window = self.state, self._config.window
         if len(state.first) < window:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.algorithms.hacking import averages, signs, variety
+from xray_runtime.algorithms.hacking import averages, signs
 from xray_runtime.config.watch import WatchConfig
 
 PROMPTS = 64
@@ -123,15 +123,6 @@ def test_members_of_an_ensemble_that_come_to_disagree() -> None:
 @pytest.mark.parametrize("metric", [name for name in CLEAN if name.startswith(("rollout", "kl"))])
 def test_what_is_not_a_number_is_a_sign(metric: str) -> None:
     assert len(seen(CLEAN | {metric: float("nan")})) >= 1
-
-
-def test_variety_of_replies() -> None:
-    # (1,1),(1,1),(1,1): one of three pairs differs; (1,2),(2,3),(3,4): all; one token repeats nothing.
-    found = variety([[1, 1, 1, 1], [1, 2, 3, 4], [5]])
-    assert found["rollout/distinct_in_reply"] == pytest.approx((1 / 3 + 1 + 1) / 3)
-    # 1 1 1, 1 2 3 and 2 3 4 stand in one reply of three each.
-    assert found["rollout/common_phrase"] == pytest.approx(1 / 3)
-    assert variety([[1, 2, 3, 9], [8, 1, 2, 3], [1, 2, 4]])["rollout/common_phrase"] == pytest.approx(2 / 3)
 
 
 def test_averages_are_over_the_iterations_that_have_a_metric() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, explained_variance, wins
+from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, explained_variance, variety, wins
 
 
 def test_explained_variance_by_hand() -> None:
@@ -66,3 +68,24 @@ def test_distinct_n_by_hand() -> None:
 def test_distinct_n_never_crosses_replies_and_may_be_empty() -> None:
     assert distinct_n([[1], [2], []], 2) == 0.0
     assert distinct_n([], 1) == 0.0
+
+
+def varied(*replies: list[int]) -> tuple[float, float]:
+    lengths = torch.tensor([len(reply) for reply in replies])
+    return variety(torch.tensor([token for reply in replies for token in reply], dtype=torch.int64), lengths, 3)
+
+
+def test_variety_of_replies() -> None:
+    # (1,1),(1,1),(1,1): one of three pairs differs; (1,2),(2,3),(3,4): all; one token repeats nothing. 1 1 1, 1 2 3 and
+    # 2 3 4 stand in one reply of three each.
+    assert varied([1, 1, 1, 1], [1, 2, 3, 4], [5]) == pytest.approx(((1 / 3 + 1 + 1) / 3, 1 / 3))
+    # 1 2 3 stands in two of three, however often; 3 9 8 and 3 1 2 are no runs, their tokens being of two replies.
+    assert varied([1, 2, 3, 9, 1, 2, 3], [8, 1, 2, 3], [1, 2, 4])[1] == pytest.approx(2 / 3)
+    assert varied([7], [7], []) == (1.0, 0.0)
+    # Against counting by hand in Python.
+    draws = torch.Generator().manual_seed(0)
+    replies = [torch.randint(0, 3, (length,), generator=draws).tolist() for length in (0, 1, 2, 9, 14, 30)]
+    pairs = [len({*itertools.pairwise(r)}) / (len(r) - 1) if len(r) > 1 else 1.0 for r in replies]
+    held = [{*zip(r, r[1:], r[2:], strict=False)} for r in replies]
+    most = max(sum(run in runs for runs in held) for run in set.union(*held))
+    assert varied(*replies) == pytest.approx((sum(pairs) / 6, most / 6))

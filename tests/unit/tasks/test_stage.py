@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from xray.tasks.spec import StageSpec
-from xray.tasks.stage import _check_code
+from xray.tasks.stage import _check_code, _check_weights
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import NonFiniteError
 from xray_runtime.stages.identify import code_of
 from xray_runtime.stages.kinds import PREPARE
 from xray_runtime.store.identity import OTHER_ENVIRONMENT
@@ -31,3 +35,13 @@ def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
     for other in ({"xray_runtime.seeding": "0" * 64}, {"xray_runtime.only_there": "0" * 64}):
         with pytest.raises(ConfigError, match=rf"{there} \({re.escape(next(iter(other)))}\)$"):
             _check_code(spec.model_copy(update={"code": code | other}), PREPARE)
+
+
+def test_a_weight_that_is_not_finite_is_not_published(tmp_path: Path) -> None:
+    _check_weights("sft", tmp_path)
+    (tmp_path / "critic").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    _check_weights("sft", tmp_path)
+    save_file({"a": torch.tensor([1.0, torch.inf])}, tmp_path / "critic" / "model.safetensors")
+    with pytest.raises(NonFiniteError, match=r"^sft: critic/model\.safetensors: a has numbers that are not finite$"):
+        _check_weights("sft", tmp_path)
