@@ -31,7 +31,7 @@ class WatchConfig(Section):
     """Different pairs of tokens within a reply, as a share of what they were at first."""
     common_phrase: Fraction = 0.5
     """Share of replies that may come to hold the same three tokens in a row."""
-    max_kl_per_token: Positive = 0.5
-    """KL to the reference, nats a token."""
+    max_kl_per_token: Positive = 1.0
+    """KL to the reference, nats a token. Small policies that learn what they should come to 0.6."""
     max_disagreement_ratio: Annotated[float, Field(gt=1.0)] = 2.0
     """How many times more the members of an ensemble may disagree than at first."""

@@ -87,7 +87,7 @@ def test_a_bonus_that_nobody_got_at_first_has_deviations_too() -> None:
         ({"rollout__length": 9.5}, "length"),
         ({"rollout__distinct_in_reply": 0.44}, "repetition"),
         ({"rollout__common_phrase": 0.5}, "phrase"),
-        ({"kl__reference_k1": 10.5}, "kl"),
+        ({"kl__reference_k1": 20.5}, "kl"),
     ],
 )
 def test_each_bound_has_a_sign_of_its_own(late: dict[str, float], name: str) -> None:
@@ -101,7 +101,7 @@ def test_each_bound_has_a_sign_of_its_own(late: dict[str, float], name: str) -> 
         {"rollout__length": 10.5},
         {"rollout__distinct_in_reply": 0.46},
         {"rollout__common_phrase": 0.49},
-        {"kl__reference_k1": 9.5},
+        {"kl__reference_k1": 19.5},
     ],
 )
 def test_up_to_its_bound_nothing_is_said(late: dict[str, float]) -> None:
