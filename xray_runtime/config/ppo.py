@@ -61,6 +61,15 @@ class KLConfig(Section):
     a term of the policy's loss, whose expected gradient is the KL's for each estimator."""
 
 
+class LedgerConfig(Section):
+    """What a checkpoint keeps of the rollouts it learned from."""
+
+    keep: Literal["all", "none"] | Count = "all"
+    """The rollouts of `all` iterations, of `none`, or of so many last ones."""
+    tokens: Literal["kept", "hashed"] = "kept"
+    """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
+
+
 class PPOStageConfig(TrainingConfig):
     """One stage of policy gradients; each starts from the checkpoint of the one before."""
 
@@ -149,6 +158,7 @@ class PPOStageConfig(TrainingConfig):
     rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
     and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    ledger: LedgerConfig = LedgerConfig()
 
     @property
     def rollout_size(self) -> int:

@@ -7,6 +7,7 @@ The loop of `run` is the algorithm; each iteration:
     score     policy, reference, critic and reward model score the replies at the same time;
               with `resample_rounds` other prompts take the place of those whose replies all score alike
     update    several epochs of clipped minibatch steps on policy and critic
+    ledger    what was sampled, scored and trained on is kept in the checkpoint
 
 With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
 what is left to wait for them.
@@ -35,6 +36,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
+from xray_runtime.stages.ledger import Ledger
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
@@ -60,6 +62,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     layers = config.trainable_layers
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments = RunningMoments()
+    ledger = Ledger(stage, out, prompts, rewards)
     stops = stops_of(stage.inputs.policy.path, tokenizer)
     sampling = Sampling(
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
@@ -69,12 +72,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
-        state = Resumable(recorder, trained, rollouts, cursor=cursor, kl=kl, moments=moments)
+        state = Resumable(recorder, trained, [rollouts, ledger], cursor=cursor, kl=kl, moments=moments)
         for iteration in range(state.restore(), config.iterations):
-            clock = PhaseClock()
+            clock, sent = PhaseClock(), None
             with clock.phase("sync"):
                 if iteration:
-                    get(models["generator"].follow.remote(models["policy"], iteration))
+                    sent = get(models["generator"].follow.remote(models["policy"], iteration))
                 probed = {"sync/mismatch": rollouts.probe(models["policy"], iteration)} if config.lag else {}
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 rollouts.ask(iteration)
@@ -96,9 +99,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 experience = build_experience(config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
-                sums = _update(models, stage, experience, iteration, kl.coef)
+                times_trained = np.zeros(num_rows(experience.rows), np.int32)
+                sums = _update(models, stage, experience, iteration, kl.coef, times_trained)
             with clock.phase("generate"):
                 rollouts.wait()
+            with clock.phase("ledger"):
+                ledger.write(iteration, scored, scaled, experience, times_trained, sent)
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
             metrics = experience.metrics | reward_metrics(rewards, scored.sources) | _update_metrics(sums)
@@ -118,11 +124,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             recorder.metrics(metrics, iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", _note(metrics))
             state.step_done(iteration + 1, config.iterations)
-        recorder.table(
-            "rollout",
-            ["prompt", "reply", "reward"],
-            [[text, reply, float(r)] for text, reply, r in zip(asked, scored.replies, scaled, strict=True)],
-        )
+        ledger.show(recorder, tokenizer)
         get(models["policy"].save.remote(out, VALUE_HEAD))
         if "critic" in models:
             get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
@@ -193,8 +195,12 @@ def _update(
     experience: Experience,
     iteration: int,
     kl_coef: float,
+    times_trained: np.ndarray,
 ) -> dict[str, float]:
-    """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`."""
+    """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`.
+
+    Counts in `times_trained` the steps that each row was in.
+    """
     config = stage.config
     per_epoch = config.rollout_size // config.minibatch_size
     planned = config.iterations * config.epochs * per_epoch
@@ -218,6 +224,7 @@ def _update(
                 critic_lr = lr_at(config, step, planned, peak=config.critic_lr)
                 calls.append(models["critic"].train.remote(batch, totals, critic_lr, at_once))
             policy, *critic = get_all(calls)
+            times_trained[index] += 1
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
             for name, value in (stats | {"updates": 1.0, "tokens": tokens}).items():
                 sums[name] = sums.get(name, 0.0) + value

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
-    from xray_runtime.stages.rollouts import Rollouts
+
+
+class Keeps(Protocol):
+    """What has files of its own in a snapshot."""
+
+    def save_state(self, directory: Path) -> None:
+        """Write them into a snapshot."""
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from a snapshot."""
 
 
 class Resumable:
@@ -21,14 +30,14 @@ class Resumable:
 
     Args:
         models: role → WholeModel, the trained ones.
-        rollouts: sampled, and not yet trained on.
+        others: what has files of its own in a snapshot.
         parts: name → dataclass whose fields are its whole state (data cursor, KL controller, moments).
     """
 
     def __init__(
-        self, recorder: Recorder, models: Mapping[str, ModelHandle], rollouts: Rollouts | None = None, **parts: Any
+        self, recorder: Recorder, models: Mapping[str, ModelHandle], others: Sequence[Keeps] = (), **parts: Any
     ) -> None:
-        self._recorder, self._models, self._rollouts, self._parts = recorder, models, rollouts, parts
+        self._recorder, self._models, self._others, self._parts = recorder, models, others, parts
 
     def restore(self) -> int:
         """Go back to the newest snapshot; returns how many steps are done."""
@@ -36,8 +45,8 @@ class Resumable:
         if snapshot is None:
             return 0
         get_all([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])
-        if self._rollouts is not None:
-            self._rollouts.load_state(snapshot.directory)
+        for other in self._others:
+            other.load_state(snapshot.directory)
         for name, part in self._parts.items():
             for field in fields(part):
                 setattr(part, field.name, snapshot.state[name][field.name])
@@ -51,5 +60,5 @@ class Resumable:
 
     def _save(self, directory: Path) -> None:
         get_all([model.save_state.remote(directory / role) for role, model in self._models.items()])
-        if self._rollouts is not None:
-            self._rollouts.save_state(directory)
+        for other in self._others:
+            other.save_state(directory)
