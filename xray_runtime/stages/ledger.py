@@ -30,7 +30,7 @@ from xray_runtime.data.ledger import (
     table_of,
 )
 from xray_runtime.data.rows import Ragged, num_rows
-from xray_runtime.stages.artifacts import LEDGER
+from xray_runtime.stages.artifacts import LEDGER, SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import MANIFEST
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from xray_runtime.stages.reward_sources import RewardSources
     from xray_runtime.stages.scoring import ScoredRollout
 
-SHOWN = "rollouts"
-"""Table of a few rows, for the report and MLflow."""
 HASH_DIGITS = 32
 
 
@@ -174,7 +172,7 @@ class Ledger:
             sources = list(shown[0]["scores"])
             names = ("iteration", "prompt", "reply", "reward", "advantage", "used")
             rows += [[*(row[name] for name in names), *(row["scores"][source] for source in sources)] for row in shown]
-        recorder.table(SHOWN, [*names, *sources], rows)
+        recorder.table(SHOWN_ROLLOUTS, [*names, *sources], rows)
 
 
 def _remarkable(table: pa.Table) -> list[int]:

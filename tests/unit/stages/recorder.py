@@ -17,13 +17,15 @@ class FakeRecorder:
         self.log_dir, self._newest = directory, newest
         self.points: list[dict[str, float]] = []
         self.snapshots: list[Snapshot] = []
+        self.tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self.points.append(dict(values))
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables[name] = columns, rows
 
     def figure(self, name: str, figure: Any) -> None: ...
 
