@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,6 +140,8 @@ def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> 
 
     logs = scratch / "logs" / stage.node.manifest.stage
     opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}")
+    # What libraries have to say to a developer goes into a stage's log otherwise.
+    warnings.simplefilter("ignore")
     try:
         return run_replay(
             stage,
@@ -155,12 +158,12 @@ def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> 
 
 
 def _words(result: Replay) -> list[str]:
+    taken = [f"scores taken from the ledger, as servers gave them: {', '.join(result.taken)}"] if result.taken else []
     if result.difference is None:
         weights = f"; weights {result.weights[:12]}" if result.weights else ""
-        return [
-            f"the same bytes: rollouts of {len(result.compared)} iterations, to iteration {result.iteration}{weights}"
-        ]
-    lines = [f"DIFFERENT: {result.difference}"]
+        count = f"{len(result.compared)} iterations, to iteration {result.iteration}"
+        return [*taken, f"the same bytes: rollouts of {count}{weights}"]
+    lines = [*taken, f"DIFFERENT: {result.difference}"]
     if result.changed_since:
         lines.append("What was computed again is what was published: the file was changed afterwards (xray audit).")
     return lines

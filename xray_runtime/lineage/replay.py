@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.data.ledger import SCORE, Difference, first_difference, iterations, read_shard, shard_path, sources_of
+from xray_runtime.data.pairs import TRAIN, Example, Pairs
+from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
+from xray_runtime.rewards.journal import Journal
+from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.stages.kind import Stage, StageKind, config_of
 from xray_runtime.store.checkpoints import inspect
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from xray_runtime.store.identity import Identity
     from xray_runtime.store.snapshots import Snapshot
 
+WHY = "as in the ledger"
 OnProgress = Callable[[int, int, str], None]
 """(iterations done, of how many, what there is to say)."""
 
@@ -47,6 +54,8 @@ class Replay:
     """Whether what was computed again is what was published: then the file was changed afterwards."""
     weights: str | None = None
     """Digest of the trained weights that came out, where they were compared."""
+    taken: list[str] = field(default_factory=list)
+    """Sources of reward that are servers: they may not answer twice alike, so their scores are those of the ledger."""
 
     @property
     def is_same(self) -> bool:
@@ -59,6 +68,7 @@ class Replay:
             "iteration": self.iteration,
             "compared": self.compared,
             "weights": self.weights,
+            "taken": self.taken,
             "difference": None if found is None else vars(found) | {"changed_since": self.changed_since},
         }
 
@@ -91,11 +101,12 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
     """What it takes to replay `iteration` of a checkpoint's stage.
 
     Raises:
-        ConfigError: it has no ledger, or none of that iteration; a parent is missing or damaged; or its rewards come
-            from servers, which do not answer twice alike.
+        ConfigError: it has no ledger, or none of that iteration; a parent is missing or damaged; a function cannot be
+            imported; or its rewards come from servers, and the ledger does not say what they answered to what.
     """
     manifest, kind = node.manifest, node.kind
-    require_iteration(iteration, require_ledger(node))
+    kept = require_ledger(node)
+    require_iteration(iteration, kept)
     if kind is None:
         raise ConfigError(f"REF: {node.name} is not allowed: its stage kind {manifest.kind!r} is unknown here")
     values = {name: value for name, value in manifest.config.items() if name != "runtime"}
@@ -105,11 +116,11 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"REF: {node.name}: its config is not one of this version of X-ray ({reason})") from None
-    for number, term in enumerate(config.rewards):
-        if term.service is not None or term.judge is not None:
-            raise ConfigError(
-                f"rewards.{number}: a service or judge is not allowed in a replay: it may not answer twice alike"
-            )
+    if _servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: its rewards come from servers, and its ledger does not hold the replies "
+            f"of all iterations to {iteration}"
+        )
     for role, sha256 in manifest.parents.items():
         parent = graph.nodes.get(sha256)
         if parent is None:
@@ -138,7 +149,7 @@ def replay(
     Raises:
         Exception: whatever the body raises.
     """
-    result = Replay(iteration)
+    result = Replay(iteration, taken=_take_answers(stage, iteration, scratch))
     out = scratch / "out"
     out.mkdir()
     watch = _Watch(stage, result, out, progress)
@@ -159,6 +170,38 @@ def replay(
     except _Done:
         pass
     return result
+
+
+def _servers(config: Any) -> list[int]:
+    """Which terms of the reward are services and judges."""
+    return [n for n, term in enumerate(config.rewards) if term.service is not None or term.judge is not None]
+
+
+def _take_answers(stage: Replayable, iteration: int, directory: Path) -> list[str]:
+    """Have what servers answered lie in `directory` as an attempt before would have left it; returns their names."""
+    from xray_runtime.models.causal_lm import load_tokenizer
+
+    if not (servers := _servers(stage.config)):
+        return []
+    journal, taken = Journal(directory), set[str]()
+    tokenizer, pairs = load_tokenizer(stage.node.directory), Pairs(stage.inputs.prompts.path / TRAIN, Example)
+    for number in range(iteration + 1):
+        try:
+            table = read_shard(shard_path(stage.ledger, number)).table.sort_by("row")
+        except ValueError as error:
+            raise ConfigError(f"REF: {stage.node.name}: {error}") from None
+        replies = decode_replies(tokenizer, table["reply_ids"].to_pylist())
+        messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
+        rounds = table["round"].to_numpy()
+        for source in (sources_of(table)[n] for n in servers):
+            taken.add(source)
+            scores = table[SCORE + source].to_pylist()
+            for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
+                # Rows of one round were scored together, in order.
+                batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
+                keyed = zip(journal.keys(source, batch), asked, strict=True)
+                journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
+    return sorted(taken)
 
 
 class _Done(Exception):

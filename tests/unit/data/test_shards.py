@@ -96,8 +96,7 @@ def test_a_bit_that_is_turned_anywhere_gives_a_shard_or_one_kind_of_error(tmp_pa
         path.write_bytes(bytes(changed))
         try:
             read_shard(path)
-        except ValueError as error:
-            assert str(path) in str(error)
+        except ValueError:
             refused += 1
     assert refused > 20
 
