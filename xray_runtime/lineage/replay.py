@@ -13,18 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.ledger import SCORE, Difference, first_difference, iterations, read_shard, shard_path, sources_of
-from xray_runtime.data.pairs import TRAIN, Example, Pairs
-from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.recorded_answers import servers, take_answers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
-from xray_runtime.rewards.journal import Journal
-from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.stages.kind import Stage, StageKind, config_of
 from xray_runtime.store.checkpoints import inspect
@@ -36,7 +31,6 @@ if TYPE_CHECKING:
     from xray_runtime.store.identity import Identity
     from xray_runtime.store.snapshots import Snapshot
 
-WHY = "as in the ledger"
 OnProgress = Callable[[int, int, str], None]
 """(iterations done, of how many, what there is to say)."""
 
@@ -116,7 +110,7 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"REF: {node.name}: its config is not one of this version of X-ray ({reason})") from None
-    if _servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
+    if servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
         raise ConfigError(
             f"REF: {node.name} is not allowed: its rewards come from servers, and its ledger does not hold the replies "
             f"of all iterations to {iteration}"
@@ -149,7 +143,7 @@ def replay(
     Raises:
         Exception: whatever the body raises.
     """
-    result = Replay(iteration, taken=_take_answers(stage, iteration, scratch))
+    result = Replay(iteration, taken=take_answers(stage.node.directory, stage.config, stage.inputs, iteration, scratch))
     out = scratch / "out"
     out.mkdir()
     watch = _Watch(stage, result, out, progress)
@@ -170,38 +164,6 @@ def replay(
     except _Done:
         pass
     return result
-
-
-def _servers(config: Any) -> list[int]:
-    """Which terms of the reward are services and judges."""
-    return [n for n, term in enumerate(config.rewards) if term.service is not None or term.judge is not None]
-
-
-def _take_answers(stage: Replayable, iteration: int, directory: Path) -> list[str]:
-    """Have what servers answered lie in `directory` as an attempt before would have left it; returns their names."""
-    from xray_runtime.models.causal_lm import load_tokenizer
-
-    if not (servers := _servers(stage.config)):
-        return []
-    journal, taken = Journal(directory), set[str]()
-    tokenizer, pairs = load_tokenizer(stage.node.directory), Pairs(stage.inputs.prompts.path / TRAIN, Example)
-    for number in range(iteration + 1):
-        try:
-            table = read_shard(shard_path(stage.ledger, number)).table.sort_by("row")
-        except ValueError as error:
-            raise ConfigError(f"REF: {stage.node.name}: {error}") from None
-        replies = decode_replies(tokenizer, table["reply_ids"].to_pylist())
-        messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
-        rounds = table["round"].to_numpy()
-        for source in (sources_of(table)[n] for n in servers):
-            taken.add(source)
-            scores = table[SCORE + source].to_pylist()
-            for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
-                # Rows of one round were scored together, in order.
-                batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
-                keyed = zip(journal.keys(source, batch), asked, strict=True)
-                journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
-    return sorted(taken)
 
 
 class _Done(Exception):
