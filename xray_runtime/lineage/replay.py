@@ -124,7 +124,7 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
     for name in kind.functions(config):
         try:
-            load_gold(name)
+            load_gold(name, {})
         except ValueError as error:
             raise ConfigError(f"REF: {node.name}: {error}") from None
     paths = {role: graph.nodes[sha256].directory.absolute() for role, sha256 in manifest.parents.items()}
