@@ -253,29 +253,17 @@ class _Job:
         from xray_runtime.stages.kind import Stage
         from xray_runtime.workers.opening import model_opener
 
-        roles = self.kind.roles
-        inputs: dict[str, Any] = {}
-        for name, role in roles.items():
-            if role.many:
-                numbered = sorted((r for r in self._parents if r.startswith(f"{name}.")), key=_number)
-                inputs[name] = [role.type(self._parents[r].path) for r in numbered]
-            elif name in self._parents:
-                inputs[name] = role.type(self._parents[name].path)
         return Stage(
             name=self.spec.name,
             seed=self.spec.seed,
             config=self._config,
-            inputs=self.kind.inputs(**inputs),
+            inputs=self.kind.inputs_at({role: parent.path for role, parent in self._parents.items()}),
             runtime=runtime,
             open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,
         )
-
-
-def _number(role: str) -> int:
-    return int(role.rsplit(".", 1)[1])
 
 
 def _reference(parent: dict[str, Any]) -> CheckpointRef:

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.lineage.promotion import promote, review, roll_back
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.checkpoints import verify
@@ -96,6 +99,35 @@ def test_the_report_is_one_file(first: Outcome, output: Path) -> None:
     assert html.count("<svg") >= 5
     assert 'src="http' not in html
     assert "<link" not in html
+
+
+def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path) -> None:
+    """…on the real engines; with one token of its shard changed, replay and audit name the place."""
+    again = xray("replay", "ppo-2", "--output", str(output), "--iteration", "2", "--json")
+    assert again.code == 0, again.err
+    said = json.loads(again.out)
+    assert (said["same"], said["compared"], said["changes"]) == (True, [0, 1, 2], [])
+    rows = json.loads(xray("rollouts", "ppo-2", "--output", str(output), "--json", "--limit", "0").out)["rows"]
+    assert len(rows) == 4 * 8
+    assert {row["used"] for row in rows} == {"yes"}
+    ledger = Path(first.lifecycle["stages"][6]["checkpoint"]["uri"]) / "ledger"
+    path = shard_path(ledger, 1)
+    content, shard = path.read_bytes(), read_shard(path)
+    replies = shard.table["reply_ids"].to_pylist()
+    replies[5][0] += 1
+    column = shard.table.schema.get_field_index("reply_ids")
+    field = shard.table.schema.field("reply_ids")
+    changed = shard.table.set_column(column, field, pa.array(replies, field.type))
+    Shard(shard.iteration, shard.policy, changed).write(ledger)
+    try:
+        broken = xray("audit", "ppo-2", "--output", str(output))
+        assert broken.code == 1
+        assert "ledger/000001.parquet was changed" in broken.out
+        other = xray("replay", "ppo-2", "--output", str(output), "--iteration", "1")
+        assert other.code == 1, other.err
+        assert "DIFFERENT: iteration 1, row 5, reply_ids of token 0" in other.out
+    finally:
+        path.write_bytes(content)
 
 
 def test_again_computes_nothing(first: Outcome, output: Path) -> None:

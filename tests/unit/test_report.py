@@ -140,6 +140,26 @@ def test_a_curve_has_the_points_that_were_recorded() -> None:
     assert axes.lines[1].get_marker() == "o"
 
 
+def test_a_few_rollouts_are_shown_as_text(tmp_path: Path) -> None:
+    [first] = [record for record in records(tmp_path) if record.kind == "ppo"]
+    columns = ["iteration", "prompt", "reply", "reward", "used", "judge", "length"]
+    rows = [[0, HOSTILE, "fine", -1.25, "yes", "failed", None], [3, "how?", HOSTILE, None, "no: no reward", 0.5, 2.0]]
+    kept = first.metrics_path.with_name("rollouts.json")
+    kept.write_text(json.dumps({"columns": columns, "rows": rows}))
+    path = tmp_path / "report.html"
+    write_report(path, lifecycle(), [first], [], "")
+    page = Page(path.read_text(encoding="utf-8"))
+    assert "What policies learned from" in page.text
+    assert page.text.count(HOSTILE) == 2
+    assert "script" not in {name for name, _ in page.elements}
+    for shown in (*columns, "-1.250", "failed", "+2.000", "no: no reward"):
+        assert shown in page.text
+    assert "None" not in page.text
+    kept.write_text("torn {")
+    write_report(path, lifecycle(), [first], [], "")
+    assert "What policies learned from" not in path.read_text(encoding="utf-8")
+
+
 def test_curves_are_kept_until_the_metrics_change(tmp_path: Path) -> None:
     [first] = [record for record in records(tmp_path) if record.kind == "sft"]
     path = tmp_path / "report.html"

@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from xray.cli import artifacts, chat, compare, fetch, keys, lineage, tune, up
+from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.run import run
@@ -43,6 +43,7 @@ app.command()(plan)
 tune.register(app)
 up.register(app)
 lineage.register(app)
+rollouts.register(app)
 app.command()(chat.chat)
 compare.register(app)
 app.command()(promote)

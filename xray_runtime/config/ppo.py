@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
@@ -60,6 +60,21 @@ class KLConfig(Section):
     place: Literal["reward", "loss"] = "reward"
     """`reward`: subtracted from the reward, token by token, or as a whole where a group's replies are compared; `loss`:
     a term of the policy's loss, whose expected gradient is the KL's for each estimator."""
+
+
+def _kept(value: Any) -> Any:
+    if value in ("all", "none") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError(f"{value!r} is not allowed: must be 'all', 'none' or a number of iterations, at least 1")
+
+
+class LedgerConfig(Section):
+    """What a checkpoint keeps of the rollouts it learned from."""
+
+    keep: Annotated[Literal["all", "none"] | int, BeforeValidator(_kept)] = "all"
+    """The rollouts of `all` iterations, of `none`, or of so many last ones."""
+    tokens: Literal["kept", "hashed"] = "kept"
+    """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
 
 
 class PPOStageConfig(TrainingConfig):
@@ -151,6 +166,7 @@ class PPOStageConfig(TrainingConfig):
     and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     watch: WatchConfig = WatchConfig()
+    ledger: LedgerConfig = LedgerConfig()
 
     @property
     def rollout_size(self) -> int:

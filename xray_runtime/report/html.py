@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
+from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +44,7 @@ def write_report(
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
         figures=[(name, figure) for name, figure in drawn if figure],
+        rollouts=[(record.name, table) for record in records if (table := _rollouts(record))],
         samples=samples,
         config=config_yaml,
     )
@@ -59,6 +62,16 @@ def _drawn(record: StageRecord) -> Markup:
     svg = _svg(figure)
     write_atomic(kept, svg)
     return svg
+
+
+def _rollouts(record: StageRecord) -> dict[str, Any] | None:
+    """Rows of a stage's ledger that it showed, {"columns", "rows"}; None where it showed none."""
+    path = record.metrics_path.with_name(f"{SHOWN_ROLLOUTS}.json")
+    try:
+        table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return table
 
 
 def _svg(figure: Figure) -> Markup:

@@ -41,6 +41,10 @@ class Model(Artifact):
 REWARD_HEAD = "reward_head/head.safetensors"
 """In a directory of its own: vLLM loads every safetensors file beside config.json."""
 VALUE_HEAD = "value_head/head.safetensors"
+LEDGER = "ledger"
+"""Of a policy: the rollouts that it learned from, a Parquet file an iteration."""
+SHOWN_ROLLOUTS = "rollouts"
+"""Table of a few of them, which the stage records; the report shows it."""
 
 
 class RewardModel(Artifact):

@@ -54,20 +54,21 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int) -> None:
         self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer)
-        self._rows = self._tokens.different_prompts(max_prompt)
+        self.rows = self._tokens.different_prompts(max_prompt)
+        """Where each prompt stands first."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row = int(self._rows[index])
+        row = int(self.rows[index])
         return self._pairs[row].prompt, self._tokens.prompt(row)
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Column that the dataset carries → its values where those prompts first appear, None where there is none."""
-        rows = [json.loads(self._pairs[int(self._rows[index])].columns) for index in indices]
+        rows = [json.loads(self._pairs[int(self.rows[index])].columns) for index in indices]
         names = sorted({name for row in rows for name in row})
         return {name: [row.get(name) for row in rows] for name in names}
 

@@ -176,6 +176,17 @@ class StageKind:
         hints = typing.get_type_hints(self.inputs)
         return {f.name: Role.of(f.name, hints[f.name]) for f in dataclasses.fields(self.inputs)}
 
+    def inputs_at(self, paths: Mapping[str, Path]) -> Any:
+        """Its inputs where they lie: `paths` by role, those of a role that takes many as `ROLE.0`, `ROLE.1`, …"""
+        found: dict[str, Any] = {}
+        for name, role in self.roles.items():
+            if role.many:
+                numbers = sorted(int(r.rsplit(".", 1)[1]) for r in paths if r.startswith(f"{name}."))
+                found[name] = [role.type(paths[f"{name}.{number}"]) for number in numbers]
+            elif name in paths:
+                found[name] = role.type(paths[name])
+        return self.inputs(**found)
+
     def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
         """Keyword fields as this kind's config. Raises ConfigError: one line with field, value and what is allowed."""
         return validate_as(member_of(self.config, values, where), dict(values), where=where)

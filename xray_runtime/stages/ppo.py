@@ -7,6 +7,7 @@ The loop of `run` is the algorithm; each iteration:
     score     policy, reference, critic and reward model score the replies at the same time;
               with `resample_rounds` other prompts take the place of those whose replies all score alike
     update    several epochs of clipped minibatch steps on policy and critic
+    ledger    what was sampled, scored and trained on is kept in the checkpoint
 
 With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
 what is left to wait for them.
@@ -36,6 +37,7 @@ from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.finite import SkippedSteps
+from xray_runtime.stages.ledger import Ledger
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
@@ -64,6 +66,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments, skipped = RunningMoments(), SkippedSteps()
     watch = Watch(stage, recorder, rewards.weights)
+    ledger = Ledger(stage, out, prompts, rewards)
     stops = stops_of(stage.inputs.policy.path, tokenizer)
     sampling = Sampling(
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
@@ -74,12 +77,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
         parts = {"cursor": cursor, "kl": kl, "moments": moments, "skipped": skipped, "watch": watch.state}
-        state = Resumable(recorder, trained, [rollouts, watch], **parts)
+        state = Resumable(recorder, trained, [rollouts, watch, ledger], **parts)
         for iteration in range(state.restore(), config.iterations):
-            clock = PhaseClock(f"{stage.name}, iteration {iteration}")
+            clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None
             with clock.phase("sync"):
                 if iteration:
-                    get(models["generator"].follow.remote(models["policy"], iteration))
+                    sent = get(models["generator"].follow.remote(models["policy"], iteration))
                 probed = {"sync/mismatch": rollouts.probe(models["policy"], iteration)} if config.lag else {}
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
                 rollouts.ask(iteration)
@@ -101,9 +104,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 experience = build_experience(config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef)
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
-                sums = _update(models, stage, experience, iteration, kl.coef, skipped)
+                times_trained = np.zeros(num_rows(experience.rows), np.int32)
+                sums = _update(models, stage, experience, iteration, kl.coef, skipped, times_trained)
             with clock.phase("generate"):
                 rollouts.wait()
+            with clock.phase("ledger"):
+                ledger.write(iteration, scored, scaled, experience, times_trained, sent)
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
             metrics = experience.metrics | reward_metrics(rewards, scored.sources) | _update_metrics(sums)
@@ -128,11 +134,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 break
             watch.keep(models, iteration + 1)
             state.step_done(iteration + 1, config.iterations)
-        recorder.table(
-            "rollout",
-            ["prompt", "reply", "reward"],
-            [[text, reply, float(r)] for text, reply, r in zip(asked, scored.replies, scaled, strict=True)],
-        )
+        ledger.show(recorder, tokenizer)
         return watch.save(models, out)
 
 
@@ -201,10 +203,11 @@ def _update(
     iteration: int,
     kl_coef: float,
     skipped: SkippedSteps,
+    times_trained: np.ndarray,
 ) -> dict[str, float]:
     """Epochs of minibatch steps; sums of their statistics, with `updates`, `epochs`, `tokens` and `stopped_early`.
 
-    Steps that a model refused are in no sum but `updates`.
+    Steps that a model refused are in no sum but `updates`. Counts in `times_trained` the steps that each row was in.
     """
     config = stage.config
     per_epoch = config.rollout_size // config.minibatch_size
@@ -235,6 +238,7 @@ def _update(
             took = [skipped.took(stage, role, step, s) for role, s in zip(trained, (policy, *critic), strict=True)]
             if not all(took):
                 continue
+            times_trained[index] += 1
             stats = {**policy, **{f"critic_{k}" if k == "grad_norm" else k: v for c in critic for k, v in c.items()}}
             for name, value in (stats | {"tokens": tokens}).items():
                 sums[name] = sums.get(name, 0.0) + value

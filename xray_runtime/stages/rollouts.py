@@ -50,6 +50,12 @@ class Rollout:
     """Which prompt each reply is to."""
     replies: Ref[Rows]
     """What `Generation.generate` returns."""
+    seeds: np.ndarray
+    """What each reply is drawn with [B]."""
+
+    def sampled(self) -> Rows:
+        """The replies, once they are there, with their `seed` and `version`."""
+        return get(self.replies) | {"seed": self.seeds, "version": np.full(len(self.prompts), self.version)}
 
 
 class Rollouts:
@@ -80,8 +86,7 @@ class Rollouts:
         for number in range(iteration + len(self._pending), end):
             asked = self._cursor.take(config.prompts_per_iteration)
             prompts = [prompt for prompt in asked for _ in range(config.samples_per_prompt)]
-            replies = self._sample(prompts, self._sampling, iteration, "sample", number)
-            self._pending.append(Rollout(iteration, prompts, replies))
+            self._pending.append(self._sample(prompts, self._sampling, iteration, "sample", number))
 
     def wait(self) -> None:
         """Wait until all that was asked for is sampled."""
@@ -90,7 +95,7 @@ class Rollouts:
     def take(self) -> tuple[Rollout, Rows]:
         """The rollout that was asked for first, and its replies."""
         rollout = self._pending.pop(0)
-        return rollout, self._checked(rollout.replies, len(rollout.prompts), self._sampling)
+        return rollout, self._checked(rollout, self._sampling)
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> tuple[list[int], Rows]:
         """Replies to the next `count` prompts, by the version that `iteration` samples with: (which prompt each is to,
@@ -101,8 +106,8 @@ class Rollouts:
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        replies = self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration)
-        return prompts, self._checked(replies, len(prompts), self._sampling)
+        others = self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration)
+        return prompts, self._checked(others, self._sampling)
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
@@ -114,31 +119,31 @@ class Rollouts:
         num_rows = max(PROBE_ROWS, *ranks)
         asked = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = self._checked(self._sample(asked, sampling, version, "probe", version), num_rows, sampling)
+        replies = self._checked(self._sample(asked, sampling, version, "probe", version), sampling)
         scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies["response_ids"])))
         return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
 
-    def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Ref[Rows]:
+    def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
-        return self._generator.generate.remote(rows, sampling, version)
+        rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
+        replies = self._generator.generate.remote(rows, sampling, version)
+        return Rollout(version, prompts, replies, rows["seed"])
 
-    def _checked(self, replies: Ref[Rows], num_asked: int, sampling: Sampling) -> Rows:
-        sampled = get(replies)
-        check_rollout(sampled, num_asked, sampling)
+    def _checked(self, rollout: Rollout, sampling: Sampling) -> Rows:
+        sampled = rollout.sampled()
+        check_rollout(sampled, len(rollout.prompts), sampling)
         return sampled
 
     def save_state(self, directory: Path) -> None:
         """Write what is asked for and not trained on into `directory`, once it is sampled: no later attempt has the
         weights that sample it."""
         for number, rollout in enumerate(self._pending):
-            count = len(rollout.prompts)
-            about = {"prompt": np.array(rollout.prompts), "version": np.full(count, rollout.version)}
-            save_rows(directory / f"rollout-{number}.safetensors", get(rollout.replies) | about)
+            rows = rollout.sampled() | {"prompt": np.array(rollout.prompts)}
+            save_rows(directory / f"rollout-{number}.safetensors", rows)
 
     def load_state(self, directory: Path) -> None:
         """Go on from what `save_state` wrote."""
         for path in sorted(directory.glob("rollout-*.safetensors")):
             rows = load_rows(path)
-            prompts, version = rows.pop("prompt").tolist(), int(rows.pop("version")[0])
-            self._pending.append(Rollout(version, prompts, Ready(rows)))
+            prompts, version, seeds = rows.pop("prompt").tolist(), int(rows.pop("version")[0]), rows.pop("seed")
+            self._pending.append(Rollout(version, prompts, Ready(rows), seeds))

@@ -36,6 +36,21 @@ class ScoredRollout:
     scores: Rows
     """Of policy, reference and critic."""
     sources: SourceScores
+    dropped: tuple[ScoredRollout, ...] = ()
+    """Rows that others took the place of, by round."""
+
+    def at(self, places: Sequence[int]) -> ScoredRollout:
+        """The rows at `places`."""
+        index = torch.tensor(places)
+        values, applies, apart = self.sources.values, self.sources.applies, self.sources.disagreements
+        return ScoredRollout(
+            [self.prompts[place] for place in places],
+            [self.replies[place] for place in places],
+            take(self.sampled, places),
+            take(self.rows, places),
+            take(self.scores, places),
+            SourceScores(*({name: of[index] for name, of in part.items()} for part in (values, applies, apart))),
+        )
 
     def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
         """The same with `by` in the rows at `places`."""
@@ -60,6 +75,7 @@ class ScoredRollout:
             rows(self.rows, by.rows),
             rows(self.scores, by.scores),
             SourceScores(values, applies, apart),
+            (*self.dropped, self.at(places)),
         )
 
     def tied(self, weights: Mapping[str, float], group_size: int) -> list[int]:

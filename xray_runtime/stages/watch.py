@@ -203,6 +203,13 @@ class Watch:
         return sorted(int(name) for name in names if name.isdigit())
 
 
+def read_answers(checkpoint: Path) -> list[Answer]:
+    """What people answered while the stage of a checkpoint ran, in order."""
+    path = checkpoint / RECORD
+    seen = json.loads(path.read_text(encoding="utf-8"))["seen"] if path.is_file() else []
+    return [Answer(entry["go_on"], entry["by"], entry["note"]) for entry in seen if "by" in entry]
+
+
 def save_policy(models: Mapping[str, ModelHandle], out: Path) -> None:
     """Write the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
     get(models["policy"].save.remote(out, VALUE_HEAD))

@@ -14,6 +14,7 @@ before any of it may be loaded, and the one before, to go back to; by the object
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -68,6 +69,12 @@ class WeightUpdate:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for bucket in self.buckets for entry in bucket.entries)
+
+    @property
+    def digest(self) -> str:
+        """One digest over the names and bytes of its tensors, however they are packed."""
+        entries = sorted((e.name, e.dtype, e.shape, e.checksum) for bucket in self.buckets for e in bucket.entries)
+        return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 class Memory(Protocol):

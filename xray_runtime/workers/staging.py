@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import ray
 
 from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import FileReceiverHandle, Ref
 
@@ -166,4 +167,6 @@ class FileStager:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
+    """All but a policy's ledger, which no model reads."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)

@@ -170,8 +170,11 @@ class WholeModel:
             raise
         return update.version
 
-    def follow(self, policy: WholeModelHandle, version: int) -> None:
-        """Bring this generator to `policy`'s weights as `version`, by the shortest way between their devices."""
+    def follow(self, policy: WholeModelHandle, version: int) -> str | None:
+        """Bring this generator to `policy`'s weights as `version`, by the shortest way between their devices.
+
+        Returns a digest of what was sent; None where it went from GPU to GPU, unread.
+        """
         assert isinstance(self._spec.layout, GeneratorConfig)
         if policy not in self._ways:
             theirs, ours = get(policy.where.remote()), self.where()
@@ -179,10 +182,12 @@ class WholeModel:
             self._ways[policy] = transport, len({device.machine for device in [*theirs, *ours]}) == 1
         transport, shared = self._ways[policy]
         if transport == "plasma":
-            self.load_weights(get(policy.export_weights.remote(version, shared)))
-        else:
-            per_replica = len(self._workhorses) // self._num_replicas
-            get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+            update = get(policy.export_weights.remote(version, shared))
+            self.load_weights(update)
+            return update.digest
+        per_replica = len(self._workhorses) // self._num_replicas
+        get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+        return None
 
     def send_weights(
         self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int

@@ -60,6 +60,8 @@ REFUSED = [
     ("data: {heldout_fraction: 1}", "data.heldout_fraction: 1 is not allowed: must be less than 1"),
     ("data: {heldout_fraction: 0}", "data.heldout_fraction: 0 is not allowed: must be greater than 0"),
     ("data: {source: ''}", 'data.source: "" is not allowed: must not be empty'),
+    ("ppo: {stages: [{ledger: {keep: 0}}]}", "ledger.keep: 0 is not allowed: must be 'all', 'none' or a number of"),
+    ("ppo: {stages: [{ledger: {tokens: no}}]}", "ledger.tokens: \"no\" is not allowed: must be 'kept' or 'hashed'"),
     ("ppo: {stages: []}", "ppo.stages: [] is not allowed: must have at least 1 item"),
     ("ppo: {stages: [{clip_range: 1.5}]}", "ppo.stages.0.clip_range: 1.5 is not allowed: must be less than 1"),
     ("ppo: {stages: [{dual_clip: 1.0}]}", "ppo.stages.0.dual_clip: 1.0 is not allowed: must be greater than 1"),

@@ -12,8 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow as pa
+
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.decisions import decide
@@ -53,6 +56,13 @@ def preferences(numbers: range) -> bytes:
 
 def weights(seed: str, size: int = 3000) -> bytes:
     return random.Random(seed).randbytes(size)
+
+
+def rollouts(iteration: int) -> bytes:
+    """A shard of a ledger."""
+    replies = pa.array([[number, 7] for number in range(4)], pa.list_(pa.int32()))
+    table = pa.table({"row": pa.array(range(4), pa.int32()), "reply_ids": replies})
+    return Shard(iteration, None, table).to_bytes()
 
 
 def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:
@@ -177,7 +187,8 @@ class Lifecycle:
         policy = "sft"
         for stage in ("ppo-1", "ppo-2"):
             roles = {"policy": policy, "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
-            self.add(stage, "ppo", model | {"model.safetensors": weights(stage)}, roles)
+            ledger = {f"ledger/00000{number}.parquet": rollouts(number) for number in range(2)}
+            self.add(stage, "ppo", model | ledger | {"model.safetensors": weights(stage)}, roles)
             policy = stage
         self.evaluate(asked or [f"question {i}" for i in range(50, 56)], gold_delta=gold_delta)
         self.register("ppo-2")

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from tests.unit.lineage.synthetic import ALIAS, NAME
+from xray_runtime.data.ledger import Shard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
 from xray_runtime.lineage.keys import rotate
 from xray_runtime.lineage.signing import fingerprint, make_key, sign, signing_key
@@ -70,6 +73,18 @@ def rows(output: Path, query: str, *values: object) -> list[tuple]:
 @case
 def a_bit_of_a_file(rng: random.Random, output: Path) -> set[str]:
     flip(rng, rng.choice(payload(rng.choice(checkpoints(output)))))
+    return {"file-changed"}
+
+
+@case
+def a_token_of_a_ledger(rng: random.Random, output: Path) -> set[str]:
+    path = rng.choice(sorted(output.glob("checkpoints/ppo-*/ledger/*")))
+    shard = read_shard(path)
+    replies = shard.table["reply_ids"].to_pylist()
+    rng.choice(replies)[0] += 1
+    place, field = shard.table.schema.get_field_index("reply_ids"), shard.table.schema.field("reply_ids")
+    table = shard.table.set_column(place, field, pa.array(replies, field.type))
+    Shard(shard.iteration, shard.policy, table).write(path.parent)
     return {"file-changed"}
 
 

@@ -21,13 +21,15 @@ class FakeRecorder:
         self.answers: list[Answer] = []
         """To the questions that come, in order."""
         self.questions: list[str] = []
+        self.tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self.points.append(dict(values))
 
-    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables[name] = columns, rows
 
     def figure(self, name: str, figure: Any) -> None: ...
 

@@ -130,6 +130,15 @@ def test_an_annotation_of_another_form_is_refused(hint: Any) -> None:
 # Names
 
 
+def test_inputs_are_opened_in_the_order_of_their_numbers() -> None:
+    paths = {f"rewards.{n}": Path(f"reward-{n}") for n in (10, 2, 0)} | {"policy": Path("p"), "prompts": Path("d")}
+    inputs = PPO.inputs_at(paths)
+    assert inputs.policy == Model(Path("p"))
+    assert inputs.prompts == Dataset(Path("d"))
+    assert inputs.reference is None
+    assert inputs.rewards == [RewardModel(Path(f"reward-{n}")) for n in (0, 2, 10)]
+
+
 def test_a_name_stands_for_one_kind() -> None:
     before = find_kind("sft")
     said = refused(lambda: stage_kind("sft", config=Fields, inputs=OneModel, output=Model)(body))

@@ -129,10 +129,11 @@ class FakeModel:
     def _note(self, what: str) -> None:
         self.world.calls.append(f"{self.role} {what}")
 
-    def _follow(self, policy: ModelHandle, version: int) -> None:
+    def _follow(self, policy: ModelHandle, version: int) -> str:
         assert policy.role == "policy"  # type: ignore[attr-defined]
         self._note(f"follow {version}")
         self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
+        return f"{self.updates} steps, {self.surer:g}"
 
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         probe = num_rows(rows) != REPLIES

@@ -1,0 +1,298 @@
+"""Replay over the fake models of `test_ppo_loop`: a published stage is computed again, and what differs is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.test_commands import xray
+from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs
+from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
+from xray_runtime.config.rewards import ServiceConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.lineage.replay import Replay, replay, replayable
+from xray_runtime.stages.inputs import PPOInputs
+from xray_runtime.workers.protocols import ModelHandle
+
+__all__ = ["inputs"]
+FIELDS: dict[str, Any] = {
+    "iterations": 4,
+    "prompts_per_iteration": 4,
+    "minibatch_size": 2,
+    "epochs": 2,
+    "max_new_tokens": 4,
+    "reward_scaling": "running",
+}
+SURER = 0.1
+
+
+def judge(prompts: list[str], replies: list[str]) -> list[float]:
+    """A source of reward that can be imported."""
+    return [len(reply) / 10 for reply in replies]
+
+
+@dataclass
+class WorldOfFiles(World):
+    parent: Path = Path()
+    """What the policy is made from."""
+
+
+class SavingModel(FakeModel):
+    """Its weights are what it has learned, its other files its parent's."""
+
+    def _save(self, directory: Path, head_file: str | None = None) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "model.safetensors").write_text(f"{self.role} {self.surer}")
+        for path in self.world.parent.iterdir():  # type: ignore[attr-defined]
+            (directory / path.name).write_bytes(path.read_bytes())
+
+
+class SilentModel(SavingModel):
+    """Sends weights from GPU to GPU: nobody reads them on their way."""
+
+    def _follow(self, policy: ModelHandle, version: int) -> str:
+        super()._follow(policy, version)
+        return None  # type: ignore[return-value]
+
+
+@dataclass
+class Published:
+    """A PPO stage with its parents in a store."""
+
+    output: Path
+    inputs: PPOInputs
+    model: type[FakeModel] = SavingModel
+
+    def make(self, scratch: Path, **fields: Any) -> Published:
+        lifecycle = Lifecycle(self.output, tracking=False)
+        roles = {"policy": self.inputs.policy, "prompts": self.inputs.prompts, "rewards.0": self.inputs.rewards[0]}
+        kinds = {"policy": "sft", "prompts": "prepare", "rewards.0": "reward_model"}
+        for role, artifact in roles.items():
+            files = {path.name: path.read_bytes() for path in artifact.path.iterdir() if path.is_file()}
+            lifecycle.add(role.replace(".", "-"), kinds[role], files, {})
+        fields = (
+            FIELDS | {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(function=f"{__name__}:judge")]} | fields
+        )
+        attempt(self.inputs, scratch, self.world(), model=self.model, **fields)
+        files = {
+            path.relative_to(scratch).as_posix(): path.read_bytes()
+            for path in (*scratch.glob("ledger/*"), scratch / "model.safetensors")
+        } | {path.name: path.read_bytes() for path in self.inputs.policy.path.iterdir()}
+        # What the loop's test adds to the fields.
+        config = PPOConfig(**fields | {"kl": {"coef": 0.1, "target": 2.0, "horizon": 8.0}})
+        said = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
+        lifecycle.add("ppo", "ppo", files, {role: role.replace(".", "-") for role in roles}, said, seed=7)
+        return self
+
+    @property
+    def store(self) -> LineageStore:
+        return open_lineage_store(self.output, None)
+
+    @property
+    def ledger(self) -> Path:
+        return next(iter(self.output.glob("checkpoints/ppo-*"))) / "ledger"
+
+    def world(self, **facts: Any) -> WorldOfFiles:
+        return WorldOfFiles(**{"surer_by": SURER} | facts, parent=self.inputs.policy.path)
+
+    def replay(self, iteration: int, scratch: Path, world: World | None = None) -> Replay:
+        world = world or self.world()
+
+        @contextlib.contextmanager
+        def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+            yield {role: self.model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
+
+        scratch.mkdir()
+        place, node = resolve("ppo", self.output, None)
+        return replay(replayable(node, place.graph, iteration), iteration, open_models, scratch)
+
+    def change_a_token(self, iteration: int, row: int = 2) -> None:
+        path = shard_path(self.ledger, iteration)
+        shard = read_shard(path)
+        table = shard.table
+        replies = table["reply_ids"].to_pylist()
+        replies[row][0] += 1
+        place = table.column_names.index("reply_ids")
+        changed = table.set_column(place, table.schema.field("reply_ids"), pa.array(replies, table["reply_ids"].type))
+        Shard(shard.iteration, shard.policy, changed).write(self.ledger)
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", __name__)
+
+
+@pytest.fixture
+def published(inputs: PPOInputs, tmp_path: Path) -> Published:
+    return Published(tmp_path / "run", inputs).make(tmp_path / "made")
+
+
+@pytest.mark.parametrize("iteration", range(4))
+def test_any_iteration_comes_out_the_same(published: Published, tmp_path: Path, iteration: int) -> None:
+    world = published.world()
+    result = published.replay(iteration, tmp_path / "again", world)
+    assert result.is_same
+    assert result.compared == list(range(iteration + 1))
+    assert result.weights is not None
+    # Nothing is computed past what is asked for but what shows its weights.
+    assert len([call for call in world.calls if call.startswith("generator generate")]) == iteration + 1
+
+
+def test_a_changed_token_is_named_by_replay_and_by_the_audit(published: Published, tmp_path: Path) -> None:
+    token = read_shard(shard_path(published.ledger, 1)).table["reply_ids"][2].as_py()[0]
+    published.change_a_token(1)
+    result = published.replay(2, tmp_path / "again")
+    assert not result.is_same
+    assert str(result.difference) == (
+        f"iteration 1, row 2, reply_ids of token 0: {token + 1} in the ledger, {token} computed again"
+    )
+    assert result.changed_since
+    assert result.compared == [0]
+    found = [finding for finding in audit(published.store).findings if finding.is_broken]
+    assert [(finding.code, finding.detail) for finding in found] == [
+        ("file-changed", "ledger/000001.parquet was changed")
+    ]
+    # What comes after the iteration that is asked for is not looked at.
+    assert published.replay(0, tmp_path / "before").is_same
+
+
+def test_other_weights_are_named_where_they_first_show(published: Published, tmp_path: Path) -> None:
+    """Another step than then: rollouts of iteration 0 are the same, its update is not."""
+    result = published.replay(2, tmp_path / "again", published.world(surer_by=2 * SURER))
+    assert result.compared == [0]
+    assert result.difference is not None
+    assert (result.difference.iteration, result.difference.column) == (0, "weights after it")
+    assert not result.changed_since
+
+
+def test_other_scores_are_named(published: Published, tmp_path: Path) -> None:
+    result = published.replay(3, tmp_path / "again", published.world(generator_off_by=0.01))
+    assert result.difference is not None
+    assert "iteration 0, row 0, rollout_logprobs of token 0" in str(result.difference)
+    assert result.compared == []
+
+
+def test_the_last_weights_are_the_checkpoints(published: Published, tmp_path: Path) -> None:
+    path = published.ledger.parent / "model.safetensors"
+    path.write_text("policy 0.0")
+    assert published.replay(3, tmp_path / "again").is_same, "what was published is what the manifest lists"
+    manifest = json.loads((published.ledger.parent / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        if entry["path"] == "model.safetensors":
+            entry["sha256"] = "00" * 32
+    (published.ledger.parent / "manifest.json").write_text(json.dumps(manifest))
+    result = published.replay(3, tmp_path / "other")
+    assert result.compared == [0, 1, 2, 3]
+    assert result.difference is not None
+    assert (result.difference.iteration, result.difference.column) == (3, "model.safetensors")
+    assert not result.is_same
+
+
+def test_without_digests_the_next_rollouts_speak_for_the_weights(inputs: PPOInputs, tmp_path: Path) -> None:
+    published = Published(tmp_path / "run", inputs, SilentModel).make(tmp_path / "made")
+    result = published.replay(1, tmp_path / "again")
+    assert result.is_same
+    assert result.compared == [0, 1, 2]
+    assert result.weights is None
+    # The first update differs: the log-probabilities after it show that.
+    result = published.replay(0, tmp_path / "other", published.world(surer_by=2 * SURER))
+    assert not result.is_same
+    assert "iteration 1, row 0, " in str(result.difference)
+
+
+def test_a_damaged_shard_is_a_difference(published: Published, tmp_path: Path) -> None:
+    shard_path(published.ledger, 1).write_bytes(b"PAR1")
+    result = published.replay(1, tmp_path / "again")
+    assert not result.is_same
+    assert "000001.parquet" in str(result.difference)
+
+
+def test_of_the_last_iterations_alone_those_are_compared(inputs: PPOInputs, tmp_path: Path) -> None:
+    published = Published(tmp_path / "run", inputs).make(tmp_path / "made", ledger=LedgerConfig(keep=2))
+    result = published.replay(2, tmp_path / "again")
+    assert result.is_same
+    assert result.compared == [2]
+    with pytest.raises(ConfigError, match=r"--iteration: 1 is not allowed: must be one of 2 to 3"):
+        published.replay(1, tmp_path / "gone")
+
+
+def test_what_cannot_be_replayed_is_said_first(published: Published, tmp_path: Path) -> None:
+    place, node = resolve("policy", published.output, None)
+    with pytest.raises(ConfigError, match="it has no ledger; must be a stage of kind 'ppo'"):
+        replayable(node, place.graph, 0)
+    parent = next(iter(published.output.glob("checkpoints/prompts-*"))) / "dataset.json"
+    kept = parent.read_text()
+    parent.write_text(kept + " ")
+    with pytest.raises(ConfigError, match=r"prompts prompts \w+ is not what ppo \w+ was made from: dataset.json has"):
+        published.replay(0, tmp_path / "changed")
+    parent.write_text(kept)
+    assert xray("replay", "ppo", "--output", published.output, "--iteration", 9).exit_code == 2
+    assert xray("replay", "ppo", "--output", published.output).exit_code == 2
+    place.graph.nodes.pop(node.sha256)
+    _, ppo = resolve("ppo", published.output, None)
+    with pytest.raises(ConfigError, match=r"policy \w+ of ppo \w+ is not in the store"):
+        replayable(ppo, place.graph, 0)
+
+
+def test_what_servers_answered_is_taken_from_the_ledger(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens at the address any more, and nobody is asked."""
+    from xray_runtime.rewards.service import ServiceSource
+    from xray_runtime.rewards.source import Batch, Score, failure
+
+    def score(self: ServiceSource, batch: Batch) -> list[Score]:
+        return [failure("away") if len(reply) % 7 == 0 else Score(0.1 * len(reply)) for reply in batch.replies]
+
+    service = ServiceConfig(url="http://127.0.0.1:9/score", retries=0)
+    fields = {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(service=service)], "max_failed": 0.9}
+    with monkeypatch.context() as patched:
+        patched.setattr(ServiceSource, "score", score)
+        published = Published(tmp_path / "run", inputs).make(tmp_path / "made", **fields)
+    result = published.replay(3, tmp_path / "again")
+    assert result.is_same
+    assert result.taken == ["service"]
+
+
+def test_rollouts_are_shown_and_filtered(published: Published) -> None:
+    said = xray("rollouts", "ppo", "--output", published.output)
+    assert said.exit_code == 0
+    assert "question" in said.output
+    assert "16 of 16 rows" in said.output
+    where = ("ppo", "--output", published.output, "--json")
+    found = json.loads(xray("rollouts", *where, "--iteration", 2, "--limit", 3).output)
+    assert found["total"] == 4
+    assert [row["iteration"] for row in found["rows"]] == [2, 2, 2]
+    assert set(found["rows"][0]["scores"]) == {"rewards.0", f"{__name__}:judge"}
+    best = json.loads(xray("rollouts", *where, "--source", "rewards.0", "--min-reward", 4).output)
+    assert {row["scores"]["rewards.0"] for row in best["rows"]} <= {4.0}
+    everything = json.loads(xray("rollouts", *where, "--limit", 0).output)["rows"]
+    assert best["total"] == sum(row["scores"]["rewards.0"] == 4.0 for row in everything)
+    assert json.loads(xray("rollouts", *where, "--unused").output)["total"] == 0
+
+
+def test_bad_input_to_rollouts_and_a_changed_shard(published: Published) -> None:
+    where = ("rollouts", "ppo", "--output", published.output)
+    for wrong, line in (
+        (("--iteration", 4), "--iteration: 4 is not allowed: must be one of 0 to 3"),
+        (("--source", "taste"), "--source: 'taste' is not allowed: must be one of 'rewards.0',"),
+    ):
+        said = xray(*where, *wrong)
+        assert said.exit_code == 2
+        assert line in said.output
+    published.change_a_token(1)
+    said = xray(*where, "--iteration", 1)
+    assert said.exit_code == 1
+    assert "ledger/000001.parquet is not the file that was published" in said.output
+    assert xray(*where, "--iteration", 2).exit_code == 0

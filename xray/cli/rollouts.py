@@ -1,0 +1,169 @@
+"""`xray rollouts` and `xray replay`: what a policy learned from, and whether it comes out the same again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
+from xray.deployments.local_services import running_ray
+from xray_runtime.errors import root_cause
+from xray_runtime.processes import kill_tagged, start_reaper
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.replay import Replay, Replayable
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(rollouts)
+    app.command()(replay)
+
+
+def rollouts(
+    ref: Ref,
+    output: Output = None,
+    iteration: Annotated[
+        list[int] | None, typer.Option("--iteration", min=0, help="Of this iteration alone; repeatable.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Rows that this source of reward applies to; bounds and --failed are then its."),
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Least reward, as scored.")] = None,
+    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Greatest reward, as scored.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Where a source gave no score that it should have.")] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="What no update was made with.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="How many are shown; 0: all.")] = 20,
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rollouts that a policy learned from: prompt, reply, scores, advantage, and whether it was used.
+
+    Exit codes: 0 done, 1 a file is not the one that was published, 2 bad input.
+    """
+    from xray_runtime.data.ledger import Query
+    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.lineage.rollouts import find_rollouts
+
+    _, node = checked(lambda: resolve(ref, output, tracking_uri))
+    query = Query(sorted(set(iteration or [])), source, min_reward, max_reward, failed, unused)
+    found = checked(lambda: find_rollouts(node, query, limit or None))
+    if as_json:
+        print(json.dumps(vars(found), indent=2))
+    else:
+        Console(highlight=False).print(_table(found.rows))
+        print(f"{len(found.rows)} of {found.total} rows" + ("" if len(found.rows) == found.total else "; --limit"))
+    for name in found.changed:
+        print(f"BROKEN {name} is not the file that was published: xray audit", file=sys.stderr)
+    raise typer.Exit(BROKEN if found.changed else 0)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from xray.cli.chat import shown
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    sources = list(rows[0]["scores"]) if rows else []
+    for column in ("iteration", "row", "prompt", "reply", *sources, "reward", "advantage", "used"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("iteration", "row") else "left")
+    for row in rows:
+        numbers = [row["scores"][source] for source in sources] + [row["reward"], row["advantage"]]
+        texts = [str(row["iteration"]), str(row["row"]), shown(row["prompt"]), shown(row["reply"])]
+        table.add_row(*map(Text, [*texts, *map(_number, numbers), row["used"]]))
+    return table
+
+
+def _number(value: float | str | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:+.3f}"
+
+
+def replay(
+    ref: Ref,
+    iteration: Annotated[int, typer.Option("--iteration", min=0, help="Up to which to compute again, from 0.")],
+    output: Output = None,
+    tracking_uri: Tracking = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a policy's training again, from what it was made from up to an iteration, and compare every byte.
+
+    Rollouts are held against the ledger, weights against the digests in it, after the last iteration against the
+    checkpoint. Exit codes: 0 the same, 1 different (the first place is named) or it failed, 2 bad input.
+    """
+    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.lineage.replay import replayable
+
+    # Reward functions are found as a run finds them.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
+    stage = checked(lambda: replayable(node, place.graph, iteration))
+    tag = start_reaper()
+    try:
+        with tempfile.TemporaryDirectory(prefix="replay-", dir=place.output) as scratch:
+            changes = _changes(stage, Path(scratch))
+            for change in changes:
+                console.print(Text(f"not as it was then: {change}"))
+            with running_ray():
+                result = _run(stage, iteration, Path(scratch), console)
+    finally:
+        kill_tagged(tag)
+    if as_json:
+        print(json.dumps(result.to_json() | {"changes": changes}, indent=2))
+    else:
+        for line in _words(result):
+            console.print(Text(line))
+    raise typer.Exit(0 if result.is_same else BROKEN)
+
+
+def _changes(stage: Replayable, scratch: Path) -> list[str]:
+    """In what the computation is another than it was: code, libraries."""
+    from xray.cli.explain import differences
+    from xray_runtime.store.digest_memory import DigestMemory
+
+    now = stage.identity(DigestMemory(scratch / "digests.sqlite"))
+    return differences(stage.node.manifest.identity, now)
+
+
+def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> Replay:
+    from xray_runtime.lineage.replay import replay as run_replay
+    from xray_runtime.workers.opening import model_opener
+
+    logs = scratch / "logs" / stage.node.manifest.stage
+    opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}")
+    # What libraries have to say to a developer goes into a stage's log otherwise.
+    warnings.simplefilter("ignore")
+    try:
+        return run_replay(
+            stage,
+            iteration,
+            opener,
+            scratch,
+            lambda done, total, note: console.print(Text(f"iteration {done} of {total} {note}", style="dim")),
+        )
+    except Exception as error:
+        cause = root_cause(error)
+        text = f"failed: {type(cause).__name__}: {cause}"
+        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
+        raise typer.Exit(BROKEN) from None
+
+
+def _words(result: Replay) -> list[str]:
+    taken = [f"scores taken from the ledger, as servers gave them: {', '.join(result.taken)}"] if result.taken else []
+    if result.difference is None:
+        weights = f"; weights {result.weights[:12]}" if result.weights else ""
+        count = f"{len(result.compared)} iterations, to iteration {result.iteration}"
+        return [*taken, f"the same bytes: rollouts of {count}{weights}"]
+    lines = [*taken, f"DIFFERENT: {result.difference}"]
+    if result.changed_since:
+        lines.append("What was computed again is what was published: the file was changed afterwards (xray audit).")
+    return lines

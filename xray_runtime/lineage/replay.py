@@ -1,0 +1,280 @@
+"""Replay: the iterations of a published PPO stage computed again, each held against the ledger.
+
+Snapshots go when a stage is published, so it begins at the stage's inputs, with the stage's own body and config, and
+ends after the iteration that is asked for. Of the weights that come out the ledger has a digest: that of what the next
+iteration sent its generator; of the last iteration there is the checkpoint itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.gold import load_gold
+from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.recorded_answers import servers, take_answers
+from xray_runtime.lineage.rollouts import require_iteration, require_ledger
+from xray_runtime.stages.answer import Answer
+from xray_runtime.stages.artifacts import LEDGER
+from xray_runtime.stages.kind import Stage, StageKind, config_of
+from xray_runtime.stages.watch import read_answers
+from xray_runtime.store.checkpoints import inspect
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get
+
+if TYPE_CHECKING:
+    from xray_runtime.stages.kind import OpenModels
+    from xray_runtime.store.identity import Identity
+    from xray_runtime.store.snapshots import Snapshot
+
+OnProgress = Callable[[int, int, str], None]
+"""(iterations done, of how many, what there is to say)."""
+
+
+@dataclass
+class Replay:
+    """What came of it."""
+
+    iteration: int
+    compared: list[int] = field(default_factory=list)
+    """Iterations whose rollouts were found the same, each to the byte."""
+    difference: Difference | None = None
+    """The first place where something is not the same."""
+    changed_since: bool = False
+    """Whether what was computed again is what was published: then the file was changed afterwards."""
+    weights: str | None = None
+    """Digest of the trained weights that came out, where they were compared."""
+    taken: list[str] = field(default_factory=list)
+    """Sources of reward that are servers: they may not answer twice alike, so their scores are those of the ledger."""
+
+    @property
+    def is_same(self) -> bool:
+        return self.difference is None and self.iteration in self.compared
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.difference
+        return {
+            "same": self.is_same,
+            "iteration": self.iteration,
+            "compared": self.compared,
+            "weights": self.weights,
+            "taken": self.taken,
+            "difference": None if found is None else vars(found) | {"changed_since": self.changed_since},
+        }
+
+
+@dataclass(frozen=True)
+class Replayable:
+    """A stage that can be replayed, with all that its body takes."""
+
+    node: Node
+    kind: StageKind
+    config: Any
+    runtime: RuntimeConfig
+    inputs: Any
+
+    @property
+    def ledger(self) -> Path:
+        return self.node.directory / LEDGER
+
+    def identity(self, memory: Any) -> Identity:
+        """What the stage's key would digest today: code and libraries may be others than those that computed it."""
+        from xray_runtime.stages.identify import identify
+
+        manifest = self.node.manifest
+        parents = manifest.parents
+        found = identify(self.kind, manifest.stage, self.config, manifest.seed, self.runtime, parents, {}, memory)
+        return found[0]
+
+
+def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
+    """What it takes to replay `iteration` of a checkpoint's stage.
+
+    Raises:
+        ConfigError: it has no ledger, or none of that iteration; a parent is missing or damaged; a function cannot be
+            imported; or its rewards come from servers, and the ledger does not say what they answered to what.
+    """
+    manifest, kind = node.manifest, node.kind
+    kept = require_ledger(node)
+    require_iteration(iteration, kept)
+    if kind is None:
+        raise ConfigError(f"REF: {node.name} is not allowed: its stage kind {manifest.kind!r} is unknown here")
+    values = {name: value for name, value in manifest.config.items() if name != "runtime"}
+    try:
+        config = config_of(kind, values)
+        runtime = RuntimeConfig(**manifest.config["runtime"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"REF: {node.name}: its config is not one of this version of X-ray ({reason})") from None
+    if servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: its rewards come from servers, and its ledger does not hold the replies "
+            f"of all iterations to {iteration}"
+        )
+    for role, sha256 in manifest.parents.items():
+        parent = graph.nodes.get(sha256)
+        if parent is None:
+            raise ConfigError(f"REF: {role} {sha256[:12]} of {node.name} is not in the store (`xray fetch`?)")
+        damages = inspect(parent.directory, sha256)
+        if damages:
+            raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
+    for name in kind.functions(config):
+        try:
+            load_gold(name, {})
+        except ValueError as error:
+            raise ConfigError(f"REF: {node.name}: {error}") from None
+    paths = {role: graph.nodes[sha256].directory.absolute() for role, sha256 in manifest.parents.items()}
+    return Replayable(node, kind, config, runtime, kind.inputs_at(paths))
+
+
+def replay(
+    stage: Replayable, iteration: int, open_models: OpenModels, scratch: Path, progress: OnProgress = lambda *_: None
+) -> Replay:
+    """Compute `stage` again up to `iteration`, holding each iteration that the ledger has against it.
+
+    Args:
+        open_models: `workers.opening.model_opener`.
+        scratch: an empty directory, for what comes out of it.
+
+    Raises:
+        Exception: whatever the body raises.
+    """
+    result = Replay(iteration, taken=take_answers(stage.node.directory, stage.config, stage.inputs, iteration, scratch))
+    out = scratch / "out"
+    out.mkdir()
+    recorder = _ReplayRecorder(stage, result, out, progress)
+    manifest = stage.node.manifest
+
+    @contextmanager
+    def watched(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+        with open_models(specs) as models:
+            generator: Any = _WatchedGenerator(models["generator"], recorder.sent)
+            yield models | {"generator": generator}
+
+    body: Stage[Any, Any] = Stage(
+        manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch
+    )
+    try:
+        stage.kind.run(body, out, recorder)
+        recorder.published()
+    except _Done:
+        pass
+    return result
+
+
+class _Done(Exception):
+    """There is no more to be found out."""
+
+
+class _ReplayRecorder:
+    """The recorder of a replay: compares each iteration as soon as its shard is there."""
+
+    def __init__(self, stage: Replayable, result: Replay, out: Path, progress: OnProgress) -> None:
+        self.log_dir = out.parent / "logs" / stage.node.manifest.stage
+        self.log_dir.mkdir(parents=True)
+        self._stage, self._result, self._out, self._progress = stage, result, out, progress
+        self._kept = set(iterations(stage.ledger))
+        self._answers = read_answers(stage.node.directory)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        if step in self._kept:
+            self._compare(step)
+            self._result.compared.append(step)
+        if step > self._result.iteration:
+            # No digest says what the weights were; this iteration, which began with them, is the same.
+            raise _Done
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
+        self._progress(done, min(self._result.iteration + 1, total), note)
+
+    def _compare(self, step: int) -> None:
+        name = shard_path(Path(LEDGER), step).as_posix()
+        ours, theirs = self._out / name, self._stage.node.directory / name
+        if ours.read_bytes() == theirs.read_bytes():
+            return
+        listed = {entry.path: entry.sha256 for entry in self._stage.node.manifest.files}
+        self._result.changed_since = file_sha256(ours) == listed.get(name)
+        try:
+            found = first_difference(read_shard(theirs), read_shard(ours))
+        except ValueError as error:
+            found = Difference(step, None, name, str(error), "a sound shard")
+        self._end(found or Difference(step, None, name, "other bytes for the same values", "those of the values"))
+
+    def sent(self, version: int, digest: str | None) -> None:
+        """The policy after `version` updates is on its way to the generator."""
+        if version in self._kept:
+            path = shard_path(self._stage.ledger, version)
+            try:
+                recorded = read_shard(path).policy
+            except ValueError as error:
+                self._end(Difference(version, None, path.name, str(error), "a sound shard"))
+            if recorded is not None and digest != recorded:
+                self._end(Difference(version - 1, None, "weights after it", recorded, str(digest)))
+            if version > self._result.iteration and recorded is not None:
+                self._result.weights = digest
+                raise _Done
+
+    def published(self) -> None:
+        """The body is at its end: what it made are the checkpoint's files."""
+        from xray_runtime.models.tensor_file import WEIGHTS_FILE
+
+        for entry in self._stage.node.manifest.files:
+            if entry.path.startswith(f"{LEDGER}/"):
+                continue
+            path = self._out / entry.path
+            made = file_sha256(path) if path.is_file() else "no such file"
+            if made != entry.sha256:
+                self._end(Difference(self._result.iteration, None, entry.path, entry.sha256, made))
+            if entry.path == WEIGHTS_FILE:
+                self._result.weights = made
+
+    def _end(self, found: Difference) -> None:
+        self._result.difference = found
+        raise _Done
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def figure(self, name: str, figure: Any) -> None: ...
+
+    def ask(self, question: str) -> Answer | None:
+        # What a person was asked then is on record; nobody is asked twice.
+        return self._answers.pop(0) if self._answers else None
+
+    def resume(self) -> Snapshot | None:
+        return None
+
+    def snapshot_due(self, step: int) -> bool:
+        return False
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None: ...
+
+
+class _WatchedGenerator:
+    """A generator, with `sent` told of each version that it takes over and the digest of its weights."""
+
+    def __init__(self, generator: ModelHandle, sent: Callable[[int, str | None], None]) -> None:
+        self._generator, self._sent = generator, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    @property
+    def follow(self) -> _Follow:
+        return _Follow(self._generator, self._sent)
+
+
+@dataclass(frozen=True)
+class _Follow:
+    generator: ModelHandle
+    sent: Callable[[int, str | None], None]
+
+    def remote(self, policy: ModelHandle, version: int) -> Ref[str | None]:
+        digest = get(self.generator.follow.remote(policy, version))
+        self.sent(version, digest)
+        return Ready(digest)
