@@ -146,11 +146,12 @@ class RunSummary:
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    if e["win_rate"] is not None:
-        low, high = e["win_rate_ci95"]
-        rows.append(("win rate", f"{e['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {e['samples']} prompts)"))
-    for name, title in (("gold", "gold score"), ("reward", "reward")):
+    rows = [] if e.get("judges") else [("win rate", "nothing judges")]
+    for name, found in (e.get("judges") or {}).items():
+        low, high = found["win_rate_ci95"]
+        title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
+        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {found['samples']} prompts)"))
+    for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
         if e[f"{name}_after"] is not None:
             rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))
     return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]

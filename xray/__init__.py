@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         REWARD_BASE as reward_base,
         REWARD_MODEL as reward_model,
         SFT as sft,
+        SPLIT_PREFERENCES as split_preferences,
     )
 
 _WHERE = {

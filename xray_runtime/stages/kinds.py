@@ -22,6 +22,7 @@ from xray_runtime.config.preferences import (
     RatingPreferences,
     RewardedPreferences,
     SampledPreferences,
+    SplitPreferencesConfig,
 )
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
@@ -38,6 +39,7 @@ from xray_runtime.stages.artifacts import (
     Preferences,
     RewardModel,
 )
+from xray_runtime.stages.independence import check_judges
 from xray_runtime.stages.inputs import (
     BestOfNInputs,
     CompareInputs,
@@ -50,6 +52,7 @@ from xray_runtime.stages.inputs import (
     RewardBaseInputs,
     RewardModelInputs,
     SFTInputs,
+    SplitPreferencesInputs,
 )
 from xray_runtime.stages.kind import Layouts, NoInputs, StageKind, register
 
@@ -63,11 +66,13 @@ def _gold(config: Any) -> list[str]:
 
 
 def _judges(config: Any) -> list[str]:
-    return _gold(config) + [term.function for term in getattr(config, "rewards", []) if term.function is not None]
+    terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
+    return _gold(config) + [term.function for term in terms if term.function is not None]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
-    models = [role for term in config.rewards for role in term.roles]
+    terms = [*config.rewards, *getattr(config, "judges", [])]
+    models = [role for term in terms for role in term.roles]
     return dict.fromkeys((*roles, *models), config.frozen)
 
 
@@ -86,26 +91,32 @@ def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     _check_terms(config, inputs)
 
 
-def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+def _check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> None:
+    _check_terms(config, inputs)
+    _check_terms(config, inputs, "judges")
+    check_judges(config, inputs)
+
+
+def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
     prompts = inputs.get("prompts")
     # Of a checkpoint nothing is known before it is opened.
     data = prompts.call.config if prompts is not None and prompts.call is not None else None
     # An evaluation has one reply of each side.
     replies = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
-    for number, term in enumerate(config.rewards):
+    for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"rewards.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
+                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
                 "to compare it with"
             )
         for role in term.roles:
             if role not in inputs:
                 field = "model" if term.model is not None else "models"
-                raise ValueError(f"rewards.{number}.{field}: {role!r} is not allowed: there is no such input")
+                raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
             if isinstance(data, DataConfig) and column not in data.columns:
                 raise ValueError(
-                    f"rewards.{number}.{field}: {column!r} is not allowed: the dataset carries "
+                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
                     f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
                 )
 
@@ -234,6 +245,17 @@ PREFERENCES = register(
         results="stats.json",
     )
 )
+SPLIT_PREFERENCES = register(
+    StageKind(
+        "split_preferences",
+        SplitPreferencesConfig,
+        SplitPreferencesInputs,
+        Preferences,
+        "xray_runtime.stages.split_preferences:run",
+        computes=False,
+        results="stats.json",
+    )
+)
 REWARD_MODEL = register(
     StageKind(
         "reward_model",
@@ -359,7 +381,7 @@ EVALUATE = register(
         "xray_runtime.stages.evaluate:run",
         models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
         functions=_judges,
-        check=_check_terms,
+        check=_check_evaluation,
         shorten=_fewer_prompts,
         results="evaluation.json",
         sides=("policy", "against"),
@@ -374,7 +396,7 @@ COMPARE = register(
         "xray_runtime.stages.compare:run",
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
-        check=_check_terms,
+        check=_check_evaluation,
         results="comparison.json",
         sides=("policy", "champion"),
     )

@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
+from xray_runtime.config.rewards import source_names
 from xray_runtime.data.gold import import_function
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.tensor_file import same_trunk
@@ -43,29 +44,38 @@ log = logging.getLogger(__name__)
 
 
 class RewardSources:
-    """The `rewards` of a stage's config, with the reward models among its inputs.
+    """The `rewards` (or `judges`) of a stage's config, with the reward models among its inputs.
 
     Args:
+        field: of config and inputs.
         tokenizer: the policy's; None where only texts are judged.
         trunk: a checkpoint and how many top layers of it are trained, where its model can hold the reward models that
             share what is below those.
     """
 
-    def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None, trunk: tuple[Path, int] | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage[Any, Any],
+        tokenizer: Any = None,
+        trunk: tuple[Path, int] | None = None,
+        *,
+        field: Literal["rewards", "judges"] = "rewards",
+    ) -> None:
         config: JudgingConfig = stage.config
+        terms: list[RewardTerm] = getattr(config, field)
+        self._field = field
         self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
         self._journal = Journal(stage.kept, stage.kept_shared)
         self._terms: dict[str, RewardTerm] = {}
         self._fields: dict[str, str] = {}
         self._external: dict[str, Source] = {}
-        for number, term in enumerate(config.rewards):
-            source = self._free_name(term)
-            self._terms[source], self._fields[source] = term, f"{stage.name}.rewards.{number}"
+        for number, (source, term) in enumerate(zip(source_names(terms), terms, strict=True)):
+            self._terms[source], self._fields[source] = term, f"{stage.name}.{field}.{number}"
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
         self.weights = {source: term.weight for source, term in self._terms.items()}
 
-        models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
+        models = {f"{field}.{n}": model.path for n, model in enumerate(getattr(stage.inputs, field))}
         used = [role for role in models if any(role in term.roles for term in self._terms.values())]
         self._models = {role: models[role] for role in used}
         summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
@@ -83,17 +93,6 @@ class RewardSources:
                 path = self._models[role]
                 if reader.takes_tokens and same_trunk(path, *trunk):
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
-
-    def _free_name(self, term: RewardTerm) -> str:
-        """What the source is called in metrics and errors."""
-        kinds = {"service": term.service, "judge": term.judge}
-        kind = term.verifier.kind if term.verifier else next((k for k, section in kinds.items() if section), "")
-        name = base = term.function or "+".join(term.roles) or kind
-        number = 1
-        while name in self._terms:
-            number += 1
-            name = f"{base}-{number}"
-        return name
 
     def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
         if term.verifier is not None:
@@ -173,7 +172,7 @@ class RewardSources:
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: (of_branches or {})[role] for role in self.branches}
         values = {s: self._model_scores(term, answered) for s, term in self._terms.items() if term.roles}
-        keys = {source: self._journal.keys(source, batch) for source in self._external}
+        keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
             asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
@@ -192,6 +191,15 @@ class RewardSources:
     def scaled(self, scores: SourceScores) -> torch.Tensor:
         """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""
         return weighted_sum(scores, self.weights, self.moments)
+
+    def each(self, scores: SourceScores) -> dict[str, torch.Tensor]:
+        """Source → its part of that sum [B] float64; NaN where it has no score or does not apply."""
+        found = {}
+        for source, values in scores.values.items():
+            mean, deviation = self.moments.get(source, (0.0, 1.0))
+            scaled = (self.weights[source] or 1.0) * (values.double() - mean) / deviation
+            found[source] = torch.where(scores.applies[source], scaled, torch.nan)
+        return found
 
     def _applies(self, source: str, batch: Batch) -> torch.Tensor:
         term = self._terms[source]
@@ -228,8 +236,12 @@ class RewardSources:
         return {row: known[row] for row in rows}
 
     def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
-        """Raises RuntimeError where too many replies have no reward."""
-        without = weighted_sum(scores, self.weights).isnan()
+        """Raises RuntimeError where too many replies have no reward, or lack a judge's score."""
+        if self._field == "judges":  # each judges the rows that it applies to
+            judging = [scores.failed(source) for source, weight in self.weights.items() if weight]
+            without = torch.stack(judging).any(0) if judging else torch.zeros(0)
+        else:
+            without = weighted_sum(scores, self.weights).isnan()
         lost, total = int(without.sum()), len(without)
         if not lost:
             return
