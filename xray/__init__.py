@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.stages.artifacts import (
         Artifact,
+        Benchmark,
         Comparison,
         Dataset,
         Evaluation,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
+        BENCHMARK as benchmark,
         BEST_OF_N as best_of_n,
         COMPARE as compare,
         DPO as dpo,
@@ -64,6 +66,7 @@ _WHERE = {
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.stages.artifacts": (
         "Artifact",
+        "Benchmark",
         "Comparison",
         "Dataset",
         "Evaluation",

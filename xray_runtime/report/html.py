@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
+from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def write_report(
     records: list[StageRecord],
     samples: list[dict[str, Any]],
     config_yaml: str,
+    evaluations: SideBySide | None = None,
 ) -> None:
     """Write the report of a completed lifecycle.
 
@@ -34,8 +36,10 @@ def write_report(
         records: where each stage's metrics lie; a stage without any is left out.
         samples: prompt, before, after, and their scores.
         config_yaml: the resolved config.
+        evaluations: all that was measured of the policies.
     """
     drawn = [(record.name, _drawn(record)) for record in records]
+    compared = figure(evaluations) if evaluations is not None else None
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
     html = environment.get_template("report.html").render(
         run=lifecycle,
@@ -44,6 +48,8 @@ def write_report(
         figures=[(name, figure) for name, figure in drawn if figure],
         samples=samples,
         config=config_yaml,
+        evaluations=evaluations if evaluations is not None and evaluations.rows else None,
+        evaluations_figure=_svg(compared) if compared is not None else None,
     )
     write_atomic(path, html)
 

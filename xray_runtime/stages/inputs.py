@@ -96,6 +96,13 @@ class EvaluateInputs:
 
 
 @dataclass(frozen=True)
+class BenchmarkInputs:
+    policy: Model
+    prompts: Dataset | None = None
+    """Whose rows are asked; needed but by tasks that bring their own."""
+
+
+@dataclass(frozen=True)
 class CompareInputs:
     policy: Model
     champion: Model

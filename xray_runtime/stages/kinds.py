@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.benchmark import BenchmarkConfig, PassAtKSuite, PerplexitySuite, WordsSuite
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
@@ -32,6 +33,7 @@ from xray_runtime.report.findings import policy_findings
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
+    Benchmark,
     Comparison,
     Dataset,
     Evaluation,
@@ -41,6 +43,7 @@ from xray_runtime.stages.artifacts import (
 )
 from xray_runtime.stages.independence import check_judges
 from xray_runtime.stages.inputs import (
+    BenchmarkInputs,
     BestOfNInputs,
     CompareInputs,
     DPOInputs,
@@ -178,6 +181,37 @@ def _data_read(config: DataConfig) -> dict[str, str]:
 def _base_reads(config: HubModel) -> dict[str, str]:
     template = config.chat_template or ""
     return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+
+
+def _benchmark_models(config: Any) -> Layouts:
+    return {"policy": config.frozen} if isinstance(config, PerplexitySuite) else {"generator": config.generator}
+
+
+def _benchmark_reads(config: Any) -> dict[str, str]:
+    lists = config.lists if isinstance(config, WordsSuite) else {}
+    return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
+
+
+def _check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
+    if "prompts" not in inputs:
+        raise ValueError(f"prompts: is required with suite {config.suite!r}")
+    call = inputs["prompts"].call
+    data = call.config if call is not None else None
+    if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
+        raise ValueError(
+            "split: 'validation' is not allowed: the dataset has no such rows; set validation_fraction there"
+        )
+    column = config.verifier.column if isinstance(config, PassAtKSuite) else None
+    if column is not None and isinstance(data, DataConfig) and column not in data.columns:
+        raise ValueError(
+            f"verifier.column: {column!r} is not allowed: the dataset carries "
+            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+        )
+
+
+def _fewer_rows(config: Any) -> Any:
+    field = "num_rows" if isinstance(config, PerplexitySuite) else "num_prompts"
+    return config.model_copy(update={field: min(getattr(config, field), FEW_PROMPTS)})
 
 
 PREPARE = register(
@@ -385,6 +419,21 @@ EVALUATE = register(
         shorten=_fewer_prompts,
         results="evaluation.json",
         sides=("policy", "against"),
+    )
+)
+BENCHMARK = register(
+    StageKind(
+        "benchmark",
+        BenchmarkConfig,
+        BenchmarkInputs,
+        Benchmark,
+        "xray_runtime.stages.benchmark:run",
+        models=_benchmark_models,
+        outside=_benchmark_reads,
+        check=_check_benchmark,
+        shorten=_fewer_rows,
+        results="benchmark.json",
+        sides=("policy",),
     )
 )
 COMPARE = register(
