@@ -14,6 +14,7 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
+    BENCHMARK,
     DPO,
     EVALUATE,
     FRESH_BASE,
@@ -71,11 +72,22 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     scoring: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
     scoring |= {"generator": config.generator, "frozen": config.frozen}
     policy = start
+    policies = {"base" if config.sft is None else "sft": start}
     if config.dpo is not None:
         policy = DPO(start, pairs, name="dpo", **_fields(config.dpo) | trained)
+        policies["dpo"] = policy
     for number, stage in enumerate(config.ppo_stages, start=1):
         fields = _fields(stage) | trained | scoring
+        # A version that only pleases its reward is not the best.
+        fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
+        policies[f"ppo-{number}"] = policy
+    for name, suite in config.benchmarks.items():
+        # As everywhere else, where a suite does not say otherwise.
+        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
+        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
+        for stage, measured in policies.items():
+            BENCHMARK(measured, data, name=f"{name}-{stage}", **_fields(suite) | shared)
     # Of one reply to each prompt a judge that compares has nothing to say.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
+from xray_runtime.config.benchmark import BenchmarkConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import (
     EngineConfig,
@@ -132,6 +133,10 @@ class LifecycleConfig(Section):
     dpo: DPOConfig | None = None
     """Learning from `preferences` themselves; a reward model, of the same pairs, is then only shown."""
     evaluate: EvaluateSection = EvaluateSection()
+    benchmarks: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], BenchmarkConfig] = Field(
+        default_factory=dict
+    )
+    """Name → what every policy is measured by: the model that training starts from, and what comes of each stage."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""

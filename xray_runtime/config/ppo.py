@@ -61,6 +61,16 @@ class KLConfig(Section):
     a term of the policy's loss, whose expected gradient is the KL's for each estimator."""
 
 
+class ValidationConfig(Section):
+    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained."""
+
+    every: Count = 10
+    """Iterations from one look to the next; the first is before the first update, the last after the last."""
+    num_prompts: Annotated[int, Field(ge=2)] = 128
+    keep: Literal["best", "last"] = "best"
+    """Which version the stage ends with: the one with the highest mean score, or the last."""
+
+
 class PPOStageConfig(TrainingConfig):
     """One stage of policy gradients; each starts from the checkpoint of the one before."""
 
@@ -149,6 +159,8 @@ class PPOStageConfig(TrainingConfig):
     rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
     and the stage fails."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    validation: ValidationConfig | None = None
+    """None: the stage ends with its last version."""
 
     @property
     def rollout_size(self) -> int:
@@ -228,3 +240,6 @@ class PPOStageConfig(TrainingConfig):
 
 class PPOConfig(PPOStageConfig, JudgingConfig):
     """All that the stage kind `ppo` reads."""
+
+    judges: list[RewardTerm] = Field(default_factory=list)
+    """What scores in `validation`, in place of the rewards: a version that only pleases those is then not the best."""

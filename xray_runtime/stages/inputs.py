@@ -55,6 +55,8 @@ class PPOInputs:
     reference: Model | None = None
     """What the KL penalty is held against; the policy as it begins where absent."""
     rewards: list[RewardModel] = field(default_factory=list)
+    judges: list[RewardModel] = field(default_factory=list)
+    """What only looks on, in `validation`."""
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,17 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = 
                 )
 
 
+def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+    _check_rewards(config, inputs)
+    _check_terms(config, inputs, "judges")
+    if config.judges and config.validation is None:
+        raise ValueError("judges: are not allowed without validation: nothing asks them")
+    prompts = inputs["prompts"].call
+    data = prompts.config if prompts is not None else None
+    if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
+        raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
+
+
 def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
     if not config.has_reference and "reference" in inputs:
         raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
@@ -334,11 +345,12 @@ PPO = register(
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
         functions=_judges,
-        check=_check_rewards,
+        check=_check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("reward", ["reward/mean"]),
             ("gold score", ["reward/gold"]),
+            ("validation score", ["validation/score"]),
             ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
             ("entropy (nats a token)", ["policy/entropy"]),
             ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),

@@ -211,6 +211,7 @@ def attempt(
     kept: Path | None = None,
     kept_shared: SharedFolder | None = None,
     model: type[FakeModel] = FakeModel,
+    ends_with_last: bool = True,
     **fields: Any,
 ) -> FakeRecorder:
     """Run the stage over fake models."""
@@ -235,7 +236,8 @@ def attempt(
     recorder = FakeRecorder(out, newest)
     given = (runtime or RuntimeConfig(), open_models, functions or {}, kept, kept_shared)
     stage = Stage("ppo", 7, config, inputs, *given)
-    assert run(stage, out, recorder) == config.iterations  # type: ignore[arg-type]
+    done = run(stage, out, recorder)  # type: ignore[arg-type]
+    assert done == config.iterations or not ends_with_last
     return recorder
 
 
