@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         EVALUATE as evaluate,
         FRESH_BASE as fresh_base,
         KTO as kto,
+        LM_EVAL as lm_eval,
         PPO as ppo,
         PREFERENCES as preferences,
         PREPARE as prepare,

@@ -171,7 +171,6 @@ def _pattern(field: str, words: list[str] | str) -> re.Pattern[str]:
 def _side(stage: Stage[Any, BenchmarkInputs]) -> tuple[Path, Path]:
     """(the dataset, the file of the rows that are asked)."""
     config: SideConfig = stage.config
-    assert stage.inputs.prompts is not None
     dataset = stage.inputs.prompts.path
     if not (dataset / SIDES[config.split]).exists():
         raise ValueError(f"{stage.name}.split: the dataset has no {config.split} rows: set data.validation_fraction")

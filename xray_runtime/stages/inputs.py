@@ -100,8 +100,13 @@ class EvaluateInputs:
 @dataclass(frozen=True)
 class BenchmarkInputs:
     policy: Model
-    prompts: Dataset | None = None
-    """Whose rows are asked; needed but by tasks that bring their own."""
+    prompts: Dataset
+    """Whose rows are asked."""
+
+
+@dataclass(frozen=True)
+class LMEvalInputs:
+    policy: Model
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.preferences import (
     DatasetPreferences,
@@ -50,6 +52,7 @@ from xray_runtime.stages.inputs import (
     EvaluateInputs,
     FreshBaseInputs,
     KTOInputs,
+    LMEvalInputs,
     PPOInputs,
     PreferencesInputs,
     RewardBaseInputs,
@@ -204,8 +207,6 @@ def _benchmark_reads(config: Any) -> dict[str, str]:
 
 
 def _check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
-    if "prompts" not in inputs:
-        raise ValueError(f"prompts: is required with suite {config.suite!r}")
     call = inputs["prompts"].call
     data = call.config if call is not None else None
     if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
@@ -218,6 +219,11 @@ def _check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
             f"verifier.column: {column!r} is not allowed: the dataset carries "
             f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
         )
+
+
+def _check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
 
 
 def _fewer_rows(config: Any) -> Any:
@@ -444,6 +450,22 @@ BENCHMARK = register(
         outside=_benchmark_reads,
         check=_check_benchmark,
         shorten=_fewer_rows,
+        results="benchmark.json",
+        sides=("policy",),
+    )
+)
+LM_EVAL = register(
+    StageKind(
+        "lm_eval",
+        LMEvalConfig,
+        LMEvalInputs,
+        Benchmark,
+        "xray_runtime.stages.harness_task:run",
+        # One of them, by what the task asks for.
+        models=lambda config: {"policy": config.frozen, "generator": config.generator},
+        outside=lambda config: {"task": config.task},
+        check=_check_lm_eval,
+        shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
         results="benchmark.json",
         sides=("policy",),
     )

@@ -190,5 +190,5 @@ def test_what_cannot_be_measured_is_refused_as_the_graph_is_written(fields: dict
     with recording(), pytest.raises(ConfigError) as caught:
         xray.benchmark(xray.base(model="m"), xray.prepare(source="x.jsonl"), **fields)
     assert reason in str(caught.value)
-    with recording(), pytest.raises(ConfigError, match="prompts: is required with suite 'perplexity'"):
+    with recording(), pytest.raises(ConfigError, match=r"benchmark\.prompts: is required: a Dataset"):
         xray.benchmark(xray.base(model="m"), suite="perplexity")
