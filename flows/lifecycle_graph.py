@@ -86,8 +86,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         # As everywhere else, where a suite does not say otherwise.
         shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
         shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
-        for stage, measured in policies.items():
-            BENCHMARK(measured, data, name=f"{name}-{stage}", **_fields(suite) | shared)
+        for made_by, measured in policies.items():
+            BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
     # Of one reply to each prompt a judge that compares has nothing to say.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]

@@ -167,7 +167,7 @@ def _harness_model(
     config, tokenizer = stage.config, load_tokenizer(stage.inputs.policy.path)
     stops = stops_of(stage.inputs.policy.path, tokenizer)
 
-    class HarnessModel(TemplateLM):  # type: ignore[misc]
+    class HarnessModel(TemplateLM):
         backend = "causal"
 
         def __init__(self) -> None:

@@ -99,6 +99,7 @@ def test_roles_in_order() -> None:
         Role("prompts", Dataset, optional=False, many=False),
         Role("reference", Model, optional=True, many=False),
         Role("rewards", RewardModel, optional=True, many=True),
+        Role("judges", RewardModel, optional=True, many=True),
     ]
 
 
