@@ -15,7 +15,6 @@ from xray.tasks.output_directory import DIGESTS, LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.graph import Graph, StageCall, recording
 from xray_runtime.stages.identify import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
@@ -110,8 +109,6 @@ def _record(
         begin = time.perf_counter()
         result = show_cached(stage.result, list(stage.parents.values()), context, record.tracker, store)
         record.summary.stage_done(number, result, time.perf_counter() - begin)
-        if stage.call.kind.output is Evaluation:
-            record.summary.evaluated(result.checkpoint.path)
         shown[name] = result
         done(name)
     if ends.policy.name in shown and ends.evaluation.name in shown:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
+from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
+    BENCHMARK,
     DPO,
     EVALUATE,
     FRESH_BASE,
@@ -21,6 +24,7 @@ from xray_runtime.stages.kinds import (
     REWARD_BASE,
     REWARD_MODEL,
     SFT,
+    SPLIT_PREFERENCES,
 )
 from xray_runtime.store.manifest import MANIFEST
 
@@ -49,6 +53,13 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
 
     pairs = _preferences(config, start, data) if config.preferences is not None else None
+    judges: list[object] = [term.model_dump() for term in config.evaluate.judges]
+    if pairs is not None and config.evaluate.heldout_reward_model is not None:
+        share = {"heldout": config.evaluate.heldout_reward_model}
+        of_judge = SPLIT_PREFERENCES(pairs, name="judge-pairs", part="heldout", **share)
+        pairs = SPLIT_PREFERENCES(pairs, name="training-pairs", part="training", **share)
+        learning = _fields(config.reward or RewardConfig())
+        judges.insert(0, REWARD_MODEL(start, of_judge, name="judge", **learning | trained))
     rewards: list[object] = [term.model_dump() for term in config.rewards]
     if config.reward is not None:
         rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
@@ -58,19 +69,31 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields = _fields(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
-    judges: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
-    judges |= {"generator": config.generator, "frozen": config.frozen}
+    scoring: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
+    scoring |= {"generator": config.generator, "frozen": config.frozen}
     policy = start
+    policies = {"base" if config.sft is None else "sft": start}
     if config.dpo is not None:
         policy = DPO(start, pairs, name="dpo", **_fields(config.dpo) | trained)
+        policies["dpo"] = policy
     for number, stage in enumerate(config.ppo_stages, start=1):
-        fields = _fields(stage) | trained | judges
+        fields = _fields(stage) | trained | scoring
+        # A version that only pleases its reward is not the best.
+        fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
-    fields = _fields(config.evaluate) | judges
+        policies[f"ppo-{number}"] = policy
+    for name, suite in config.benchmarks.items():
+        # As everywhere else, where a suite does not say otherwise.
+        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
+        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
+        for made_by, measured in policies.items():
+            BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
     # Of one reply to each prompt a judge that compares has nothing to say.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
-    return Lifecycle(policy, EVALUATE(policy, start, data, rewards=shown, name="evaluate", **fields))
+    fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
+    evaluation = EVALUATE(policy, start, data, rewards=shown, judges=judges, name="evaluate", **fields)
+    return Lifecycle(policy, evaluation)
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle) -> Handle:

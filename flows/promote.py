@@ -149,10 +149,10 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
     ) as workspace:
         roles = {role: workspace.checkpoint(sha256) for role, sha256 in spec.parents.items()}
         config = dict(spec.config)
-        rewards = [_source(term, roles) for term in config.pop("rewards")]
+        sources = {of: [_source(term, roles) for term in config.pop(of)] for of in ("rewards", "judges")}
         seen = [handle for role, handle in roles.items() if role.partition(".")[0] == promotion.SEEN]
         compared = COMPARE(
-            roles["policy"], roles["champion"], roles["prompts"], rewards=rewards, seen=seen, name=STAGE, **config
+            roles["policy"], roles["champion"], roles["prompts"], seen=seen, name=STAGE, **sources, **config
         )
     return str(compared.result().sha256)
 
@@ -180,7 +180,7 @@ def review_markdown(seen: Review, place: LineageStore) -> str:
     # Of a table, the narrow dialog that asks would show the prompts alone.
     for sample in samples:
         lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
-        sides = [key for key in sample if key != "prompt" and not key.startswith(("reward_", "gold_"))]
+        sides = [key for key, said in sample.items() if key != "prompt" and isinstance(said, str)]
         lines += [f"- {side}: {_escape(str(sample[side]))}" for side in sides]
     return "\n".join(lines)
 

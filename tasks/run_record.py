@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.keys import exchange_keys
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.report.evaluations import figure
 from xray_runtime.store.shared import open_shared
 from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
@@ -93,6 +95,7 @@ class RunRecord:
             self.summary.ended("completed" if error is None else "failed")
             if error is None:
                 self.tracker.log_files(self.run_id, self.summary.path, self.summary.report)
+                self._log_evaluations()
             status = "FINISHED" if error is None else "KILLED" if is_cancelled(error) else "FAILED"
             self.tracker.finish(self.run_id, status)
 
@@ -112,6 +115,19 @@ class RunRecord:
             variables=forwarded_variables(),
             path=tuple(p for p in sys.path if p and "site-packages" not in p and Path(p).is_dir()),
         )
+
+    def _log_evaluations(self) -> None:
+        """All evaluations of the graph in the MLflow run of the whole: a table and a figure."""
+        table = self.summary.evaluations()
+        if table.rows:
+            run = self.tracker.run(self.run_id)
+            run.table("evaluations", ["policy", *table.columns], table.cells())
+            drawn = figure(table)
+            if drawn is not None:
+                with TemporaryDirectory() as directory:
+                    path = Path(directory) / "evaluations.png"
+                    drawn.savefig(path, dpi=150)
+                    run.picture(path)
 
     def _open_tracker(self) -> Tracker:
         # Of several processes that make the same new database, all but one fail.

@@ -17,7 +17,9 @@ from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.run_statement import begin_run, sign_run
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.recorder import METRICS, records_directory
@@ -39,6 +41,9 @@ class RunSummary:
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
+        self._measured: dict[int, Measured] = {}
+        self._evaluation: tuple[int, Path] | None = None
+        """The last one of the graph, whichever ends last."""
         self.content: dict[str, Any] = {
             "run_id": run_id,
             "flow_run_id": flow_run_id,
@@ -49,6 +54,7 @@ class RunSummary:
             "seconds": 0.0,
             "stages": [],
             "evaluation": None,
+            "evaluations": None,
             "registered": None,
         }
         self._write()
@@ -71,18 +77,25 @@ class RunSummary:
             "findings": self._findings(result),
         }
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
+        kind = find_kind(result.kind)
+        if kind is not None and kind.sides and kind.results:
+            self._measured[number] = measured(kind, result.checkpoint.path)
+            self.content["evaluations"] = as_json(self.evaluations())
+            if kind.output is Evaluation and (self._evaluation is None or self._evaluation[0] < number):
+                self._evaluation = number, result.checkpoint.path
+                text = (result.checkpoint.path / "evaluation.json").read_text(encoding="utf-8")
+                self.content["evaluation"] = json.loads(text)
         self._write()
+
+    def evaluations(self) -> SideBySide:
+        """All that was measured of the policies so far."""
+        names = {stage["checkpoint"]["sha256"]: stage["name"] for stage in self.content["stages"]}
+        return side_by_side([self._measured[n] for n in sorted(self._measured)], names)
 
     def _findings(self, result: StageResult) -> list[str]:
         kind = find_kind(result.kind)
         path = records_directory(self._output, result.name, result.key) / METRICS
         return [] if kind is None else list(kind.findings(read_metrics(path)))
-
-    def evaluated(self, directory: Path) -> None:
-        """Take the results of an evaluation's checkpoint."""
-        self.content["evaluation"] = json.loads((directory / "evaluation.json").read_text(encoding="utf-8"))
-        self._samples = directory / "samples.json"
-        self._write()
 
     def registered(self, registered: Mapping[str, str]) -> None:
         """Take what was registered last."""
@@ -113,10 +126,11 @@ class RunSummary:
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
         ]
-        samples = getattr(self, "_samples", None)
-        shown = json.loads(samples.read_text(encoding="utf-8")) if samples is not None else []
+        shown = []
+        if self._evaluation is not None:
+            shown = json.loads((self._evaluation[1] / "samples.json").read_text(encoding="utf-8"))
         config = yaml.safe_dump(self._record, sort_keys=False, allow_unicode=True)
-        write_report(self.report, self.content, records, shown, config)
+        write_report(self.report, self.content, records, shown, config, self.evaluations())
 
     def markdown(self, page: Callable[[str], str | None]) -> str:
         """A summary for Prefect's page; `page`: MLflow run → where people see it."""
@@ -127,6 +141,10 @@ class RunSummary:
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
         rows.append(("report", f"`{self.report}`"))
         lines = ["| result | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+        table = self.evaluations()
+        if len(self._measured) > 1:
+            lines += ["", f"| policy | {' | '.join(table.columns)} |", f"|---|{'---|' * len(table.columns)}"]
+            lines += [f"| {' | '.join(cells)} |" for cells in table.cells()]
         lines += ["", "| stage | seconds | computed | checkpoint | MLflow |", "|---|---|---|---|---|"]
         for s in self.content["stages"]:
             address = page(s["mlflow_run_id"])
@@ -146,11 +164,12 @@ class RunSummary:
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    if e["win_rate"] is not None:
-        low, high = e["win_rate_ci95"]
-        rows.append(("win rate", f"{e['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {e['samples']} prompts)"))
-    for name, title in (("gold", "gold score"), ("reward", "reward")):
+    rows = [] if e.get("judges") else [("win rate", "nothing judges")]
+    for name, found in (e.get("judges") or {}).items():
+        low, high = found["win_rate_ci95"]
+        title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
+        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {found['samples']} prompts)"))
+    for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
         if e[f"{name}_after"] is not None:
             rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))
     return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]

@@ -35,7 +35,7 @@ from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.planning.demand import check_call
 from xray_runtime.progress import open_progress
-from xray_runtime.stages.artifacts import TYPES, Artifact, Evaluation
+from xray_runtime.stages.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
 from xray_runtime.stages.identify import code_of
 from xray_runtime.store.function_digest import function_sources
@@ -293,10 +293,10 @@ class Workspace(Graph):
         taken = {
             handle.name
             for call in self.calls.values()
-            if call.kind.output is not Evaluation
+            if call.kind.output not in (Evaluation, Benchmark)
             for handle in call.parents.values()
         }
-        names = [n for n, c in self.calls.items() if n not in taken and c.kind.output is not Evaluation]
+        names = [n for n, c in self.calls.items() if n not in taken and c.kind.output not in (Evaluation, Benchmark)]
         finished = [self._tasks.finished(name) for name in names]
         return [self._result(stage) for stage in finished if stage is not None]
 
@@ -310,8 +310,6 @@ class Workspace(Graph):
             return value
         result = StageResult.model_validate(value)
         self.run_record.summary.stage_done(task.number, result, seconds)
-        if call.kind.output is Evaluation:
-            self.run_record.summary.evaluated(result.checkpoint.path)
         return result
 
     def _start_ahead(self) -> None:

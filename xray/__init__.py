@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.stages.artifacts import (
         Artifact,
+        Benchmark,
         Comparison,
         Dataset,
         Evaluation,
@@ -40,18 +41,21 @@ if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
+        BENCHMARK as benchmark,
         BEST_OF_N as best_of_n,
         COMPARE as compare,
         DPO as dpo,
         EVALUATE as evaluate,
         FRESH_BASE as fresh_base,
         KTO as kto,
+        LM_EVAL as lm_eval,
         PPO as ppo,
         PREFERENCES as preferences,
         PREPARE as prepare,
         REWARD_BASE as reward_base,
         REWARD_MODEL as reward_model,
         SFT as sft,
+        SPLIT_PREFERENCES as split_preferences,
     )
 
 _WHERE = {
@@ -63,6 +67,7 @@ _WHERE = {
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.stages.artifacts": (
         "Artifact",
+        "Benchmark",
         "Comparison",
         "Dataset",
         "Evaluation",

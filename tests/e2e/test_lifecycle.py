@@ -160,7 +160,7 @@ def test_a_change_computes_only_what_depends_on_it(first: Outcome, output: Path)
 
 def test_the_second_policy_is_compared_with_the_champion_and_promoted(first: Outcome, output: Path) -> None:
     """Both answer the same prompts on the real engines; what comes of it is a checkpoint like any other."""
-    name, gates = "xray-tiny-policy", {"min_win_rate": None, "max_gold_drop": None, "max_regression": 0.5}
+    name, gates = "xray-tiny-policy", {"min_win_rate": None, "max_judge_drop": None, "max_regression": 0.5}
     place, node = resolve(f"{name}/1", output, None)
     promote(place, review(place, node, name=name, gates=PromotionConfig(**gates)), by="Ada", note="the first")
     options = [f"--set=promotion.{gate}={'null' if value is None else value}" for gate, value in gates.items()]

@@ -69,6 +69,7 @@ OWNERS = {
     "megatron": {"xray_runtime/engines/training/megatron/"},
     "fsspec": {"xray_runtime/store/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
+    "lm_eval": {"xray_runtime/stages/harness_task.py"},
 }
 """Heavy library → the only places that import it."""
 

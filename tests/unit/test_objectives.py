@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import Branch, HeadedLM
+from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.models.objectives import (
     Objective,
     ReferenceObjective,
@@ -289,6 +290,21 @@ def test_a_separate_critic_learns_what_a_shared_one_learns(make_lm: MakeLM, as_r
     for name, gradient in gradients(module, loss).items():
         torch.testing.assert_close(gradient, in_policy[name], **EXACT)
     assert 0 < stats["value_clip_count"] < NUM_TOKENS
+
+
+def test_likelihood_of_a_reply_and_whether_it_is_the_greedy_one(make_lm: MakeLM, as_rows: AsRows) -> None:
+    lm = make_lm(1)
+    module = headed(lm)
+    greedy = [8, 100]
+    for _ in range(3):
+        greedy.append(int(distributions(lm, greedy[:1], [*greedy[1:], 0])[-1].argmax()))
+    pairs = [*PAIRS, (greedy[:2], greedy[2:]), (greedy[:2], [*greedy[2:4], (greedy[4] + 1) % 100])]
+    found = LikelihoodObjective().score(module, as_rows(pairs))
+    expected = torch.stack([reply_logprobs(lm, *pair).sum() for pair in pairs])
+    torch.testing.assert_close(found["loglikelihood"], expected.float())
+    # All but its last token are the likeliest in the last row too.
+    assert found["greedy"][-2:].tolist() == [1.0, 0.0]  # type: ignore[index, union-attr]
+    assert module.lm.get_output_embeddings().forward.__name__ == "forward"  # as it was
 
 
 OBJECTIVES: list[tuple[str, Objective]] = [

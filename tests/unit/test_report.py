@@ -269,18 +269,19 @@ def test_only_what_is_certain_is_coloured(tmp_path: Path, interval: list[float],
 
 def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
     none = dict.fromkeys(("gold_before", "gold_after", "gold_delta", "gold_delta_ci95"))
-    html = write(tmp_path, [sample(gold_before=None, gold_after=None)], judge="reward", **none)
+    html = write(tmp_path, [sample(gold_before=None, gold_after=None)], judge="judges.0", **none)
     text = Page(html).text
     assert "gold score" not in text
     assert "None" not in text
-    assert "win rate over the model before (by reward)" in text
+    assert "win rate over the model before (by judges.0)" in text
 
 
 def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
     assert "KL to the model before" in text
-    assert not any(word in text for word in ("win rate", "learned reward", "gold score", "None"))
+    assert "nothing judges" in text
+    assert not any(word in text for word in ("trained against, judges nothing", "gold score", "None"))
     write_report(tmp_path / "bare.html", lifecycle() | {"evaluation": None, "registered": None}, [], [], "")
     text = Page((tmp_path / "bare.html").read_text(encoding="utf-8")).text
     assert not any(word in text for word in ("KL", "Replies", "None"))

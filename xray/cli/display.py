@@ -183,10 +183,12 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
 
 
 def _results(e: dict[str, Any]) -> list[str]:
-    lines = []
-    if e["win_rate"] is not None:
+    lines = [] if e.get("judges") else ["win rate    nothing judges"]
+    for name, found in (e.get("judges") or {}).items():
+        shown = "" if found["judges"] else ", shown only"
         lines.append(
-            f"win rate    {e['win_rate']:.3f}  {_interval(e['win_rate_ci95'])}  over {e['samples']} held-out prompts"
+            f"win rate    {found['win_rate']:.3f}  {_interval(found['win_rate_ci95'])}  over {found['samples']} "
+            f"held-out prompts, by {name}{shown}"
         )
     for name, title in (("gold", "gold score"), ("reward", "reward    ")):
         if e[f"{name}_after"] is not None:

@@ -31,6 +31,32 @@ def bootstrap_interval(x: Tensor, num_samples: int, seed: int) -> tuple[float, f
     return float(x.mean()), low, high
 
 
+def bootstrap_ratio(x: Tensor, y: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:
+    """(ratio, low, high) of Σ`x` / Σ`y` [n] each: percentile bootstrap, 95%, over resampled pairs."""
+    x, y = x.double(), y.double()
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(len(x), (num_samples, len(x)), generator=generator)
+    ratios = x[index].sum(-1) / y[index].sum(-1)
+    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(x.sum() / y.sum()), low, high
+
+
+def pass_at_k(n: int, correct: Tensor, k: int) -> Tensor:
+    """Of `n` samples of each problem `correct` [P] are right: the unbiased estimate [P] float64 of the probability that
+    one of `k` ≤ `n` is, 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating large language models trained on
+    code"), as a product that no binomial overflows.
+
+    Raises:
+        ValueError: `k` is not between 1 and `n`.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k} must be from 1 to n = {n}")
+    # ∏ (n − c − i) / (n − i) over i < k: none of the k is right; 0 as soon as fewer than k are wrong.
+    i = torch.arange(k, dtype=torch.float64)
+    wrong = n - correct.double()[:, None]
+    return 1.0 - ((wrong - i).clamp(min=0) / (n - i)).prod(-1)
+
+
 def wins(a: Tensor, b: Tensor) -> Tensor:
     """1 where `a` beats `b`, 0 where it loses, ½ at a tie."""
     return (a > b).double() + 0.5 * (a == b).double()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
+    Fraction,
     NonNegative,
     Positive,
     Section,
     UnitInterval,
 )
 from xray_runtime.config.ppo import JudgingConfig
+from xray_runtime.config.rewards import ExternalReward, RewardTerm, source_names
 from xray_runtime.config.sampling import SamplingConfig
 
 
@@ -26,12 +28,48 @@ class EvaluateConfig(SamplingConfig):
     """Sample pairs in the report's table."""
 
 
+class EvaluateSection(EvaluateConfig):
+    """The evaluation of a lifecycle, with who judges."""
+
+    judges: list[ExternalReward] = Field(default_factory=list)
+    """Sources that judge beside `gold`, each by itself: functions, verifiers, services, models behind an address. None
+    may be among `rewards`."""
+    heldout_reward_model: Fraction | None = None
+    """Share of the preference pairs that `reward` and `dpo` never see: a reward model that is trained on them judges.
+    None: there is none."""
+
+
+GOLD = "gold"
+"""What the judge is called that `gold` names."""
+
+
 class EvaluationConfig(EvaluateConfig, JudgingConfig):
-    """All that the stage kinds `evaluate` and `compare` read."""
+    """All that the stage kinds `evaluate` and `compare` read. `rewards` are shown, and never decide a win."""
+
+    judges: list[RewardTerm] = Field(default_factory=list)
+    """Sources that judge beside `gold`, each by itself. What the policy was trained against cannot be one. A weight's
+    sign says which way is better; 0: it is shown and does not judge."""
+
+    @property
+    def judging(self) -> list[str]:
+        """Who decides wins, by name."""
+        named = zip(source_names(self.judges), self.judges, strict=True)
+        return ([GOLD] if self.gold is not None else []) + [name for name, term in named if term.weight]
+
+    @model_validator(mode="after")
+    def _roles(self) -> Self:
+        for field in ("rewards", "judges"):
+            for number, term in enumerate(getattr(self, field)):
+                for role in term.roles:
+                    if not role.startswith(f"{field}."):
+                        raise ValueError(f"{field}.{number}: {role!r} is not allowed: it must be one of {field}")
+        return self
 
 
 class PromotionConfig(Section):
-    """The gates between `candidate` and `champion`; None turns one off. No stage reads them, so no result changes."""
+    """The gates between `candidate` and `champion`; None turns one off. No stage reads them, so no result changes.
+
+    Wins and scores are those of independent judges alone, and of each of them."""
 
     min_win_rate: UnitInterval | None = 0.5
     """The lower end of the win rate's 95% interval, over the SFT model."""
@@ -39,8 +77,9 @@ class PromotionConfig(Section):
     """Nats a reply, to the SFT model."""
     max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
     """Length of replies after to before, and before to after."""
-    max_gold_drop: NonNegative | None = 0.0
-    """While the learned reward rises, the gold score may fall by no more: it is a sign of reward hacking."""
+    max_judge_drop: NonNegative | None = 0.0
+    """While the reward rises that the policy was trained against, the mean score of no judge may fall by more: it is a
+    sign of reward hacking."""
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
     """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
     the same seeds, may be this far below one half."""

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
+from xray_runtime.config.benchmark import BenchmarkConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import (
     EngineConfig,
@@ -24,7 +25,7 @@ from xray_runtime.config.engines import (
     UnitInterval,
     check_one_row_each,
 )
-from xray_runtime.config.evaluate import EvaluateConfig, PromotionConfig
+from xray_runtime.config.evaluate import EvaluateSection, PromotionConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, RatingPreferences
 from xray_runtime.config.prepare import DataConfig
@@ -130,8 +131,12 @@ class LifecycleConfig(Section):
     ppo: PPOSection | None = PPOSection()
     """None: the policy learns by `dpo`."""
     dpo: DPOConfig | None = None
-    """Learning from `preferences` themselves; a reward model then only judges in the evaluation."""
-    evaluate: EvaluateConfig = EvaluateConfig()
+    """Learning from `preferences` themselves; a reward model, of the same pairs, is then only shown."""
+    evaluate: EvaluateSection = EvaluateSection()
+    benchmarks: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], BenchmarkConfig] = Field(
+        default_factory=dict
+    )
+    """Name → what every policy is measured by: the model that training starts from, and what comes of each stage."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
@@ -227,23 +232,25 @@ class LifecycleConfig(Section):
             self._nothing_chosen()
         if (self.dpo is not None) == (self.ppo is not None):
             raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
-        trained = self.reward is not None
+        judged = self.evaluate.heldout_reward_model is not None
+        trained = self.reward is not None or judged
         if self.preferences is None and (trained or self.dpo is not None):
             raise ValueError(f"preferences must be set where {'a reward model' if trained else 'dpo'} is trained")
         if self.preferences is not None and not (trained or self.dpo is not None):
             raise ValueError("preferences must be null where no reward model is trained")
-        if trained and self.reward_ref is not None:
+        if self.reward is not None and self.reward_ref is not None:
             raise ValueError("reward must be null where reward_ref names a reward model")
-        if trained and self.reward_base is not None:
+        if self.reward is not None and self.reward_base is not None:
             raise ValueError("reward must be null where reward_base names a reward model")
         if self.reward_ref is not None and self.reward_base is not None:
             raise ValueError("reward_ref must be null where reward_base names a reward model")
-        if self.dpo is None and not (trained or self.reward_ref or self.reward_base or self.rewards):
+        if self.dpo is None and not (self.reward or self.reward_ref or self.reward_base or self.rewards):
             raise ValueError("rewards must name a source where reward, reward_ref and reward_base are null")
-        for number, term in enumerate(self.rewards):
-            for field, column in term.columns.items():
-                if column not in self.data.columns:
-                    raise ValueError(f"rewards.{number}.{field} = {column!r} must be one of data.columns")
+        for sources, terms in {"rewards": self.rewards, "evaluate.judges": self.evaluate.judges}.items():
+            for number, term in enumerate(terms):
+                for field, column in term.columns.items():
+                    if column not in self.data.columns:
+                        raise ValueError(f"{sources}.{number}.{field} = {column!r} must be one of data.columns")
         if isinstance(self.preferences, GoldPreferences) and self.gold is None:
             raise ValueError("gold must be set when preferences.source is 'gold'")
         if isinstance(self.preferences, RatingPreferences) and (self.data.source != "chitchat" or self.data.sources):

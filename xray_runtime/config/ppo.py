@@ -77,6 +77,16 @@ class LedgerConfig(Section):
     """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
 
 
+class ValidationConfig(Section):
+    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained."""
+
+    every: Count = 10
+    """Iterations from one look to the next; the first is before the first update, the last after the last."""
+    num_prompts: Annotated[int, Field(ge=2)] = 128
+    keep: Literal["best", "last"] = "best"
+    """Which version the stage ends with: the one with the highest mean score, or the last."""
+
+
 class PPOStageConfig(TrainingConfig):
     """One stage of policy gradients; each starts from the checkpoint of the one before."""
 
@@ -167,6 +177,8 @@ class PPOStageConfig(TrainingConfig):
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
+    validation: ValidationConfig | None = None
+    """None: the stage ends with its last version."""
 
     @property
     def rollout_size(self) -> int:
@@ -246,3 +258,6 @@ class PPOStageConfig(TrainingConfig):
 
 class PPOConfig(PPOStageConfig, JudgingConfig):
     """All that the stage kind `ppo` reads."""
+
+    judges: list[RewardTerm] = Field(default_factory=list)
+    """What scores in `validation`, in place of the rewards: a version that only pleases those is then not the best."""

@@ -88,3 +88,11 @@ PreferencesStageConfig = Annotated[
     Field(discriminator="source"),
 ]
 """All that the stage kind `preferences` reads."""
+
+
+class SplitPreferencesConfig(Section):
+    """One of two parts of preference pairs that share no prompt."""
+
+    part: Literal["training", "heldout"]
+    heldout: Fraction = 0.5
+    """Share of the prompts whose pairs are `heldout`, for a reward model that judges."""

@@ -56,6 +56,9 @@ class DataConfig(Section):
     """Prompts with more tokens than this, chat template included, are dropped, and counted."""
     heldout_fraction: Fraction = 0.05
     """Share of conversations kept out of all training."""
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the others that is kept out of training too, to choose checkpoints by; what is reported is on those that
+    `heldout_fraction` holds out."""
     max_conversations: Count | None = None
     """Read at most this many conversations (None: all)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -14,8 +15,8 @@ SOURCES = ("model", "models", "function", "verifier", "service", "judge")
 """Fields of which a term of the reward sets one."""
 Column = Annotated[str, Field(min_length=1)]
 """A column of the dataset, which `data.columns` carries along."""
-Role = Annotated[str, Field(pattern=r"^rewards\.\d+$")]
-"""An input: `rewards.0` is the first reward model."""
+Role = Annotated[str, Field(pattern=r"^(rewards|judges)\.\d+$")]
+"""An input: `rewards.0` is the first reward model, `judges.0` the first one that judges an evaluation."""
 Address = Annotated[str, Field(pattern=r"^https?://[^\s?#]+$"), AfterValidator(without_login)]
 
 
@@ -198,3 +199,18 @@ class RewardTerm(ExternalReward):
     def roles(self) -> list[str]:
         """The reward models that score."""
         return self.models or ([self.model] if self.model is not None else [])
+
+
+def source_names(terms: Sequence[RewardTerm]) -> list[str]:
+    """What each source is called in metrics, results and errors; no two alike."""
+    names: list[str] = []
+    for term in terms:
+        kinds = {"service": term.service, "judge": term.judge}
+        kind = term.verifier.kind if term.verifier else next((k for k, section in kinds.items() if section), "")
+        name = base = term.function or "+".join(term.roles) or kind
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}-{number}"
+        names.append(name)
+    return names

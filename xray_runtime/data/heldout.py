@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import xxhash
 
-from xray_runtime.data.pairs import PreferenceExample, prompt_text
+from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Pairs, PreferenceExample, prompt_text
+from xray_runtime.data.text_set import TextSet
 
 
 def is_held_out(seed: int, purpose: str, name: str, fraction: float) -> bool:
     """Whether `name` falls into the held-out share. Adding other names moves nothing."""
     digest = xxhash.xxh3_64_intdigest(f"{seed}\x1f{purpose}\x1f{name}".encode("utf-8", "surrogatepass"))
     return digest < fraction * 2**64
+
+
+def held_out_prompts(dataset: Path) -> TextSet:
+    """The prompts of a dataset that nothing may be trained on."""
+    there = [dataset / side for side in (HELDOUT, VALIDATION) if side == HELDOUT or (dataset / side).exists()]
+    return TextSet(text for path in there for text in Pairs(path, Example).prompt_texts())
 
 
 def split_by_prompt(

@@ -24,6 +24,8 @@ Messages = list[dict[str, Any]]
 
 TRAIN, HELDOUT = "train.arrow", "heldout.arrow"
 """The two sides of a dataset."""
+VALIDATION = "validation.arrow"
+"""Beside them, where one was asked for: what checkpoints are chosen by. Nothing is trained or reported on it."""
 
 BATCH_ROWS = 256
 

@@ -19,7 +19,7 @@ from xray_runtime.lineage.bundle import opened, take_in
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.stages.artifacts import Comparison, Evaluation
+from xray_runtime.stages.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.store.checkpoints import CHECKPOINTS, verify
 from xray_runtime.store.ref import CheckpointRef
 
@@ -86,7 +86,11 @@ def _newest(bundle: LineageStore, path: str) -> Node:
         for role, parent in node.manifest.parents.items()
         if role not in node.sides[:1]
     }
-    last = [node for sha, node in graph.nodes.items() if sha not in used and not node.is_a(Evaluation, Comparison)]
+    last = [
+        node
+        for sha, node in graph.nodes.items()
+        if sha not in used and not node.is_a(Evaluation, Benchmark, Comparison)
+    ]
     if len(last) != 1:
         names = ", ".join(sorted(node.directory.name for node in last)[:8]) or "none"
         raise ConfigError(f"{path!r} is not allowed: it ends in {len(last)} checkpoints ({names}): say {path}#REF")

@@ -1,7 +1,8 @@
 """The gates between a candidate and the champion: whose bounds count, and what each saw.
 
-Bounds are those of the lifecycle that made the candidate: its evaluation's signed statement carries them. A gate whose
-numbers are missing, null or NaN does not hold.
+Bounds are those of the lifecycle that made the candidate: its evaluation's signed statement carries them. Wins and
+scores are those of judges that the store shows to be independent of the candidate, and a gate holds where it holds for
+each of them. A gate whose numbers are missing, null or NaN does not hold; nor does one for which nobody judges.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.independence import not_independent
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
@@ -95,7 +97,12 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
 
 
 def check_gates(
-    candidate: Node, evaluation: Node | None, champion: str | None, comparison: Node | None, gates: PromotionConfig
+    graph: Graph,
+    candidate: Node,
+    evaluation: Node | None,
+    champion: str | None,
+    comparison: Node | None,
+    gates: PromotionConfig,
 ) -> list[Gate]:
     """Every gate that is on. One whose numbers are missing, null or NaN does not hold.
 
@@ -106,18 +113,15 @@ def check_gates(
     """
     if evaluation is None:
         return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
-    found = [
-        _gate(name, evaluation, check, bound)
-        for name, check in CHECKS.items()
-        if (bound := getattr(gates, name)) is not None
-    ]
+    bounds = {name: getattr(gates, name) for name in CHECKS}
+    found = [_gate(graph, name, evaluation, CHECKS[name], at) for name, at in bounds.items() if at is not None]
     if gates.max_regression is not None and champion is not None and champion != candidate.sha256:
         parents = comparison.manifest.parents if comparison is not None else {}
         if comparison is None or [parents.get(side) for side in comparison.sides] != [candidate.sha256, champion]:
             reason = f"the candidate was not compared with the champion {champion[:12]}"
             found.append(Gate(name="max_regression", passed=False, reason=reason))
         else:
-            found.append(_gate("max_regression", comparison, _regression, gates.max_regression))
+            found.append(_gate(graph, "max_regression", comparison, _regression, gates.max_regression))
     return found
 
 
@@ -129,39 +133,73 @@ def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
     return Gate(name="allowed_licenses", passed=not found, reason=reason)
 
 
-def _gate(name: str, node: Node, check: Check, bound: float) -> Gate:
+def _gate(graph: Graph, name: str, node: Node, check: Check, bound: float) -> Gate:
     try:
-        passed, reason = check(_Numbers(node), bound)
+        passed, reason = check(_Numbers(graph, node), bound)
     except _MissingError as error:
-        passed, reason = False, f"{error}: {name} cannot be checked (set promotion.{name}=null to go without)"
+        passed, reason = False, f"{error}: {name} cannot be checked ({error.remedy.format(name=name)})"
     return Gate(name=name, passed=passed, reason=reason)
 
 
 class _MissingError(ValueError):
     """A number that a gate needs is not there."""
 
+    remedy = "set promotion.{name}=null to go without"
+
+
+class _NobodyJudgesError(_MissingError):
+    remedy = "set gold, evaluate.judges or evaluate.heldout_reward_model, or promotion.{name}=null to go without"
+
 
 class _Numbers:
     """What an evaluation or a comparison found."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.has_gold = node.manifest.config.get("gold", True) is not None
-        self.judge = node.results.get("judge")
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self._graph, self._node = graph, node
 
     def __getitem__(self, name: str) -> float:
-        return self._finite(name, self._node.results.get(name))
+        return self.finite(name, self._node.results.get(name))
 
-    def low(self, name: str) -> float:
-        """The lower end of the 95% interval of `name`."""
-        interval = self._node.results.get(f"{name}_ci95")
-        return self._finite(f"{name}_ci95", interval[0] if isinstance(interval, list) and interval else interval)
+    def has(self, name: str) -> bool:
+        """Whether there is a number, or something that should be one."""
+        return self._node.results.get(name) is not None
 
-    def _finite(self, name: str, value: Any) -> float:
+    def judges(self) -> list[_Judged]:
+        """What each independent judge says; never none."""
+        results = self._node.results.get("judges")
+        said = {n: r for n, r in results.items() if isinstance(r, dict)} if isinstance(results, dict) else {}
+        said = {name: found for name, found in said.items() if found.get("judges") is True}
+        if not said:
+            raise _NobodyJudgesError(f"nothing judges {self._node.name}")
+        try:
+            dependent = not_independent(self._graph, self._node)
+        except ValueError as error:
+            raise _MissingError(str(error)) from None
+        independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
+        if not independent:
+            whys = "; ".join(f"{name}: {why}" for name, why in dependent.items())
+            raise _NobodyJudgesError(f"nobody who judges {self._node.name} is independent ({whys})")
+        return independent
+
+    def finite(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            shown = "null: nothing was judged" if name.startswith("win_rate") and value is None else json.dumps(value)
-            raise _MissingError(f"{name} of {self._node.name} is {shown}")
+            raise _MissingError(f"{name} of {self._node.name} is {json.dumps(value)}")
         return float(value)
+
+
+class _Judged(NamedTuple):
+    numbers: _Numbers
+    name: str
+    found: dict[str, Any]
+
+    def number(self, name: str) -> float:
+        return self.numbers.finite(f"{name} by {self.name}", self.found.get(name))
+
+    def low(self) -> float:
+        """The lower end of the win rate's 95% interval."""
+        interval = self.found.get("win_rate_ci95")
+        value = interval[0] if isinstance(interval, list) and interval else interval
+        return self.numbers.finite(f"win_rate_ci95 by {self.name}", value)
 
 
 Check = Callable[[_Numbers, float], tuple[bool, str]]
@@ -169,8 +207,9 @@ Check = Callable[[_Numbers, float], tuple[bool, str]]
 
 
 def _win_rate(e: _Numbers, bound: float) -> tuple[bool, str]:
-    low = e.low("win_rate")
-    return low >= bound, f"win rate {e['win_rate']:.3f}, 95% from {low:.3f}; at least {bound}"
+    judges = e.judges()
+    said = [f"{j.number('win_rate'):.3f}, 95% from {j.low():.3f} ({j.name})" for j in judges]
+    return all(j.low() >= bound for j in judges), f"win rate {', '.join(said)}; at least {bound}"
 
 
 def _kl(e: _Numbers, bound: float) -> tuple[bool, str]:
@@ -182,24 +221,27 @@ def _length(e: _Numbers, bound: float) -> tuple[bool, str]:
     return max(after / before, before / after) <= bound, f"length {before:.1f} → {after:.1f}; ratio at most {bound}"
 
 
-def _gold(e: _Numbers, bound: float) -> tuple[bool, str]:
-    if not e.has_gold:
-        return True, "the lifecycle has no gold score that could fall"
-    rise, delta = e["reward_after"] - e["reward_before"], e["gold_delta"]
-    text = f"learned reward {rise:+.3f}, gold score {delta:+.3f}; a fall of at most {bound}"
-    return rise <= 0 or -delta <= bound, text
+def _judge_drop(e: _Numbers, bound: float) -> tuple[bool, str]:
+    judges = e.judges()
+    said = ", ".join(f"{j.number('delta'):+.3f} ({j.name})" for j in judges)
+    fell = not all(-j.number("delta") <= bound for j in judges)
+    if not e.has("reward_after"):
+        return not fell, f"score {said}; a fall of at most {bound}"
+    rise = e["reward_after"] - e["reward_before"]
+    return rise <= 0 or not fell, f"reward {rise:+.3f}, score {said}; a fall of at most {bound}"
 
 
 def _regression(c: _Numbers, bound: float) -> tuple[bool, str]:
-    low = c.low("win_rate")
-    text = f"win rate over the champion {c['win_rate']:.3f}, 95% from {low:.3f} ({c.judge}, {c['samples']:.0f} prompts)"
-    return low >= 0.5 - bound, f"{text}; at most {bound} below one half"
+    judges = c.judges()
+    said = ", ".join(f"{j.number('win_rate'):.3f}, 95% from {j.low():.3f} ({j.name})" for j in judges)
+    text = f"win rate over the champion {said}, {c['samples']:.0f} prompts; at most {bound} below one half"
+    return all(j.low() >= 0.5 - bound for j in judges), text
 
 
 CHECKS: dict[str, Check] = {
     "min_win_rate": _win_rate,
     "max_kl": _kl,
     "max_length_ratio": _length,
-    "max_gold_drop": _gold,
+    "max_judge_drop": _judge_drop,
 }
 """Gate of the evaluation alone → what checks it."""

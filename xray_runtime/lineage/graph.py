@@ -15,7 +15,7 @@ from typing import Any
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.statement import Statement
-from xray_runtime.stages.artifacts import Artifact, Comparison, Dataset, Evaluation, Preferences, is_a
+from xray_runtime.stages.artifacts import Artifact, Benchmark, Comparison, Dataset, Evaluation, Preferences, is_a
 from xray_runtime.stages.kind import KINDS, StageKind, find_kind
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import Manifest
@@ -83,7 +83,7 @@ class Node:
     @property
     def sides(self) -> tuple[str, ...]:
         """Roles that an evaluation or comparison judges, the policy's first; of anything else there are none."""
-        if not self.is_a(Evaluation, Comparison):
+        if not self.is_a(Evaluation, Benchmark, Comparison):
             return ()
         return (self.kind and self.kind.sides) or SIDES
 

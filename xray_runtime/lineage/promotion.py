@@ -54,7 +54,7 @@ class ComparisonSpec(NamedTuple):
     """What a call of the stage kind `compare` takes."""
 
     config: dict[str, Any]
-    """Fields of an `EvaluationConfig`; terms of the reward name the roles `rewards.N`."""
+    """Fields of an `EvaluationConfig`; its sources name the roles `rewards.N` and `judges.N`."""
     parents: dict[str, str]
     """Role → sha256."""
     seed: int
@@ -125,7 +125,9 @@ def review(
     bounds = gates_for(store, candidate, gates, public)
     evaluation = evaluation_of(store.graph, candidate.sha256)
     champion = champion_of(store, name)
-    checked = check_gates(candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config)
+    checked = check_gates(
+        store.graph, candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config
+    )
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     failed = [gate.reason for gate in checked if not gate.passed]

@@ -17,7 +17,7 @@ from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.stages.artifacts import Comparison, Evaluation, Judgements
+from xray_runtime.stages.artifacts import Benchmark, Comparison, Evaluation, Judgements
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def prune(store: LineageStore, plan: Prune) -> None:
 
 
 def _judgements(graph: Graph, kept: set[str]) -> set[str]:
-    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Comparison)]
+    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
     # A comparison with a champion that is not kept would hold on to all champions there ever were.
     return {
         node.sha256
         for node in judged
-        if node.is_a(Evaluation) or all(node.manifest.parents.get(side) in kept for side in node.sides)
+        if node.is_a(Evaluation, Benchmark) or all(node.manifest.parents.get(side) in kept for side in node.sides)
     }

@@ -219,6 +219,8 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
         judges = [frozen("reward", shape=judged_by, scores_tokens=False)]
     elif config.reward is not None or config.reward_ref is not None:
         judges = [frozen("reward", scores_tokens=False)]
+    heldout = config.evaluate.heldout_reward_model is not None
+    of_its_own = [frozen("judge", scores_tokens=False)] if heldout else []
     separate = any(stage.critic_in_use == "separate" for stage in stages)
     response = _longest_reply(config)
     return Workload(
@@ -230,7 +232,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             *(judges if stages and not on_trunk else []),
             generator,
         ),
-        evaluated=(frozen("before"), frozen("after"), *judges, generator),
+        evaluated=(frozen("before"), frozen("after"), *judges, *of_its_own, generator),
         sequence_tokens=config.data.max_prompt_tokens + response,
         response_tokens=response,
         batch_size=min(

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
+from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
@@ -28,6 +29,7 @@ def write_report(
     records: list[StageRecord],
     samples: list[dict[str, Any]],
     config_yaml: str,
+    evaluations: SideBySide | None = None,
 ) -> None:
     """Write the report of a completed lifecycle.
 
@@ -36,8 +38,10 @@ def write_report(
         records: where each stage's metrics lie; a stage without any is left out.
         samples: prompt, before, after, and their scores.
         config_yaml: the resolved config.
+        evaluations: all that was measured of the policies.
     """
     drawn = [(record.name, _drawn(record)) for record in records]
+    compared = figure(evaluations) if evaluations is not None else None
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
     html = environment.get_template("report.html").render(
         run=lifecycle,
@@ -47,6 +51,8 @@ def write_report(
         rollouts=[(record.name, table) for record in records if (table := _rollouts(record))],
         samples=samples,
         config=config_yaml,
+        evaluations=evaluations if evaluations is not None and evaluations.rows else None,
+        evaluations_figure=_svg(compared) if compared is not None else None,
     )
     write_atomic(path, html)
 

@@ -55,12 +55,17 @@ class Evaluation(Artifact):
     """How a policy did against another: evaluation.json, samples.json, prompts.json."""
 
 
+class Benchmark(Artifact):
+    """What a policy can do by itself: benchmark.json, samples.json, prompts.json."""
+
+
 class Comparison(Artifact):
     """A candidate against a champion: comparison.json, samples.json, prompts.json."""
 
 
 TYPES: dict[str, type[Artifact]] = {
-    t.__name__: t for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Comparison)
+    t.__name__: t
+    for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Benchmark, Comparison)
 }
 """By the name that stands in a manifest."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import Report, Tokens
+from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.finite import naming
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Recorder
@@ -114,3 +116,11 @@ class PhaseClock:
         return {f"seconds/{name}": s for name, s in self.seconds.items()} | {
             "seconds/total": sum(self.seconds.values())
         }
+
+
+def save_policy(models: Mapping[str, ModelHandle], directory: Path) -> None:
+    """The policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
+    directory.mkdir(parents=True, exist_ok=True)
+    get(models["policy"].save.remote(directory, VALUE_HEAD))
+    if "critic" in models:
+        get(models["critic"].save.remote(directory / "critic", VALUE_HEAD))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
@@ -18,10 +17,8 @@ from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
-from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
-from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies, sample_replies
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.protocols import get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -53,12 +50,11 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
             replies = sample_replies(models["generator"], stage, paths[side], tokenizer, asked_ids)
         texts[side], lengths[side] = decode_replies(tokenizer, replies), [len(ids) for ids in replies]
         recorder.progress(number, 3, "steps", f"asked the {side}")
-    rewards = _rewards(stage, prompts, asked, texts, columns)
-    golds = gold_scores(stage, asked, texts)
+    panel = _judged(stage, prompts, asked, texts, columns)
     comparison: dict[str, Any] = {"samples": len(asked)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", rewards, golds)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel)
     comparison |= {f"length_{side}": float(np.mean(lengths[side])) for side in SIDES}
-    record_replies(out, recorder, "comparison", "compare", comparison, asked, texts, rewards, golds, config)
+    record_replies(out, recorder, "comparison", "compare", comparison, asked, texts, panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
@@ -86,21 +82,16 @@ def asked_prompts(
     return [found[i] for i in chosen], heldout.columns(chosen)
 
 
-def _rewards(
+def _judged(
     stage: Stage[EvaluationConfig, CompareInputs],
     prompts: list[Messages],
     asked: list[str],
     texts: dict[str, list[str]],
     columns: dict[str, list[Any]],
-) -> dict[str, torch.Tensor] | None:
-    """Side → reward of each reply [n], texts encoded as the reward models read them; None where nothing rewards."""
-    sources = RewardSources(stage)
-    if not sources.weights:
-        return None
-    found = {}
-    with stage.open_models(sources.specs()) as models:
+) -> Panel:
+    """What is said of each reply, texts encoded as each model reads them."""
+    scoring = Scoring(stage)
+    with stage.open_models(scoring.specs()) as models:
         for side in SIDES:
-            answers = get_all(sources.requests(models, prompts, texts[side]))
-            scores = sources.scores(answers, asked, texts[side], messages=prompts, columns=columns)
-            found[side] = sources.scaled(scores).double()
-    return found
+            scoring.score(side, models, prompts, asked, texts[side], columns)
+    return scoring.panel

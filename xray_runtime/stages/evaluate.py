@@ -18,8 +18,7 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
-from xray_runtime.stages.judging import gold_scores, judge, record_replies, sample_replies
-from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.stages.judging import Scoring, judge, record_replies, sample_replies
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
@@ -47,15 +46,14 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)
     asked = [prompt_text(messages) for messages, _ in prompts]
-    rewards = RewardSources(stage, tokenizer)
+    scoring = Scoring(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
-        **rewards.specs(),
+        **scoring.specs(),
         "generator": GeneratorSpec(before, limit + config.max_new_tokens, config.generator),
         "before": ModelSpec(before, ReferenceObjective(config.temperature), frozen=config.frozen),
         "after": ModelSpec(policy, ReferenceObjective(config.temperature), frozen=config.frozen),
     }
     replies: dict[str, list[list[int]]] = {}
-    scored: dict[str, torch.Tensor] = {}
     with stage.open_models(specs) as models:
         for version, side in enumerate(SIDES):
             if version:
@@ -70,18 +68,14 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             ended = [with_end_of_turn(reply, stops) for reply in replies[side]]
             tokens = text_rows([ids for _, ids in prompts], ended)
             said = [messages for messages, _ in prompts]
-            answers = get_all(rewards.requests(models, said, texts[side], tokens))
-            if rewards.weights:
-                sources = rewards.scores(answers, asked, texts[side], messages=said, columns=columns)
-                scored[side] = rewards.scaled(sources).double()
-    golds = gold_scores(stage, asked, texts)
+            scoring.score(side, models, said, asked, texts[side], columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(replies["after"]), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scored or None, golds)
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel)
     for side in SIDES:
         evaluation[f"length_{side}"] = float(np.mean([len(reply) for reply in replies[side]]))
         evaluation[f"distinct_2_{side}"] = distinct_n(replies[side], 2)
-    record_replies(out, recorder, "evaluation", "evaluate", evaluation, asked, texts, scored or None, golds, config)
+    record_replies(out, recorder, "evaluation", "evaluate", evaluation, asked, texts, scoring.panel, config)
     rate = evaluation["win_rate"]
     recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate {rate:.2f}")
     return 0

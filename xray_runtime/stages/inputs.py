@@ -30,6 +30,11 @@ class PreferencesInputs:
 
 
 @dataclass(frozen=True)
+class SplitPreferencesInputs:
+    preferences: Preferences
+
+
+@dataclass(frozen=True)
 class RewardModelInputs:
     policy: Model
     """What it starts from."""
@@ -50,6 +55,8 @@ class PPOInputs:
     reference: Model | None = None
     """What the KL penalty is held against; the policy as it begins where absent."""
     rewards: list[RewardModel] = field(default_factory=list)
+    judges: list[RewardModel] = field(default_factory=list)
+    """What only looks on, in `validation`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,21 @@ class EvaluateInputs:
     against: Model
     prompts: Dataset
     rewards: list[RewardModel] = field(default_factory=list)
+    """What the policy was trained against: shown, and no judge."""
+    judges: list[RewardModel] = field(default_factory=list)
+    """What it was not trained against."""
+
+
+@dataclass(frozen=True)
+class BenchmarkInputs:
+    policy: Model
+    prompts: Dataset
+    """Whose rows are asked."""
+
+
+@dataclass(frozen=True)
+class LMEvalInputs:
+    policy: Model
 
 
 @dataclass(frozen=True)
@@ -93,5 +115,6 @@ class CompareInputs:
     champion: Model
     prompts: Dataset
     rewards: list[RewardModel] = field(default_factory=list)
+    judges: list[RewardModel] = field(default_factory=list)
     seen: list[Artifact] = field(default_factory=list)
     """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""

@@ -146,8 +146,8 @@ class StageKind:
     """What its metrics say in plain words, where it cannot have learnt; in the summary."""
     results: str | None = None
     """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
-    sides: tuple[str, str] | None = None
-    """Of an evaluation: roles of the policy judged and of the one it is held against."""
+    sides: tuple[str, ...] | None = None
+    """Of an evaluation: roles of the policy judged and, where there is one, of the one it is held against."""
     title: str = ""
     """What it makes, for people: on the model card."""
 

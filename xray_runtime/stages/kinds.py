@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
+from xray_runtime.config.benchmark import BenchmarkConfig, PassAtKSuite, PerplexitySuite, WordsSuite
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.preferences import (
     DatasetPreferences,
@@ -22,6 +25,7 @@ from xray_runtime.config.preferences import (
     RatingPreferences,
     RewardedPreferences,
     SampledPreferences,
+    SplitPreferencesConfig,
 )
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
@@ -31,6 +35,7 @@ from xray_runtime.report.findings import evaluation_findings, policy_findings
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
+    Benchmark,
     Comparison,
     Dataset,
     Evaluation,
@@ -38,18 +43,22 @@ from xray_runtime.stages.artifacts import (
     Preferences,
     RewardModel,
 )
+from xray_runtime.stages.independence import check_judges
 from xray_runtime.stages.inputs import (
+    BenchmarkInputs,
     BestOfNInputs,
     CompareInputs,
     DPOInputs,
     EvaluateInputs,
     FreshBaseInputs,
     KTOInputs,
+    LMEvalInputs,
     PPOInputs,
     PreferencesInputs,
     RewardBaseInputs,
     RewardModelInputs,
     SFTInputs,
+    SplitPreferencesInputs,
 )
 from xray_runtime.stages.kind import Layouts, NoInputs, StageKind, register
 
@@ -63,11 +72,13 @@ def _gold(config: Any) -> list[str]:
 
 
 def _judges(config: Any) -> list[str]:
-    return _gold(config) + [term.function for term in getattr(config, "rewards", []) if term.function is not None]
+    terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
+    return _gold(config) + [term.function for term in terms if term.function is not None]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
-    models = [role for term in config.rewards for role in term.roles]
+    terms = [*config.rewards, *getattr(config, "judges", [])]
+    models = [role for term in terms for role in term.roles]
     return dict.fromkeys((*roles, *models), config.frozen)
 
 
@@ -86,28 +97,46 @@ def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     _check_terms(config, inputs)
 
 
-def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+def _check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> None:
+    _check_terms(config, inputs)
+    _check_terms(config, inputs, "judges")
+    check_judges(config, inputs)
+
+
+def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
     prompts = inputs.get("prompts")
     # Of a checkpoint nothing is known before it is opened.
     data = prompts.call.config if prompts is not None and prompts.call is not None else None
-    # An evaluation has one reply of each side.
-    replies = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
-    for number, term in enumerate(config.rewards):
+    # What judges, a validation or an evaluation, has one reply to a prompt.
+    groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
+    replies = groups if where == "rewards" else 1
+    for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"rewards.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
+                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
                 "to compare it with"
             )
         for role in term.roles:
             if role not in inputs:
                 field = "model" if term.model is not None else "models"
-                raise ValueError(f"rewards.{number}.{field}: {role!r} is not allowed: there is no such input")
+                raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
             if isinstance(data, DataConfig) and column not in data.columns:
                 raise ValueError(
-                    f"rewards.{number}.{field}: {column!r} is not allowed: the dataset carries "
+                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
                     f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
                 )
+
+
+def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+    _check_rewards(config, inputs)
+    _check_terms(config, inputs, "judges")
+    if config.judges and config.validation is None:
+        raise ValueError("judges: are not allowed without validation: nothing asks them")
+    prompts = inputs["prompts"].call
+    data = prompts.config if prompts is not None else None
+    if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
+        raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
 
 
 def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
@@ -167,6 +196,40 @@ def _data_read(config: DataConfig) -> dict[str, str]:
 def _base_reads(config: HubModel) -> dict[str, str]:
     template = config.chat_template or ""
     return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+
+
+def _benchmark_models(config: Any) -> Layouts:
+    return {"policy": config.frozen} if isinstance(config, PerplexitySuite) else {"generator": config.generator}
+
+
+def _benchmark_reads(config: Any) -> dict[str, str]:
+    lists = config.lists if isinstance(config, WordsSuite) else {}
+    return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
+
+
+def _check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
+    call = inputs["prompts"].call
+    data = call.config if call is not None else None
+    if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
+        raise ValueError(
+            "split: 'validation' is not allowed: the dataset has no such rows; set validation_fraction there"
+        )
+    column = config.verifier.column if isinstance(config, PassAtKSuite) else None
+    if column is not None and isinstance(data, DataConfig) and column not in data.columns:
+        raise ValueError(
+            f"verifier.column: {column!r} is not allowed: the dataset carries "
+            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+        )
+
+
+def _check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
+
+
+def _fewer_rows(config: Any) -> Any:
+    field = "num_rows" if isinstance(config, PerplexitySuite) else "num_prompts"
+    return config.model_copy(update={field: min(getattr(config, field), FEW_PROMPTS)})
 
 
 PREPARE = register(
@@ -234,6 +297,17 @@ PREFERENCES = register(
         results="stats.json",
     )
 )
+SPLIT_PREFERENCES = register(
+    StageKind(
+        "split_preferences",
+        SplitPreferencesConfig,
+        SplitPreferencesInputs,
+        Preferences,
+        "xray_runtime.stages.split_preferences:run",
+        computes=False,
+        results="stats.json",
+    )
+)
 REWARD_MODEL = register(
     StageKind(
         "reward_model",
@@ -278,11 +352,12 @@ PPO = register(
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
         functions=_judges,
-        check=_check_rewards,
+        check=_check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("reward", ["reward/mean"]),
             ("gold score", ["reward/gold"]),
+            ("validation score", ["validation/score"]),
             ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
             ("entropy (nats a token)", ["policy/entropy"]),
             ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),
@@ -359,11 +434,42 @@ EVALUATE = register(
         "xray_runtime.stages.evaluate:run",
         models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
         functions=_judges,
-        check=_check_terms,
+        check=_check_evaluation,
         shorten=_fewer_prompts,
         findings=evaluation_findings,
         results="evaluation.json",
         sides=("policy", "against"),
+    )
+)
+BENCHMARK = register(
+    StageKind(
+        "benchmark",
+        BenchmarkConfig,
+        BenchmarkInputs,
+        Benchmark,
+        "xray_runtime.stages.benchmark:run",
+        models=_benchmark_models,
+        outside=_benchmark_reads,
+        check=_check_benchmark,
+        shorten=_fewer_rows,
+        results="benchmark.json",
+        sides=("policy",),
+    )
+)
+LM_EVAL = register(
+    StageKind(
+        "lm_eval",
+        LMEvalConfig,
+        LMEvalInputs,
+        Benchmark,
+        "xray_runtime.stages.harness_task:run",
+        # One of them, by what the task asks for.
+        models=lambda config: {"policy": config.frozen, "generator": config.generator},
+        outside=lambda config: {"task": config.task},
+        check=_check_lm_eval,
+        shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
+        results="benchmark.json",
+        sides=("policy",),
     )
 )
 COMPARE = register(
@@ -375,7 +481,7 @@ COMPARE = register(
         "xray_runtime.stages.compare:run",
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
-        check=_check_terms,
+        check=_check_evaluation,
         results="comparison.json",
         sides=("policy", "champion"),
     )

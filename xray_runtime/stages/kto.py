@@ -18,9 +18,9 @@ import torch
 from xray_runtime.algorithms.preference_losses import kto_baseline
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PreferenceExample
+from xray_runtime.data.heldout import held_out_prompts
+from xray_runtime.data.pairs import HELDOUT, TRAIN, PreferenceExample
 from xray_runtime.data.replies import Replies, both_sides, encoded, from_verdicts, joined, mismatched
-from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import KTOObjective
@@ -108,7 +108,7 @@ def _data(
         parts[HELDOUT] = both_sides(heldout, HELDOUT_PAIRS)
     if inputs.verdicts is not None:
         assert inputs.data is not None
-        held_out = TextSet(Pairs(inputs.data.path / HELDOUT, Example).prompt_texts())
+        held_out = held_out_prompts(inputs.data.path)
         with (inputs.verdicts.path / VERDICTS).open(encoding="utf-8") as lines:
             found, counts = from_verdicts(map(json.loads, lines), held_out)
         sources.append(encoded(found, tokenizer))

@@ -42,6 +42,7 @@ from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
 from xray_runtime.stages.scoring import Scorer
+from xray_runtime.stages.validation import Validation
 from xray_runtime.stages.watch import Watch
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
@@ -54,8 +55,9 @@ if TYPE_CHECKING:
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; in watch.json why it
-    ended early, or went on in spite of a sign of a hacked reward."""
+    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; with `validation` the
+    version that is kept, and validation.json; in watch.json why it ended early, or went on in spite of a sign of
+    a hacked reward."""
     config, dataset = stage.config, stage.inputs.prompts.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
@@ -72,12 +74,17 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
     )
 
-    with stage.open_models(_models(stage, rewards)) as models:
+    place = (stage.kept or recorder.log_dir) / "versions"
+    validation = Validation(stage, rewards, tokenizer, sampling, stops, place)
+
+    with stage.open_models(_models(stage, rewards) | validation.specs()) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
-        parts = {"cursor": cursor, "kl": kl, "moments": moments, "skipped": skipped, "watch": watch.state}
-        state = Resumable(recorder, trained, [rollouts, watch, ledger], **parts)
+        remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.state}
+        state = Resumable(
+            recorder, trained, [rollouts, watch, ledger], cursor=cursor, kl=kl, moments=moments, **remembered
+        )
         for iteration in range(state.restore(), config.iterations):
             clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None
             with clock.phase("sync"):
@@ -85,9 +92,11 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                     sent = get(models["generator"].follow.remote(models["policy"], iteration))
                 probed = {"sync/mismatch": rollouts.probe(models["policy"], iteration)} if config.lag else {}
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
+                looked = validation.sample(models["generator"], iteration)
                 rollouts.ask(iteration)
                 rollout, sampled = rollouts.take()
             with clock.phase("score"):
+                probed |= validation.score(models, looked, iteration)
                 scored, replaced = scorer.score(rollout.prompts, sampled, iteration), 0
             for attempt in range(config.resample_rounds):
                 tied = scored.tied(rewards.weights, config.samples_per_prompt)
@@ -135,7 +144,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             watch.keep(models, iteration + 1)
             state.step_done(iteration + 1, config.iterations)
         ledger.show(recorder, tokenizer)
-        return watch.save(models, out)
+        return watch.finish(out) or validation.finish(models, out, config.iterations)
 
 
 def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:

@@ -18,7 +18,7 @@ from xray_runtime.config.preferences import (
     SampledPreferences,
 )
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.heldout import split_by_prompt
+from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
@@ -99,7 +99,7 @@ def _from_dataset(
     else:
         _, records = read_records("preferences.path", config.path, config.split)
     data = stage.inputs.data
-    asked = TextSet(Pairs(data.path / HELDOUT, Example).prompt_texts()) if data is not None else TextSet()
+    asked = held_out_prompts(data.path) if data is not None else TextSet()
     stats: dict[str, float] = {"dropped_prompt_held_out": 0}
 
     def kept() -> Iterator[PreferenceExample]:

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,
+    VALIDATION,
     Example,
     Messages,
     Pairs,
@@ -55,7 +57,8 @@ class Conversation(NamedTuple):
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow, heldout.arrow, stats.json (what was kept, and what was dropped and why) and dataset.json.
+    """Writes train.arrow, heldout.arrow, validation.arrow if asked for, stats.json (what was kept, and what was dropped
+    and why) and dataset.json.
 
     In one walk through the source; 16 bytes a pair and conversation are all that stays in memory.
 
@@ -68,8 +71,10 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     total, source = _read(config, absent)
-    both_sides = out / "heldout.unchecked.arrow"
-    with PairsWriter(out / TRAIN, Example) as train, PairsWriter(both_sides, Example) as heldout:
+    unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
+    with ExitStack() as files:
+        train = files.enter_context(PairsWriter(out / TRAIN, Example))
+        held = {side: files.enter_context(PairsWriter(path, Example)) for side, path in unchecked.items()}
         for number, (part, (conversation, pairs, columns, difficulty)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
@@ -78,7 +83,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     break
                 chosen.add(conversation)
             everyone.add(conversation)
-            held_out = is_held_out(stage.seed, "conversations", conversation, config.heldout_fraction)
+            held_out = _held_out(stage.seed, conversation, config)
             counts["read_without_reply"] += not pairs
             counts["read_pairs"] += len(pairs)
             if config.sources:
@@ -90,7 +95,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     counts[f"dropped_{reason}"] += 1
                     continue
                 example = Example(f"{number}-{place}", conversation, prompt, reply["content"], calls, columns)
-                (heldout if held_out else train).append(example)
+                (held[held_out] if held_out else train).append(example)
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1
                 if not held_out:
@@ -102,14 +107,21 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")
     if config.curriculum is not None:
         _reorder(out / TRAIN, np.argsort(np.array(difficulties), kind="stable"))
-    candidates = Pairs(both_sides, Example)
-    # Held-out conversations may begin with what a training one does.
-    unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
-    counts["train_pairs"], counts["heldout_pairs"] = train.count, write_pairs(out / HELDOUT, Example, unseen)
-    both_sides.unlink()
-    counts["dropped_heldout_prompt_seen_in_training"] = len(candidates) - counts["heldout_pairs"]
+    counts["train_pairs"] = train.count
+    for side, path in unchecked.items():
+        candidates, name = Pairs(path, Example), side.partition(".")[0]
+        if side == HELDOUT or config.validation_fraction:
+            # Held-out conversations may begin with what a training one does, or those of validation with held-out ones.
+            unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
+            counts[f"{name}_pairs"] = write_pairs(out / side, Example, unseen)
+            counts[f"dropped_{name}_prompt_seen_in_training"] = len(candidates) - counts[f"{name}_pairs"]
+            for text in Pairs(out / side, Example).prompt_texts():
+                asked.add(text)
+        path.unlink()
     counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
     counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
+    if config.validation_fraction and not counts["validation_pairs"]:
+        raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
     if not counts["train_pairs"] or not counts["heldout_pairs"]:
         dropped = {name: count for name, count in sorted(counts.items()) if name.startswith("dropped") and count}
         raise ValueError(
@@ -129,6 +141,13 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
     recorder.table("data_examples", ["prompt", "response"], asked_and_said)
     return 0
+
+
+def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
+    """The side that is not trained on, where it is of one."""
+    if is_held_out(seed, "conversations", conversation, config.heldout_fraction):
+        return HELDOUT
+    return VALIDATION if is_held_out(seed, "validation", conversation, config.validation_fraction) else None
 
 
 def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int, Conversation]]]:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
+from xray_runtime.config.rewards import source_names
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.rows import non_finite
 from xray_runtime.errors import NonFiniteError
@@ -48,29 +49,38 @@ TELLING = 8
 
 
 class RewardSources:
-    """The `rewards` of a stage's config, with the reward models among its inputs.
+    """The `rewards` (or `judges`) of a stage's config, with the reward models among its inputs.
 
     Args:
+        field: of config and inputs.
         tokenizer: the policy's; None where only texts are judged.
         trunk: a checkpoint and how many top layers of it are trained, where its model can hold the reward models that
             share what is below those.
     """
 
-    def __init__(self, stage: Stage[Any, Any], tokenizer: Any = None, trunk: tuple[Path, int] | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage[Any, Any],
+        tokenizer: Any = None,
+        trunk: tuple[Path, int] | None = None,
+        *,
+        field: Literal["rewards", "judges"] = "rewards",
+    ) -> None:
         config: JudgingConfig = stage.config
+        terms: list[RewardTerm] = getattr(config, field)
+        self._field = field
         self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
         self._journal = Journal(stage.kept, stage.kept_shared)
         self._terms: dict[str, RewardTerm] = {}
         self._fields: dict[str, str] = {}
         self._external: dict[str, Source] = {}
-        for number, term in enumerate(config.rewards):
-            source = self._free_name(term)
-            self._terms[source], self._fields[source] = term, f"{stage.name}.rewards.{number}"
+        for number, (source, term) in enumerate(zip(source_names(terms), terms, strict=True)):
+            self._terms[source], self._fields[source] = term, f"{stage.name}.{field}.{number}"
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
         self.weights = {source: term.weight for source, term in self._terms.items()}
 
-        models = {f"rewards.{n}": model.path for n, model in enumerate(stage.inputs.rewards)}
+        models = {f"{field}.{n}": model.path for n, model in enumerate(getattr(stage.inputs, field))}
         used = [role for role in models if any(role in term.roles for term in self._terms.values())]
         self._models = {role: models[role] for role in used}
         summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
@@ -88,17 +98,6 @@ class RewardSources:
                 path = self._models[role]
                 if reader.takes_tokens and same_trunk(path, *trunk):
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
-
-    def _free_name(self, term: RewardTerm) -> str:
-        """What the source is called in metrics and errors."""
-        kinds = {"service": term.service, "judge": term.judge}
-        kind = term.verifier.kind if term.verifier else next((k for k, section in kinds.items() if section), "")
-        name = base = term.function or "+".join(term.roles) or kind
-        number = 1
-        while name in self._terms:
-            number += 1
-            name = f"{base}-{number}"
-        return name
 
     def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
         if term.verifier is not None:
@@ -181,7 +180,7 @@ class RewardSources:
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
-        keys = {source: self._journal.keys(source, batch) for source in self._external}
+        keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
             asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
@@ -202,6 +201,15 @@ class RewardSources:
     def scaled(self, scores: SourceScores) -> torch.Tensor:
         """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""
         return weighted_sum(scores, self.weights, self.moments)
+
+    def each(self, scores: SourceScores) -> dict[str, torch.Tensor]:
+        """Source → its part of that sum [B] float64; NaN where it has no score or does not apply."""
+        found = {}
+        for source, values in scores.values.items():
+            mean, deviation = self.moments.get(source, (0.0, 1.0))
+            scaled = (self.weights[source] or 1.0) * (values.double() - mean) / deviation
+            found[source] = torch.where(scores.applies[source], scaled, torch.nan)
+        return found
 
     def _applies(self, source: str, batch: Batch) -> torch.Tensor:
         term = self._terms[source]
@@ -256,7 +264,11 @@ class RewardSources:
         total_reward = weighted_sum(scores, self.weights)
         if total_reward.isinf().any():
             raise NonFiniteError(f"{self._stage}: the weighted sum of the scores is infinite")
-        without = total_reward.isnan()
+        if self._field == "judges":  # each judges the rows that it applies to
+            judging = [scores.failed(source) for source, weight in self.weights.items() if weight]
+            without = torch.stack(judging).any(0) if judging else torch.zeros(0)
+        else:
+            without = total_reward.isnan()
         lost, total = int(without.sum()), len(without)
         if not lost:
             return

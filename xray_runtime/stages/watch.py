@@ -23,9 +23,9 @@ from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, Sig
 from xray_runtime.algorithms.statistics import variety
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.stages.answer import Answer
-from xray_runtime.stages.artifacts import VALUE_HEAD
+from xray_runtime.stages.common import save_policy
 from xray_runtime.stages.experience import metric_name
-from xray_runtime.workers.protocols import ModelHandle, get
+from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -155,24 +155,19 @@ class Watch:
         if not self._keeps or updates % self._config.window:
             return
         with self._writing(f"{KEPT}{updates:06d}") as temporary:
-            temporary.mkdir()
             save_policy(models, temporary)
         # What an attempt before this one kept later is written anew when it is time.
         for old in [kept for kept in self._kept() if kept <= updates][:-2]:
             shutil.rmtree(self._directory / f"{KEPT}{old:06d}")
 
-    def save(self, models: Mapping[str, ModelHandle], out: Path) -> int:
-        """Write the policy that the stage ends with, and what was seen; returns its number of updates."""
-        updates = self._stage.config.iterations
-        if self.end is None:
-            save_policy(models, out)
-        else:
-            updates = self.end
-            shutil.copytree(self._directory / f"{KEPT}{updates:06d}", out, dirs_exist_ok=True)
+    def finish(self, out: Path) -> int | None:
+        """Write what was seen, and of a stage that ends early the kept policy; returns its number of updates."""
+        if self.end is not None:
+            shutil.copytree(self._directory / f"{KEPT}{self.end:06d}", out, dirs_exist_ok=True)
         if self._keeps and self.state.seen:
-            record = {"ended_early": self.end is not None, "iterations": updates, "seen": self.state.seen}
+            record = {"ended_early": self.end is not None, "iterations": self.end, "seen": self.state.seen}
             (out / RECORD).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
-        return updates
+        return self.end
 
     def save_state(self, directory: Path) -> None:
         """The kept policies in a snapshot, from which another machine may go on."""
@@ -208,13 +203,6 @@ def read_answers(checkpoint: Path) -> list[Answer]:
     path = checkpoint / RECORD
     seen = json.loads(path.read_text(encoding="utf-8"))["seen"] if path.is_file() else []
     return [Answer(entry["go_on"], entry["by"], entry["note"]) for entry in seen if "by" in entry]
-
-
-def save_policy(models: Mapping[str, ModelHandle], out: Path) -> None:
-    """Write the policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
-    get(models["policy"].save.remote(out, VALUE_HEAD))
-    if "critic" in models:
-        get(models["critic"].save.remote(out / "critic", VALUE_HEAD))
 
 
 def _link(source: str, target: str) -> None:

@@ -101,6 +101,10 @@ class Tracker:
         for path in paths:
             self.client.log_artifact(run_id, str(path))
 
+    def run(self, run_id: str) -> StageRun:
+        """A run that there is already, to log into."""
+        return StageRun(self, run_id)
+
     def stage_run(
         self,
         parent_run_id: str,

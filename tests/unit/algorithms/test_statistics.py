@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
+from fractions import Fraction
 
 import pytest
 import torch
 
-from xray_runtime.algorithms.statistics import bootstrap_interval, distinct_n, explained_variance, variety, wins
+from xray_runtime.algorithms.statistics import (
+    bootstrap_interval,
+    bootstrap_ratio,
+    distinct_n,
+    explained_variance,
+    pass_at_k,
+    variety,
+    wins,
+)
 
 
 def test_explained_variance_by_hand() -> None:
@@ -89,3 +99,46 @@ def test_variety_of_replies() -> None:
     held = [{*zip(r, r[1:], r[2:], strict=False)} for r in replies]
     most = max(sum(run in runs for runs in held) for run in set.union(*held))
     assert varied(*replies) == pytest.approx((sum(pairs) / 6, most / 6))
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
+    # Of 5 samples 2 are right: 10 pairs, 3 of them without a right one; 10 triples, 1 of them.
+    right = torch.tensor([0, 2, 5])
+    assert pass_at_k(5, right, 1).tolist() == pytest.approx([0.0, 0.4, 1.0], abs=1e-15)
+    assert pass_at_k(5, right, 2).tolist() == pytest.approx([0.0, 0.7, 1.0], abs=1e-15)
+    assert pass_at_k(5, right, 3).tolist() == pytest.approx([0.0, 0.9, 1.0], abs=1e-15)
+    # Counted out, and where a binomial has 300 digits.
+    for n, c, k in ((7, 3, 4), (6, 1, 5), (9, 9, 2), (8, 4, 8)):
+        subsets = list(itertools.combinations(range(n), k))
+        share = sum(any(i < c for i in subset) for subset in subsets) / len(subsets)
+        assert float(pass_at_k(n, torch.tensor([c]), k)) == pytest.approx(share, abs=1e-12)
+    exact = 1 - Fraction(math.comb(1990, 500), math.comb(2000, 500))
+    assert float(pass_at_k(2000, torch.tensor([10]), 500)) == pytest.approx(float(exact), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Over all outcomes of n tries that succeed with p each, its mean is 1 − (1 − p)^k."""
+    n, p = 6, 0.3
+    weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    for k in range(1, n + 1):
+        estimates = pass_at_k(n, torch.arange(n + 1), k).tolist()
+        mean = sum(w * e for w, e in zip(weights, estimates, strict=True))
+        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+        # What takes the share of right ones to the power instead is not.
+        wrong = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(weights))
+        assert (k == 1) == (wrong == pytest.approx(mean, abs=1e-6))
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_more_tries_than_samples_say_nothing(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k = {k} must be from 1 to n = 3"):
+        pass_at_k(3, torch.tensor([1]), k)
+
+
+def test_the_interval_of_a_ratio() -> None:
+    x, y = torch.tensor([2.0, 6.0]), torch.tensor([1.0, 3.0])
+    # Each row's ratio is 2, and so is that of every resample.
+    assert bootstrap_ratio(x, y, 100, 0) == (2.0, 2.0, 2.0)
+    ratio, low, high = bootstrap_ratio(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 3.0]), 2000, 0)
+    # 10 / 4; of the resamples a quarter each are 1 / 1 and 9 / 3.
+    assert (ratio, low, high) == (2.5, 1.0, 3.0)

@@ -65,8 +65,15 @@ def rollouts(iteration: int) -> bytes:
     return Shard(iteration, None, table).to_bytes()
 
 
+def judged(win_rate: float, delta: float) -> dict[str, Any]:
+    """What one judge of an evaluation says."""
+    interval = [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)]
+    return {"judges": True, "samples": 6, "win_rate": win_rate, "win_rate_ci95": interval, "delta": delta}
+
+
 def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:
     evaluation = {
+        "judges": {"gold": judged(win_rate, gold_delta)},
         "samples": len(asked),
         "judge": "gold",
         "win_rate": win_rate,

@@ -11,35 +11,50 @@ import pytest
 import torch
 
 from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.rewards import RegexVerifier, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.stages.artifacts import Artifact, Dataset, Model
 from xray_runtime.stages.compare import asked_prompts
 from xray_runtime.stages.inputs import CompareInputs
-from xray_runtime.stages.judging import judge
+from xray_runtime.stages.judging import Panel, judge
 from xray_runtime.stages.kind import Stage
 
 CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
+BRIEF = RewardTerm(verifier=RegexVerifier(pattern="^.{0,9}$"))
 
 
-def test_gold_judges_where_there_is_one() -> None:
+def test_each_judge_decides_by_itself_and_rewards_decide_nothing() -> None:
     rewards = {"candidate": torch.tensor([2.0, 2.0]), "champion": torch.tensor([1.0, 1.0])}
     golds = {"candidate": torch.tensor([0.0, 0.5]), "champion": torch.tensor([1.0, 0.5])}
-    content = judge(CONFIG, 0, "compare", "candidate", "champion", rewards, golds)
-    assert content["judge"] == "gold"
+    other = {"candidate": torch.tensor([3.0, 3.0]), "champion": torch.tensor([1.0, 2.0])}
+    shown = {"candidate": torch.tensor([0.0, 0.0]), "champion": torch.tensor([9.0, 9.0])}
+    config = CONFIG.model_copy(update={"gold": "vader", "judges": [BRIEF, BRIEF.model_copy(update={"weight": 0.0})]})
+    assert config.judging == ["gold", "regex"]
+    panel = Panel({"gold": golds, "regex": other, "regex-2": shown}, rewards)
+    content = judge(config, 0, "compare", "candidate", "champion", panel)
+    assert content["judge"] == "gold"  # the strictest of those that judge
     assert content["win_rate"] == 0.25  # one lost, one tied: (0 + ½) / 2
+    assert {name: (found["win_rate"], found["judges"]) for name, found in content["judges"].items()} == {
+        "gold": (0.25, True),
+        "regex": (1.0, True),
+        "regex-2": (0.0, False),
+    }
+    assert (content["judges"]["regex"]["delta"], content["judges"]["regex"]["score_champion"]) == (1.5, 1.5)
     assert content["gold_delta"] == -0.5  # (−1 + 0) / 2
     assert content["reward_delta"] == 1.0
     assert content["reward_delta_ci95"] == [1.0, 1.0]  # every difference is 1, whatever is drawn
     assert (content["gold_champion"], content["gold_candidate"]) == (0.75, 0.25)
-    alone = judge(CONFIG, 0, "compare", "candidate", "champion", rewards, None)
-    assert (alone["judge"], alone["win_rate"]) == ("reward", 1.0)
+    # What it was trained against says nothing of who wins.
+    alone = judge(CONFIG, 0, "compare", "candidate", "champion", Panel({}, rewards))
+    assert (alone["judge"], alone["win_rate"], alone["judges"], alone["reward_delta"]) == (None, None, {}, 1.0)
     assert (alone["gold_delta"], alone["gold_candidate"]) == (None, None)
 
 
 def test_nothing_judges_where_there_is_neither() -> None:
-    content = judge(CONFIG, 0, "compare", "candidate", "champion", None, None)
+    content = judge(CONFIG, 0, "compare", "candidate", "champion", Panel())
+    assert content.pop("judges") == {}
     assert set(content) == {
         *("judge", "win_rate", "win_rate_ci95"),
         *(f"{kind}_{what}" for kind in ("reward", "gold") for what in ("delta", "delta_ci95", "champion", "candidate")),

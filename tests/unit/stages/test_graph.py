@@ -194,7 +194,8 @@ def test_the_innermost_graph_counts() -> None:
         (lambda data, base: xray.sft(base, data, data=data), "sft.data: given twice"),
         (
             lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),
-            "ppo.refrence: unknown input (did you mean reference?); ppo takes policy, prompts, reference, rewards",
+            "ppo.refrence: unknown input (did you mean reference?); ppo takes policy, prompts, reference, rewards, "
+            "judges",
         ),
         (lambda data, base: xray.prepare(dta=data), "prepare.dta: unknown input; prepare takes none"),
         (

@@ -85,7 +85,7 @@ def test_a_body_may_be_named() -> None:
 
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
     expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
-    expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model"}
+    expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model", "split_preferences", "benchmark", "lm_eval"}
     assert {name for name, kind in KINDS.items() if kind.registered_in == "xray_runtime.stages.kinds"} == expected
     for name in expected:
         kind = KINDS[name]
@@ -99,6 +99,7 @@ def test_roles_in_order() -> None:
         Role("prompts", Dataset, optional=False, many=False),
         Role("reference", Model, optional=True, many=False),
         Role("rewards", RewardModel, optional=True, many=True),
+        Role("judges", RewardModel, optional=True, many=True),
     ]
 
 
@@ -238,6 +239,8 @@ def test_shortened_configs_are_still_allowed() -> None:
         "preferences": {"gold": "vader"},
         "ppo": {"rewards": [{"function": "x:y"}]},
         "reward_base": {"model": "x"},
+        "split_preferences": {"part": "heldout"},
+        "lm_eval": {"task": "task"},
     }
     for name, kind in KINDS.items():
         config = kind.validated(values.get(name, {}))

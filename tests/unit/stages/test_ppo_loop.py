@@ -213,6 +213,7 @@ def attempt(
     kept_shared: SharedFolder | None = None,
     model: type[FakeModel] = FakeModel,
     updates: int | None = None,
+    ends_with_last: bool = True,
     **fields: Any,
 ) -> FakeRecorder:
     """Run the stage over fake models. `updates`: iterations that the policy it ends with has learned from; all."""
@@ -237,7 +238,8 @@ def attempt(
     recorder = FakeRecorder(out, newest)
     given = (runtime or RuntimeConfig(), open_models, functions or {}, kept, kept_shared)
     stage = Stage("ppo", 7, config, inputs, *given)
-    assert run(stage, out, recorder) == (updates or config.iterations)  # type: ignore[arg-type]
+    done = run(stage, out, recorder)  # type: ignore[arg-type]
+    assert done == (updates or config.iterations) or not ends_with_last
     return recorder
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, Pairs, prompt_text
 from xray_runtime.stages.kind import NoInputs, Stage
 from xray_runtime.stages.prepare import run
@@ -272,3 +273,26 @@ def test_ground_truth_is_carried_along(tmp_path: Path) -> None:
         ValueError, match="columns = \\['answer'\\] must be empty with source = 'chitchat', which has none"
     ):
         DataConfig(columns=["answer"])
+
+
+def test_rows_to_choose_by_are_in_neither_other_side(tmp_path: Path) -> None:
+    # Every prompt stands in two conversations.
+    rows = [{"prompt": f"question {i // 2}", "completion": f"answer {i}"} for i in range(2000)]
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    train, heldout, _, _ = prepare(tmp_path / "a", source=source, heldout_fraction=0.2)
+    assert not (tmp_path / "a" / "validation.arrow").exists()
+    kept, same, stats, _ = prepare(tmp_path / "b", source=source, heldout_fraction=0.2, validation_fraction=0.25)
+    validation = list(Pairs(tmp_path / "b" / "validation.arrow", Example))
+    prompts = [{prompt_text(e.prompt) for e in side} for side in (kept, same, validation)]
+    assert not prompts[0] & prompts[1]
+    assert not prompts[0] & prompts[2]
+    assert not prompts[1] & prompts[2]
+    # Held-out rows whose prompt stood in training may stand in it no more; nothing else moves.
+    assert {e.id for e in heldout} <= {e.id for e in same}
+    assert {e.id for e in kept} <= {e.id for e in train}
+    assert stats["validation_pairs"] == len(validation) > 20
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {
+        *("train.arrow", "heldout.arrow", "validation.arrow", "stats.json", "dataset.json")
+    }
+    assert all(text in held_out_prompts(tmp_path / "b") for side in prompts[1:] for text in side)
+    assert not any(text in held_out_prompts(tmp_path / "b") for text in prompts[0])

@@ -119,7 +119,9 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not fit together")
     questions = frozenset(asked)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
-    foreign = {text for text in questions if text not in heldout} if heldout is not None else None
+    # Only a dataset that was asked for them has rows to choose checkpoints by.
+    chosen_by = prompts.of(node.manifest.dataset or "", "validation") or TextSet()
+    foreign = {t for t in questions if t not in heldout and t not in chosen_by} if heldout is not None else None
     if foreign:
         yield Finding(node.name, "evaluation-foreign", f"{len(foreign)} prompts, for example {min(foreign)[:80]!r}")
     judged = [node.manifest.parents[role] for role in node.sides if role in node.manifest.parents]

@@ -1,0 +1,129 @@
+"""Who may judge a candidate, as the store shows it: gates close where nobody does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.lineage.synthetic import Lifecycle, judged, preferences, weights
+from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
+from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.independence import not_independent
+from xray_runtime.lineage.reference import open_lineage_store
+
+GOOD = PromotionConfig(min_win_rate=0.3, max_judge_drop=0.0)
+CLOSED = "set gold, evaluate.judges or evaluate.heldout_reward_model, or promotion."
+
+
+def reward_model(life: Lifecycle, stage: str, pairs: str, seed: str | None = None) -> None:
+    head = {"reward_head/head.safetensors": weights(f"{seed or stage} head", 100)}
+    files = {"config.json": b"{}", "model.safetensors": weights(seed or stage)} | head
+    life.add(stage, "reward_model", files | {"reward.json": b"{}"}, {"policy": "sft", "data": pairs})
+
+
+def pairs(life: Lifecycle, stage: str, numbers: range, source: str = "preferences") -> None:
+    files = {"train.arrow": preferences(numbers), "heldout.arrow": preferences(range(90, 95)), "stats.json": b"{}"}
+    life.add(stage, "preferences", files, {"policy": "sft", "data": "prepare"}, {"lr": 1e-3, "stage": stage})
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Lifecycle:
+    """Its reward model learnt from pairs 0 to 19."""
+    return Lifecycle(tmp_path, tracking=False).whole()
+
+
+def evaluated(life: Lifecycle, judge: str | None, gold: str | None = None, **sources: Any) -> tuple[Any, Any]:
+    """(graph, evaluation) with the judge `judges.0` and what else judges."""
+    terms = [{"model": "judges.0"}] if judge else []
+    config = EvaluationConfig.model_validate({"judges": terms, "gold": gold, "num_prompts": 8, **sources})
+    files = {"evaluation.json": b"", "samples.json": b"[]", "prompts.json": b"[]"}
+    said = {name: judged(0.6, 0.2) for name in config.judging}
+    numbers = {"samples": 6, "kl": 1.0, "length_before": 8.0, "length_after": 8.0, "judges": said}
+    files["evaluation.json"] = json.dumps(numbers | {"reward_before": 0.0, "reward_after": 1.0}).encode()
+    roles = {"policy": "ppo-2", "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
+    roles |= {"judges.0": judge} if judge else {}
+    dumped = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
+    ref = life.add("evaluate-2", "evaluate", files, roles, dumped)
+    graph = open_lineage_store(life.output, None).graph
+    return graph, graph.nodes[ref.sha256]
+
+
+def failed(graph: Any, evaluation: Any) -> dict[str, Gate]:
+    candidate = graph.nodes[evaluation.manifest.parents["policy"]]
+    return {g.name: g for g in check_gates(graph, candidate, evaluation, None, None, GOOD) if not g.passed}
+
+
+def test_a_judge_of_other_pairs_counts(life: Lifecycle) -> None:
+    pairs(life, "other-pairs", range(30, 50))
+    reward_model(life, "other", "other-pairs")
+    graph, evaluation = evaluated(life, "other")
+    assert not_independent(graph, evaluation) == {}
+    assert failed(graph, evaluation) == {}
+
+
+def test_the_reward_that_was_trained_against_does_not(life: Lifecycle) -> None:
+    graph, evaluation = evaluated(life, "reward")
+    gates = failed(graph, evaluation)
+    assert set(gates) == {"min_win_rate", "max_judge_drop"}
+    for name, gate in gates.items():
+        assert f"nobody who judges {evaluation.name} is independent (judges.0: ppo-" in gate.reason
+        assert gate.reason.endswith(f"{name} cannot be checked ({CLOSED}{name}=null to go without)")
+
+
+def test_nor_does_a_copy_of_it_under_another_name(life: Lifecycle) -> None:
+    pairs(life, "other-pairs", range(30, 50))
+    reward_model(life, "copy", "other-pairs", seed="reward")
+    files = {f.path: f.sha256 for f in _node(life, "reward").manifest.files}
+    again = {f.path: f.sha256 for f in _node(life, "copy").manifest.files}
+    # The synthetic lifecycle draws the head of its own reward model from another seed.
+    assert files["model.safetensors"] == again["model.safetensors"]
+    assert not_independent(*evaluated(life, "copy")) == {}
+    head = {"reward_head/head.safetensors": weights("head", 100)}
+    same = {"config.json": b"{}", "model.safetensors": weights("reward"), "reward.json": b"{}"} | head
+    life.add("twin", "reward_base", same, {"data": "prepare"})
+    [why] = not_independent(*evaluated(life, "twin")).values()
+    assert why.startswith("it has the weights of reward ")
+
+
+def test_nor_one_of_pairs_that_stand_in_another_file_too(life: Lifecycle) -> None:
+    pairs(life, "overlapping", range(18, 40))
+    reward_model(life, "other", "overlapping")
+    [why] = not_independent(*evaluated(life, "other")).values()
+    assert why.startswith("2 of the pairs in overlapping ")
+
+
+def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
+    pairs(life, "other-pairs", range(30, 50))
+    reward_model(life, "other", "other-pairs")
+    graph, evaluation = evaluated(life, "other")
+    path = _node(life, "other-pairs").directory / "train.arrow"
+    path.write_bytes(b"damaged")
+    [why] = not_independent(graph, evaluation).values()
+    assert why.startswith("the pairs it was trained on cannot be compared (")
+    # Or of which it is not known where it came from.
+    del graph.nodes[_node(life, "other-pairs").sha256]
+    [why] = not_independent(graph, evaluation).values()
+    assert why.endswith("is not in the store")
+
+
+def test_a_judge_beside_one_that_does_not_count_still_counts(life: Lifecycle) -> None:
+    graph, evaluation = evaluated(life, "reward", gold="vader")
+    assert list(not_independent(graph, evaluation)) == ["judges.0"]
+    assert failed(graph, evaluation) == {}
+
+
+def test_where_nothing_judges_the_gates_are_closed(life: Lifecycle) -> None:
+    graph, evaluation = evaluated(life, None)
+    gates = failed(graph, evaluation)
+    assert set(gates) == {"min_win_rate", "max_judge_drop"}
+    assert gates["min_win_rate"].reason == (
+        f"nothing judges {evaluation.name}: min_win_rate cannot be checked ({CLOSED}min_win_rate=null to go without)"
+    )
+
+
+def _node(life: Lifecycle, stage: str) -> Any:
+    graph = open_lineage_store(life.output, None).graph
+    return next(node for node in graph.nodes.values() if node.manifest.stage == stage)

@@ -1,0 +1,149 @@
+"""Validation inside PPO's loop over models in this process: what is looked at, and which version is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xray
+from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs  # noqa: F401  (a fixture)
+from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.stages.artifacts import Dataset
+from xray_runtime.stages.graph import recording
+from xray_runtime.stages.inputs import PPOInputs
+from xray_runtime.store.snapshots import Snapshot
+
+ASKED = 3
+JUDGED = [1.0, 5.0, 5.0, 2.0]
+"""What the judge says of all replies of each version."""
+
+
+class Saving(FakeModel):
+    """Saves which version it is."""
+
+    def _save(self, directory: Path, head_file: str | None = None) -> None:
+        super()._save(directory, head_file)
+        (directory / "updates").write_text(str(self.updates))
+
+    def _generate(self, rows: Any, sampling: Any, version: int) -> Any:
+        if len(rows["seed"]) == ASKED:
+            self.world.seeds.append(-1)  # of validation
+        return super()._generate(rows, sampling, version)
+
+
+class Judge:
+    """Scores by the version that was looked at last."""
+
+    def __init__(self, verdicts: Sequence[float] = JUDGED, first: int = 0) -> None:
+        self.verdicts, self.calls = verdicts, first
+
+    def __call__(self, prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
+        assert all(prompt.startswith("validation") for prompt in prompts)
+        self.calls += 1
+        return [self.verdicts[self.calls - 1]] * len(replies)
+
+
+@pytest.fixture
+def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
+    """The same inputs, with three prompts to choose by."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in inputs.prompts.path.iterdir():
+        if path.is_file():
+            (data / path.name).write_bytes(path.read_bytes())
+    rows = [Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x") for i in range(ASKED)]
+    write_pairs(data / "validation.arrow", Example, rows)
+    return replace(inputs, prompts=Dataset(data))
+
+
+def trained(
+    inputs: PPOInputs,  # noqa: F811
+    out: Path,
+    judge: Callable[..., Any] | None,
+    newest: Snapshot | None = None,
+    kept: Path | None = None,
+    **fields: Any,
+) -> tuple[World, Any, dict[str, Any]]:
+    world, kept = World(), kept or out.parent / "kept"
+    kept.mkdir(exist_ok=True)
+    terms = {"judges": [RewardTerm(function="judge")]} if judge is not None else {}
+    given: dict[str, Any] = {"iterations": 3, "validation": {"every": 1}} | terms | fields
+    functions = {"judge": judge} if judge is not None else None
+    recorder = attempt(
+        inputs, out, world, newest=newest, kept=kept, functions=functions, model=Saving,
+        ends_with_last=False, **given,
+    )  # fmt: skip
+    return world, recorder, json.loads((out / "validation.json").read_text())
+
+
+def test_the_first_of_the_best_versions_is_kept(validated: PPOInputs, tmp_path: Path) -> None:
+    world, recorder, record = trained(validated, tmp_path / "out", Judge())
+    assert record == {"kept": 1, "prompts": 3, "scored_by": ["judge"], "scores": dict(zip("0123", JUDGED, strict=True))}
+    # Two minibatch steps make a version.
+    assert (tmp_path / "out" / "updates").read_text() == "2"
+    assert [point["validation/score"] for point in recorder.points] == JUDGED[:3]
+    assert [point["validation/best"] for point in recorder.points] == [0, 1, 1]
+    # Looked at before each update and after the last, by the weights of that version.
+    generated = [call for call in world.calls if call.startswith(("generator", "policy save"))]
+    assert generated == [
+        *["generator probe 0", "generator generate 0", "policy save version-0"],
+        *["generator follow 1", "generator probe 1", "generator generate 1", "policy save version-1"],
+        *["generator follow 2", "generator probe 2", "generator generate 2"],
+        *["generator follow 3", "generator probe 3"],
+    ]
+
+
+def test_the_last_is_kept_where_it_is_the_best_or_wanted(validated: PPOInputs, tmp_path: Path) -> None:
+    _, _, record = trained(validated, tmp_path / "best", Judge([1.0, 2.0, 3.0, 4.0]), kept=tmp_path / "a")
+    assert (record["kept"], (tmp_path / "best" / "updates").read_text()) == (3, "6")
+    fields = {"validation": {"every": 2, "keep": "last"}}
+    _, recorder, record = trained(validated, tmp_path / "last", Judge([9.0, 1.0, 1.0]), kept=tmp_path / "b", **fields)
+    assert (record["kept"], (tmp_path / "last" / "updates").read_text()) == (3, "6")
+    assert list(record["scores"]) == ["0", "2", "3"]
+    assert ["validation/score" in point for point in recorder.points] == [True, False, True]
+    assert not (tmp_path / "b" / "versions").exists()
+
+
+def test_looking_changes_nothing_that_is_trained(validated: PPOInputs, tmp_path: Path) -> None:
+    looked, _, _ = trained(validated, tmp_path / "looked", Judge())
+    alone = World()
+    attempt(validated, tmp_path / "alone", alone, iterations=3)
+    assert [rows["id"].tolist() for _, rows, *_ in looked.batches] == [r["id"].tolist() for _, r, *_ in alone.batches]
+    for (_, rows, *_), (_, other, *_) in zip(looked.batches, alone.batches, strict=True):
+        assert rows["input_ids"].values.tolist() == other["input_ids"].values.tolist()
+
+
+def test_without_judges_the_rewards_score(validated: PPOInputs, tmp_path: Path) -> None:
+    _, recorder, record = trained(validated, tmp_path / "out", None)
+    assert record["scored_by"] == ["rewards.0"]
+    assert {point["validation/score"] for point in recorder.points} == {record["scores"]["0"]}  # the same seeds
+
+
+def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, tmp_path: Path) -> None:
+    _, recorder, before = trained(validated, tmp_path / "first", Judge())
+    snapshot = recorder.snapshots[1]
+    assert (snapshot.step, snapshot.state["validation"]["best"]) == (2, 1)
+    _, _, after = trained(validated, tmp_path / "again", Judge(first=2), newest=snapshot)
+    assert after == before
+    assert (tmp_path / "again" / "updates").read_text() == "2"
+    with pytest.raises(RuntimeError, match="version 1, the best one, is gone with the disk"):
+        trained(validated, tmp_path / "lost", Judge(first=2), newest=snapshot, kept=tmp_path / "elsewhere")
+
+
+def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no rows for it"):
+        attempt(inputs, tmp_path / "out", World(), validation={"every": 1})
+    with recording():
+        data, model = xray.prepare(source="x.jsonl"), xray.base(model="m")
+        judged = {"rewards": [Judge.__call__], "validation": {"every": 1}}
+        with pytest.raises(ConfigError, match="ppo: validation: is not allowed: the dataset has no rows for it"):
+            xray.ppo(model, data, **judged)
+        with pytest.raises(ConfigError, match="ppo: judges: are not allowed without validation"):
+            xray.ppo(model, data, rewards=[Judge.__call__], judges=[attempt])

@@ -1,0 +1,52 @@
+"""How likely given continuations are, and whether greedy decoding would give them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_positions
+
+CHUNK = 1024
+"""Positions whose logits are held at a time."""
+
+
+@dataclass(frozen=True)
+class LikelihoodObjective:
+    """Of each row's response: `loglikelihood` [B], the sum of its tokens' log-probabilities in nats, and `greedy` [B]:
+    1 where each of its tokens is the likeliest one, else 0."""
+
+    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+        hidden, at = last_hidden(module, rows), response_positions(rows)
+        targets = rows["input_ids"][at]
+        logprobs, _ = module.logprobs(hidden[at - 1], targets, 1.0)
+        same = _likeliest(module, hidden[at - 1]) == targets
+        return {
+            "loglikelihood": torch.stack([reply.double().sum() for reply in by_row(logprobs, rows)]).float(),
+            "greedy": torch.stack([reply.all() for reply in by_row(same, rows)]).float(),
+        }
+
+    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+        raise TypeError("what is only asked is never trained")
+
+
+def _likeliest(module: HeadedLM, hidden: Tensor) -> Tensor:
+    """The likeliest token [N] after each of the hidden states [N, H]."""
+    layer, vocab_size = module.lm.get_output_embeddings(), module.lm.config.vocab_size
+    plain = layer.forward
+    # As `HeadedLM.logprobs`: one call of the layer, so that sharded weights are gathered once and ranks meet.
+    layer.forward = functools.partial(_chunked_argmax, plain, vocab_size=vocab_size)
+    try:
+        found: Tensor = layer(hidden)
+    finally:
+        layer.forward = plain
+    return found
+
+
+def _chunked_argmax(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, *, vocab_size: int) -> Tensor:
+    return torch.cat([logits_of(part)[:, :vocab_size].argmax(-1) for part in hidden.split(CHUNK)])

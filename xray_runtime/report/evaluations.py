@@ -1,0 +1,147 @@
+"""All evaluations and benchmarks of a graph side by side: a row for each policy, a column for each number.
+
+What was measured in the same way of several policies stands in one column: the same kind with the same config against
+the same inputs. Where two ways give numbers of one name, each is named after its first stage too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xray_runtime.stages.kind import StageKind
+from xray_runtime.store.checkpoints import read_manifest
+from xray_runtime.store.identity import digest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INTERVAL = "_ci95"
+
+
+class Number(NamedTuple):
+    """What was measured, with its 95% interval where it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        between = "" if self.low is None else f" ({self.low:.3g} to {self.high:.3g})"
+        return f"{self.value:.4g}{between}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation or benchmark."""
+
+    stage: str
+    policy: str
+    """sha256."""
+    way: str
+    """Alike where two were measured in the same way."""
+    numbers: Mapping[str, Number]
+
+
+def measured(kind: StageKind, directory: Path) -> Measured:
+    """What the checkpoint of an evaluation in `directory` holds. Raises OSError or ValueError where it is damaged."""
+    manifest, _ = read_manifest(directory)
+    assert kind.sides is not None
+    assert kind.results is not None
+    policy = kind.sides[0]
+    others = {role: sha for role, sha in manifest.parents.items() if role != policy}
+    found = json.loads((directory / kind.results).read_text(encoding="utf-8"))
+    judges = found.get("judges") or {}
+    # Of who wins each judge has its own column.
+    left_out = {"samples", "win_rate"} if judges else {"samples"}
+    numbers = {
+        f"win_rate by {judge}": Number(said["win_rate"], *said["win_rate_ci95"]) for judge, said in judges.items()
+    }
+    for name, value in sorted(found.items()):
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
+            numbers[name] = Number(float(value), *found.get(f"{name}{INTERVAL}") or ())
+    way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
+    return Measured(manifest.stage, manifest.parents[policy], way, numbers)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The table."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[Number | None]]]
+    """(policy, its numbers), a number for each column."""
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text."""
+        return [[policy, *("" if n is None else str(n) for n in numbers)] for policy, numbers in self.rows]
+
+
+def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
+    """The table of what was found, in order of the stages.
+
+    Args:
+        names: sha256 of a policy → what people call it.
+    """
+    first: dict[str, str] = {}
+    for one in found:
+        first.setdefault(one.way, one.stage)
+    used: dict[str, set[str]] = {}
+    for one in found:
+        for name in one.numbers:
+            used.setdefault(name, set()).add(one.way)
+    columns: dict[tuple[str, str], str] = {}
+    rows: dict[str, dict[str, Number]] = {}
+    for one in found:
+        for name, number in one.numbers.items():
+            label = name if len(used[name]) == 1 else f"{name}, {first[one.way]}"
+            column = columns.setdefault((one.way, name), label)
+            rows.setdefault(one.policy, {})[column] = number
+    listed = list(dict.fromkeys(columns.values()))
+    return SideBySide(
+        listed, [(names.get(sha, sha[:12]), [cells.get(column) for column in listed]) for sha, cells in rows.items()]
+    )
+
+
+def figure(table: SideBySide) -> Figure | None:
+    """A panel for each column that several policies have, with 95% intervals; None where there is none."""
+    from matplotlib.figure import Figure
+
+    from xray_runtime.report.figures import COLORS, PANEL_INCHES, style
+
+    shown = [
+        (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
+        for place, name in enumerate(table.columns)
+    ]
+    shown = [(name, points) for name, points in shown if len(points) > 1]
+    if not shown:
+        return None
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    drawn = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows), layout="constrained")
+    drawn.patch.set_alpha(0.0)
+    for number, (name, points) in enumerate(shown):
+        axes = drawn.add_subplot(rows, columns, number + 1)
+        style(axes, name)
+        for place, (_, found) in enumerate(points):
+            assert found is not None
+            axes.plot(place, found.value, "o", color=COLORS[0], markersize=4)
+            if found.low is not None and found.high is not None:
+                axes.plot([place, place], [found.low, found.high], color=COLORS[0], linewidth=1.6)
+        axes.set_xticks(range(len(points)), [policy for policy, _ in points])
+        axes.margins(x=0.2)
+    return drawn
+
+
+def as_json(table: SideBySide) -> dict[str, Any]:
+    """For lifecycle.json: columns, and rows of {policy, numbers: [value, low, high] or null}."""
+    return {
+        "columns": table.columns,
+        "rows": [
+            {"policy": policy, "numbers": [None if n is None else list(n) for n in numbers]}
+            for policy, numbers in table.rows
+        ],
+    }

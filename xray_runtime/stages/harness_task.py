@@ -1,0 +1,240 @@
+"""Stage `lm_eval`: a task of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
+
+The harness makes prompts and metrics; here are its model, whose answers come from the policy's own engines, and what
+reads the task. Greedy replies are the generator's with `top_k` 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from xray_runtime.data.rows import Ragged
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.likelihood_objective import LikelihoodObjective
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import text_rows
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import ModelHandle, get
+
+if TYPE_CHECKING:
+    from xray_runtime.config.lm_eval import LMEvalConfig
+    from xray_runtime.stages.inputs import LMEvalInputs
+    from xray_runtime.stages.kind import Recorder, Stage
+
+FORMATS = ("json", "csv", "parquet", "arrow", "text")
+"""Of `dataset_path`: what reads files; anything else would be a name of the hub."""
+BATCH = 512
+NUM_SAMPLES_SHOWN = 24
+Z = 1.959964
+"""Of a 95% interval."""
+
+
+def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder) -> int:
+    """Writes benchmark.json, prompts.json and samples.json, as `benchmark` does.
+
+    Raises:
+        ValueError: the task is none that lies whole in its directory.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    config, policy = stage.config, stage.inputs.policy.path
+    task = read_task(Path(config.task), f"{stage.name}.task")
+    samples_replies = task.get("output_type", "generate_until") == "generate_until"
+    specs: dict[str, ModelSpec | GeneratorSpec] = (
+        {"generator": GeneratorSpec(policy, config.max_length, config.generator)}
+        if samples_replies
+        else {"policy": ModelSpec(policy, LikelihoodObjective(), frozen=config.frozen)}
+    )
+    with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as cache:
+        task["dataset_kwargs"] = task["dataset_kwargs"] | {"cache_dir": cache}
+        seed = derive_seed(stage.seed, stage.name)
+        found = simple_evaluate(
+            _harness_model(stage, models, recorder),
+            tasks=[task],
+            task_manager=TaskManager(include_defaults=False),
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            apply_chat_template=config.chat,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    [name] = found["samples"]
+    asked, shown = _documents(found["samples"][name])
+    content = {"suite": "lm_eval", "task": name, "samples": len(asked), **numbers_of(found["results"][name])}
+    (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+    numbers = {key: float(value) for key, value in content.items() if isinstance(value, int | float)}
+    recorder.metrics({f"lm_eval/{key}": value for key, value in numbers.items()}, step=0)
+    recorder.table("samples", ["prompt", "answer", "target"], [list(row.values()) for row in shown])
+    recorder.progress(len(asked), len(asked), "documents", name)
+    return 0
+
+
+def read_task(directory: Path, field: str) -> dict[str, Any]:
+    """The task in a directory, its files by their whole paths.
+
+    Args:
+        field: of the config, for errors.
+
+    Raises:
+        ValueError: there is not one .yaml, it calls code, or its data are not files in the directory.
+    """
+    files = sorted(directory.glob("*.yaml"))
+    if len(files) != 1:
+        raise ValueError(f"{field}: {str(directory)!r} must be a directory with one .yaml; it has {len(files)}")
+    try:
+        task = yaml.safe_load(files[0].read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{field}: {files[0].name} cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(task, dict) or not isinstance(task.get("task"), str):
+        raise ValueError(f"{field}: {files[0].name} must say what its `task` is called")
+    for name in ("include", "custom_dataset", "unsafe_code"):
+        if name in task:
+            raise ValueError(
+                f"{field}: `{name}` in {files[0].name} is not allowed: a task here is one file, without code"
+            )
+    if task.get("dataset_path") not in FORMATS:
+        raise ValueError(
+            f"{field}: dataset_path {task.get('dataset_path')!r} in {files[0].name} is not allowed: must be one of "
+            f"{', '.join(FORMATS)}, with data_files in the task's directory; nothing is fetched"
+        )
+    given = task.get("dataset_kwargs") or {}
+    if not isinstance(given, dict) or set(given) != {"data_files"}:
+        raise ValueError(f"{field}: dataset_kwargs in {files[0].name} must have data_files and nothing else")
+    return task | {"dataset_kwargs": {"data_files": _inside(given["data_files"], directory, field)}}
+
+
+def _inside(files: Any, directory: Path, field: str) -> Any:
+    if isinstance(files, dict):
+        return {split: _inside(of, directory, field) for split, of in files.items()}
+    if isinstance(files, list):
+        return [_inside(of, directory, field) for of in files]
+    path = (directory / str(files)).resolve()
+    if not path.is_relative_to(directory.resolve()) or not path.is_file():
+        raise ValueError(f"{field}: data file {str(files)!r} is not in the task's directory")
+    return str(path)
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Metric → its value, with a 95% interval by the harness's standard error where it gives one.
+
+    A metric is named after its filter too, but for the plain one: `exact_match_strict`.
+    """
+    numbers: dict[str, Any] = {}
+    for key, value in results.items():
+        metric, _, chosen = key.partition(",")
+        if not chosen or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name = metric if chosen == "none" else f"{metric}_{chosen}"
+        numbers[name] = float(value)
+        error = results.get(f"{metric}_stderr,{chosen}")
+        if isinstance(error, int | float) and math.isfinite(error):
+            numbers[f"{name}_ci95"] = [value - Z * error, value + Z * error]
+    return numbers
+
+
+def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """(different prompts, a few documents for people), in the task's order."""
+    ordered = sorted(rows, key=lambda row: row["doc_id"])
+    prompts = [str(row["arguments"][0][0]) for row in ordered]
+    shown = [
+        {"prompt": prompt, "answer": json.dumps(row["filtered_resps"], default=str), "target": str(row["target"])}
+        for prompt, row in zip(prompts, ordered, strict=True)
+    ]
+    return list(dict.fromkeys(prompts)), shown[:NUM_SAMPLES_SHOWN]
+
+
+def _harness_model(
+    stage: Stage[LMEvalConfig, LMEvalInputs], models: Mapping[str, ModelHandle], recorder: Recorder
+) -> Any:
+    """The harness's model: what it asks goes to the stage's WholeModels."""
+    from lm_eval.api.model import TemplateLM
+
+    config, tokenizer = stage.config, load_tokenizer(stage.inputs.policy.path)
+    stops = stops_of(stage.inputs.policy.path, tokenizer)
+
+    class HarnessModel(TemplateLM):
+        backend = "causal"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokenizer = tokenizer
+
+        @property
+        def eot_token_id(self) -> int:
+            return stops[0]
+
+        @property
+        def tokenizer_name(self) -> str:
+            return ""  # it names a cache of prompts, which nobody keeps
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            ids: list[int] = tokenizer(string, add_special_tokens=False)["input_ids"]
+            return ids
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            text: str = tokenizer.apply_chat_template(
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            return text
+
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+            answers: list[tuple[float, bool]] = []
+            for start in range(0, len(pairs), BATCH):
+                prompts, replies = zip(*pairs[start : start + BATCH], strict=True)
+                scores = get(models["policy"].score.remote(text_rows(prompts, replies)))
+                found = zip(scores["loglikelihood"].tolist(), scores["greedy"].tolist(), strict=True)
+                answers += [(value, greedy == 1.0) for value, greedy in found]
+                recorder.progress(len(answers), len(pairs), "continuations", "scored")
+            return answers
+
+        def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+            """What fits: the end of the context, at least one token of it, and the continuation."""
+            continuation = continuation[-(config.max_length - 1) :]
+            return context[-(config.max_length - len(continuation)) :], continuation
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            found = []
+            for request in requests:
+                windows = get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, config.max_length - 1, 1
+                )
+                parts = [(None, *make_disjoint_window(window)) for window in windows]
+                found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+            return found
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            replies: list[str] = []
+            for row, request in enumerate(requests):
+                prompt, options = request.args
+                until = options.get("until") or []
+                until = [until] if isinstance(until, str) else list(until)
+                longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
+                sampling = Sampling(longest, 1.0, stops, tokenizer.pad_token_id, top_k=1, stop=tuple(until))
+                ids = self.tok_encode(prompt)[-(config.max_length - longest) :]
+                rows = {"input_ids": Ragged.of([ids]), "seed": np.array([derive_seed(stage.seed, stage.name, row)])}
+                answer = get(models["generator"].generate.remote(rows, sampling, 0))
+                text = tokenizer.decode(next(iter(answer["response_ids"])), skip_special_tokens=True)
+                # The harness takes what stands before the text that ends a reply.
+                replies.append(min((text.split(stop)[0] for stop in until if stop), key=len, default=text))
+                recorder.progress(row + 1, len(requests), "replies", "sampled")
+            return replies
+
+    return HarnessModel()

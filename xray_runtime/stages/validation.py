@@ -1,0 +1,164 @@
+"""Validation while a policy is trained: its replies to prompts that nothing is trained or reported on, and the best of
+its versions.
+
+    sample   the generator, which holds the policy after `iteration` updates, replies with the same seeds each time
+    score    the stage's `judges` score the replies; its rewards do where it has none
+    finish   the last version is looked at too; with `keep: best` the best one, the first of equals, is what is saved
+
+Versions that were the best at their time stay beside the snapshots until the stage is published, so that an attempt
+after a crash finds the one its snapshot speaks of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from xray_runtime.data.pairs import VALIDATION, prompt_text
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.seeding import derive_seed
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, save_policy, text_rows, with_end_of_turn
+from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.stages.inputs import PPOInputs
+    from xray_runtime.stages.kind import Stage
+    from xray_runtime.workers.model_spec import ModelSpec
+
+RECORD = "validation.json"
+
+
+@dataclass
+class Seen:
+    """What was found so far: all that an attempt after this one has to know."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    """Updates of the policy → mean score."""
+    best: int = -1
+    """Updates of the best version; -1: none was looked at."""
+
+
+class Validation:
+    """Looks at the policy every so many iterations; without `validation` in the config it does nothing.
+
+    Args:
+        sampling: of the rollouts.
+        stops: tokens that end a reply.
+
+    Raises:
+        ValueError: the dataset has no validation rows, or too few for the ranks that score them.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[PPOConfig, PPOInputs],
+        rewards: RewardSources,
+        tokenizer: Any,
+        sampling: Sampling,
+        stops: tuple[int, ...],
+        place: Path,
+    ) -> None:
+        self._stage, self._config = stage, stage.config.validation
+        self._tokenizer, self._sampling, self._stops, self._place = tokenizer, sampling, stops, place
+        self.state = Seen()
+        judges = RewardSources(stage, tokenizer, field="judges")
+        self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
+        if self._config is None:
+            return
+        dataset = stage.inputs.prompts.path
+        if not (dataset / VALIDATION).exists():
+            raise ValueError(f"{stage.name}.validation: the dataset has no rows for it: set data.validation_fraction")
+        prompts = UniquePrompts(tokenizer, dataset / VALIDATION, max_prompt_tokens(dataset))
+        order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
+        chosen = order[: self._config.num_prompts].tolist()
+        if len(chosen) < stage.config.frozen.data_parallel:
+            few = f"{stage.name}.validation: {len(chosen)} prompts are fewer than the ranks that score them"
+            raise ValueError(f"{few}: raise data.validation_fraction")
+        self._prompts, self._columns = [prompts[i] for i in chosen], prompts.columns(chosen)
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """The judges that are models, to be opened with the stage's others."""
+        return self._sources.specs() if self._own and self._config is not None else {}
+
+    def sample(self, generator: ModelHandle, iteration: int) -> Rows | None:
+        """Replies of the version that the generator holds, after `iteration` updates; None where none is due."""
+        due = self._config is not None and iteration % self._config.every == 0
+        return self._replies(generator, iteration) if due else None
+
+    def _replies(self, generator: ModelHandle, version: int) -> Rows:
+        name = self._stage.seed, self._stage.name, "validation"
+        seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
+        rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
+        return get(generator.generate.remote(rows, self._sampling, version))
+
+    def score(self, models: Mapping[str, ModelHandle], replies: Rows | None, iteration: int) -> dict[str, float]:
+        """Score what `sample` gave, keep the policy where it is the best so far, and return what to log."""
+        if replies is None:
+            return {}
+        assert self._config is not None
+        score, length = self._mean(models, replies, iteration), float(replies["response_ids"].lengths.mean())
+        self.state.scores[str(iteration)] = score
+        best = self.state.scores.get(str(self.state.best), -math.inf)
+        if score > best:
+            self.state.best = iteration
+            if self._config.keep == "best":
+                save_policy(models, self._version(iteration))
+        return {"validation/score": score, "validation/length": length, "validation/best": float(self.state.best)}
+
+    def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
+        ids = replies["response_ids"]
+        texts, messages = decode_replies(self._tokenizer, list(ids)), [said for said, _ in self._prompts]
+        whole = text_rows([p for _, p in self._prompts], [with_end_of_turn(reply, self._stops) for reply in ids])
+        answers = get_all(self._sources.requests(models, messages, texts, whole))
+        branches: Rows = {}
+        if self._sources.branches:
+            said = text_rows([p for _, p in self._prompts], ids)
+            added = {"added_ends": said["input_ids"].lengths < whole["input_ids"].lengths}
+            branches = get(models["policy"].score.remote(said | whole | added))
+        scores = self._sources.scores(
+            answers,
+            [prompt_text(said) for said in messages],
+            texts,
+            branches,
+            messages=messages,
+            columns=self._columns,
+            step=iteration,
+        )
+        return float(torch.nanmean(self._sources.scaled(scores).double()))
+
+    def finish(self, models: Mapping[str, ModelHandle], out: Path, iterations: int) -> int:
+        """Save the policy that is kept into `out`; returns after how many iterations it is."""
+        if self._config is None:
+            save_policy(models, out)
+            return iterations
+        get(models["generator"].follow.remote(models["policy"], iterations))
+        self.score(models, self._replies(models["generator"], iterations), iterations)
+        kept = self.state.best if self._config.keep == "best" and self.state.best >= 0 else iterations
+        if kept == iterations:
+            save_policy(models, out)
+        elif self._version(kept).is_dir():
+            shutil.copytree(self._version(kept), out, dirs_exist_ok=True)
+        else:
+            raise RuntimeError(
+                f"{self._stage.name}: version {kept}, the best one, is gone with the disk it was kept on; delete the "
+                "stage's snapshots to train again"
+            )
+        judges = list(self._sources.weights)
+        content = {"kept": kept, "scores": self.state.scores, "scored_by": judges, "prompts": len(self._prompts)}
+        (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        return kept
+
+    def _version(self, iteration: int) -> Path:
+        return self._place / f"version-{iteration}"
