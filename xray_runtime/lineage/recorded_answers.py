@@ -56,6 +56,6 @@ def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iterati
             for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
                 # Rows of one round were scored together, in order.
                 batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
-                keyed = zip(journal.keys(source, batch), asked, strict=True)
+                keyed = zip(journal.keys(f"rewards/{source}", batch), asked, strict=True)
                 journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
     return sorted(taken)

@@ -20,7 +20,7 @@ from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages import evaluate
+from xray_runtime.stages import evaluate, reward_sources
 from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
 from xray_runtime.stages.inputs import EvaluateInputs
 from xray_runtime.stages.kind import Stage
@@ -70,6 +70,8 @@ class FakeModel:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Else the policy's weights go through Ray's object store.
     monkeypatch.setattr(evaluate, "pack", lambda weights, version: (dict(weights), version))
+    # A reward model that works would not give so many replies one score.
+    monkeypatch.setattr(reward_sources, "TELLING", PROMPTS + 1)
     texts = [f"question {number}" for number in range(PROMPTS)]
     for name in ("before", "after", "reward", "judge"):
         (tmp_path / name).mkdir()

@@ -348,7 +348,7 @@ def test_who_computes_nothing_is_in_no_key() -> None:
 def test_vllm_is_in_the_keys_of_what_samples() -> None:
     vllm = {f"xray_runtime.{name}" for name in ("engines.generation.vllm", "weights.vllm_transfer")}
     samples = {name for name, kind in OURS.items() if vllm <= code_of(kind).keys()}
-    assert samples == {"preferences", "best_of_n", "ppo", "evaluate", "compare"}
+    assert samples == {"preferences", "best_of_n", "ppo", "evaluate", "compare", "benchmark", "lm_eval"}
     assert all(not vllm & code_of(kind).keys() for name, kind in OURS.items() if name not in samples)
 
 
@@ -376,7 +376,10 @@ SAMPLED = ("preferences", "best_of_n")
         # So are engines, in those of what trains or scores.
         (
             "engines.training.zero",
-            {"sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", *SAMPLED},
+            {
+                *("sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", "benchmark"),
+                *("lm_eval", *SAMPLED),
+            },
         ),
     ],
 )
