@@ -14,7 +14,7 @@ from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
-DECLARATIONS = tuple(f"xray_runtime.stages.{name}" for name in ("graph", "inputs", "kind", "kinds"))
+DECLARATIONS = tuple(f"xray_runtime.stages.{name}" for name in ("checks", "graph", "inputs", "kind", "kinds"))
 """They say which stages there are and compute none: a body that imports them to register itself depends on no more."""
 
 

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, HubModel
-from xray_runtime.config.benchmark import BenchmarkConfig, PassAtKSuite, PerplexitySuite, WordsSuite
+from xray_runtime.config.benchmark import BenchmarkConfig, PerplexitySuite, WordsSuite
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.evaluate import EvaluationConfig
@@ -20,7 +18,6 @@ from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.preferences import (
     DatasetPreferences,
     GoldPreferences,
-    JudgedPreferences,
     PreferencesStageConfig,
     RatingPreferences,
     RewardedPreferences,
@@ -32,6 +29,7 @@ from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.report.findings import evaluation_findings, policy_findings
+from xray_runtime.stages import checks
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
     VALUE_HEAD,
@@ -43,7 +41,6 @@ from xray_runtime.stages.artifacts import (
     Preferences,
     RewardModel,
 )
-from xray_runtime.stages.independence import check_judges
 from xray_runtime.stages.inputs import (
     BenchmarkInputs,
     BestOfNInputs,
@@ -89,68 +86,6 @@ def _ppo_models(config: PPOConfig) -> Layouts:
     return {**models, "critic": config.critic_engine or config.engine} if config.critic_in_use == "separate" else models
 
 
-def _check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
-    if not config.rewards:
-        raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
-    if not any(term.weight for term in config.rewards):
-        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
-    _check_terms(config, inputs)
-
-
-def _check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> None:
-    _check_terms(config, inputs)
-    _check_terms(config, inputs, "judges")
-    check_judges(config, inputs)
-
-
-def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
-    prompts = inputs.get("prompts")
-    # Of a checkpoint nothing is known before it is opened.
-    data = prompts.call.config if prompts is not None and prompts.call is not None else None
-    # What judges, a validation or an evaluation, has one reply to a prompt.
-    groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
-    replies = groups if where == "rewards" else 1
-    for number, term in enumerate(getattr(config, where)):
-        if term.compares and replies < 2:
-            raise ValueError(
-                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
-                "to compare it with"
-            )
-        for role in term.roles:
-            if role not in inputs:
-                field = "model" if term.model is not None else "models"
-                raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
-        for field, column in term.columns.items():
-            if isinstance(data, DataConfig) and column not in data.columns:
-                raise ValueError(
-                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
-                    f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
-                )
-
-
-def _check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
-    _check_rewards(config, inputs)
-    _check_terms(config, inputs, "judges")
-    if config.judges and config.validation is None:
-        raise ValueError("judges: are not allowed without validation: nothing asks them")
-    prompts = inputs["prompts"].call
-    data = prompts.config if prompts is not None else None
-    if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
-        raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
-
-
-def _check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
-    if not config.has_reference and "reference" in inputs:
-        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
-
-
-def _check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
-    if not {"preferences", "verdicts"} & set(inputs):
-        raise ValueError("preferences: is required, or verdicts")
-    if "verdicts" in inputs and "data" not in inputs:
-        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
-
-
 def _preferences_read(config: Any) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
         # No field names them: they come with the conversations.
@@ -176,18 +111,6 @@ def _fewer_prompts(config: Any) -> Any:
     return config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
 
 
-def _check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
-    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
-    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
-    needed = ("data",) if isinstance(config, RatingPreferences) else needed
-    needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
-    for role in needed:
-        if role not in inputs:
-            raise ValueError(f"{role}: is required with source {config.source!r}")
-    if isinstance(config, RewardedPreferences):
-        _check_rewards(config, inputs)
-
-
 def _data_read(config: DataConfig) -> dict[str, str]:
     mixed = {f"sources.{number}.source": part.source for number, part in enumerate(config.sources)}
     return mixed or {"source": config.source}
@@ -205,26 +128,6 @@ def _benchmark_models(config: Any) -> Layouts:
 def _benchmark_reads(config: Any) -> dict[str, str]:
     lists = config.lists if isinstance(config, WordsSuite) else {}
     return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
-
-
-def _check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
-    call = inputs["prompts"].call
-    data = call.config if call is not None else None
-    if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
-        raise ValueError(
-            "split: 'validation' is not allowed: the dataset has no such rows; set validation_fraction there"
-        )
-    column = config.verifier.column if isinstance(config, PassAtKSuite) else None
-    if column is not None and isinstance(data, DataConfig) and column not in data.columns:
-        raise ValueError(
-            f"verifier.column: {column!r} is not allowed: the dataset carries "
-            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
-        )
-
-
-def _check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
 
 
 def _fewer_rows(config: Any) -> Any:
@@ -292,7 +195,7 @@ PREFERENCES = register(
         models=_preferences_models,
         outside=_preferences_read,
         functions=_judges,
-        check=_check_preferences,
+        check=checks.check_preferences,
         shorten=_fewer_preferences,
         results="stats.json",
     )
@@ -352,7 +255,7 @@ PPO = register(
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
         functions=_judges,
-        check=_check_ppo,
+        check=checks.check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("reward", ["reward/mean"]),
@@ -378,7 +281,7 @@ DPO = register(
         Model,
         "xray_runtime.stages.dpo:run",
         models=lambda config: {"policy": config.engine},
-        check=_check_dpo,
+        check=checks.check_dpo,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[
             ("loss", ["dpo/loss", "dpo/heldout_loss"]),
@@ -398,7 +301,7 @@ KTO = register(
         Model,
         "xray_runtime.stages.kto:run",
         models=lambda config: {"policy": config.engine},
-        check=_check_kto,
+        check=checks.check_kto,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[
             ("loss", ["kto/loss"]),
@@ -419,7 +322,7 @@ BEST_OF_N = register(
         "xray_runtime.stages.best_of_n:run",
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
-        check=_check_rewards,
+        check=checks.check_rewards,
         shorten=_fewer_prompts,
         results="stats.json",
         title="the best of several sampled replies to each prompt",
@@ -434,7 +337,7 @@ EVALUATE = register(
         "xray_runtime.stages.evaluate:run",
         models=lambda config: {"generator": config.generator} | _frozen(config, "before", "after"),
         functions=_judges,
-        check=_check_evaluation,
+        check=checks.check_evaluation,
         shorten=_fewer_prompts,
         findings=evaluation_findings,
         results="evaluation.json",
@@ -450,7 +353,7 @@ BENCHMARK = register(
         "xray_runtime.stages.benchmark:run",
         models=_benchmark_models,
         outside=_benchmark_reads,
-        check=_check_benchmark,
+        check=checks.check_benchmark,
         shorten=_fewer_rows,
         results="benchmark.json",
         sides=("policy",),
@@ -466,7 +369,7 @@ LM_EVAL = register(
         # One of them, by what the task asks for.
         models=lambda config: {"policy": config.frozen, "generator": config.generator},
         outside=lambda config: {"task": config.task},
-        check=_check_lm_eval,
+        check=checks.check_lm_eval,
         shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
         results="benchmark.json",
         sides=("policy",),
@@ -481,7 +384,7 @@ COMPARE = register(
         "xray_runtime.stages.compare:run",
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
-        check=_check_evaluation,
+        check=checks.check_evaluation,
         results="comparison.json",
         sides=("policy", "champion"),
     )

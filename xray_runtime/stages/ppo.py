@@ -9,6 +9,9 @@ The loop of `run` is the algorithm; each iteration:
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    what was sampled, scored and trained on is kept in the checkpoint
 
+Before an iteration `validation` may look at the policy; after it `watch` looks for a hacked reward, and may end the
+stage.
+
 With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
 what is left to wait for them.
 """

@@ -1,0 +1,119 @@
+"""What a call of a stage kind must hold beside its fields' bounds: config and inputs together, before anything runs.
+
+Each takes the config and the handles by role, and raises ValueError with one line that begins with the field.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from xray_runtime.config.benchmark import PassAtKSuite
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.lm_eval import LMEvalConfig
+from xray_runtime.config.ppo import JudgingConfig, PPOConfig
+from xray_runtime.config.preferences import (
+    GoldPreferences,
+    JudgedPreferences,
+    RatingPreferences,
+    RewardedPreferences,
+)
+from xray_runtime.config.prepare import DataConfig
+from xray_runtime.stages.independence import check_judges
+
+
+def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.rewards:
+        raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
+    if not any(term.weight for term in config.rewards):
+        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
+    _check_terms(config, inputs)
+
+
+def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> None:
+    _check_terms(config, inputs)
+    _check_terms(config, inputs, "judges")
+    check_judges(config, inputs)
+
+
+def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
+    prompts = inputs.get("prompts")
+    # Of a checkpoint nothing is known before it is opened.
+    data = prompts.call.config if prompts is not None and prompts.call is not None else None
+    # What judges, a validation or an evaluation, has one reply to a prompt.
+    groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
+    replies = groups if where == "rewards" else 1
+    for number, term in enumerate(getattr(config, where)):
+        if term.compares and replies < 2:
+            raise ValueError(
+                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
+                "to compare it with"
+            )
+        for role in term.roles:
+            if role not in inputs:
+                field = "model" if term.model is not None else "models"
+                raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
+        for field, column in term.columns.items():
+            if isinstance(data, DataConfig) and column not in data.columns:
+                raise ValueError(
+                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
+                    f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+                )
+
+
+def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+    check_rewards(config, inputs)
+    _check_terms(config, inputs, "judges")
+    if config.judges and config.validation is None:
+        raise ValueError("judges: are not allowed without validation: nothing asks them")
+    prompts = inputs["prompts"].call
+    data = prompts.config if prompts is not None else None
+    if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
+        raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
+
+
+def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.has_reference and "reference" in inputs:
+        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
+
+
+def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
+    if not {"preferences", "verdicts"} & set(inputs):
+        raise ValueError("preferences: is required, or verdicts")
+    if "verdicts" in inputs and "data" not in inputs:
+        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
+
+
+def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
+    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
+    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
+    needed = ("data",) if isinstance(config, RatingPreferences) else needed
+    needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
+    for role in needed:
+        if role not in inputs:
+            raise ValueError(f"{role}: is required with source {config.source!r}")
+    if isinstance(config, RewardedPreferences):
+        check_rewards(config, inputs)
+
+
+def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
+    call = inputs["prompts"].call
+    data = call.config if call is not None else None
+    if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
+        raise ValueError(
+            "split: 'validation' is not allowed: the dataset has no such rows; set validation_fraction there"
+        )
+    column = config.verifier.column if isinstance(config, PassAtKSuite) else None
+    if column is not None and isinstance(data, DataConfig) and column not in data.columns:
+        raise ValueError(
+            f"verifier.column: {column!r} is not allowed: the dataset carries "
+            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+        )
+
+
+def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
