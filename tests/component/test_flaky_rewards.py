@@ -65,6 +65,7 @@ def test_what_has_no_reward_is_left_out(cluster: None, tiny_model: Path, tmp_pat
     recorder = FakeRecorder(tmp_path)
     inputs = PPOInputs(Model(tiny_model), Dataset(tmp_path))
     stage = Stage("ppo", 3, config, inputs, RUNTIME, opened, {"flaky": flaky}, tmp_path)
+    (tmp_path / "out").mkdir()
     run(stage, tmp_path / "out", recorder)  # type: ignore[arg-type]
     assert calls == 3
     assert [point["reward/failed"] for point in recorder.points] == [0.0, 1.0]

@@ -142,6 +142,7 @@ def attempt(model: Path, root: Path, *, slow: bool = False, newest: Snapshot | N
     functions = {"length": lambda prompts, replies: [len(reply) / 10 for reply in replies]}
     inputs = PPOInputs(Model(model), Dataset(root))
     recorder = FakeRecorder(root, newest)
+    (root / "out").mkdir()
     run(Stage("ppo", 3, config, inputs, RUNTIME, opened, functions), root / "out", recorder)  # type: ignore[arg-type]
     return recorder
 
