@@ -85,7 +85,7 @@ def _section(store: LineageStore, sha: str, sibling: str | None, shown: set[str]
         "sibling": other.name if other else None,
         "differences": _differences(other, node) if other else [],
         "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.config).items()],
-        "numbers": [(k, v) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
+        "numbers": [(k, _cell(v)) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
         **_records(store, node),
         "samples": _samples(node),
     }
@@ -123,7 +123,7 @@ def _samples(node: Node) -> tuple[list[str], list[list[str]]]:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
