@@ -122,7 +122,8 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
     try:
         broken = xray("audit", "ppo-2", "--output", str(output))
         assert broken.code == 1
-        assert "ledger/000001.parquet was changed" in broken.out
+        assert "BROKEN file-changed: ppo-2" in broken.out
+        assert "ledger/000001.parquet" in broken.out
         other = xray("replay", "ppo-2", "--output", str(output), "--iteration", "1")
         assert other.code == 1, other.err
         assert "DIFFERENT: iteration 1, row 5, reply_ids of token 0" in other.out
