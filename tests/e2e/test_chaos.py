@@ -11,7 +11,9 @@ from tests.chaos.harness import STAGES, TARGETS, differences, draw, outcome, run
 from tests.e2e.conftest import Outcome
 
 SEED = 2322
-"""The first from which twelve draws hit every target."""
+"""The first from which twelve draws have every target."""
+MUST_HIT = 4
+"""Of the twelve, at the very least. A stage may be over before its target is up."""
 
 
 @pytest.fixture(scope="module")
@@ -25,4 +27,6 @@ def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path) -> None:
     assert {case.target for case in cases} == TARGETS.keys()
     met = run(tmp_path / "storm", cases)
     log = (tmp_path / "storm.log").read_text()
-    assert differences(calm, outcome(tmp_path / "storm")) == [], "\n".join([*met, log])
+    said = "\n".join([*map(str, met), log])
+    assert differences(calm, outcome(tmp_path / "storm")) == [], said
+    assert sum(blow.hit for blow in met) >= MUST_HIT, said
