@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlflow
+import pytest
 
 from tests.e2e.conftest import xray
 
 TRAINED = {"sft", "reward", "judge", "ppo"}
 
 
+@pytest.mark.timeout(1800)
 def test_policies_side_by_side_and_a_judge_of_its_own(tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = ["run", "examples.side_by_side:side_by_side", "--output", str(output), "--json"]
