@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -35,9 +36,10 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def first(output: Path) -> Outcome:
-    """An undisturbed lifecycle in `output`."""
+    """An undisturbed lifecycle in `output`; tests go on in there, so it is kept in `undisturbed` too."""
     outcome = run_tiny(output)
     assert outcome.code == 0, outcome.err
+    shutil.copytree(output, output.with_name("undisturbed"), symlinks=True)
     return outcome
 
 

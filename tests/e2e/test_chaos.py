@@ -18,7 +18,7 @@ MUST_HIT = 4
 
 @pytest.fixture(scope="module")
 def calm(first: Outcome, output: Path) -> dict[str, Any]:
-    return outcome(output)
+    return outcome(output.with_name("undisturbed"))
 
 
 @pytest.mark.timeout(1500)
