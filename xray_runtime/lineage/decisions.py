@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
 import shutil
 import sqlite3
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.files import sync
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
-from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+from xray_runtime.lineage.statement import InTotoRecord, Subject
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import Sha256
@@ -71,13 +70,8 @@ class Decision(BaseModel):
     """`evaluation`, `comparison` → the checkpoints the numbers were read from."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
-    subject: list[Subject]
+class _Record(InTotoRecord[Decision]):
     predicate_type: Literal["urn:xray:decision:v1"] = Field("urn:xray:decision:v1", alias="predicateType")
-    predicate: Decision
 
 
 def decide(
@@ -132,8 +126,7 @@ def _append(folder: Path, number: int, record: _Record, private_key: Path) -> No
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()
     path = writing / _file(number)
-    content = record.model_dump(mode="json", by_alias=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(record.to_text(), encoding="utf-8")
     signature = path.with_suffix(".sig")
     sign(path, signature, private_key)
     sync(path)

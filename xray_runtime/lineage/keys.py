@@ -13,7 +13,6 @@ to those it took over from, and forward only from a key one was given: a thief o
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -40,7 +39,7 @@ from xray_runtime.lineage.signing import (
     sign,
     signing_key,
 )
-from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+from xray_runtime.lineage.statement import InTotoRecord, Subject
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Sha256
 from xray_runtime.store.shared import SharedStore
@@ -62,13 +61,8 @@ class Rotation(BaseModel):
     note: str
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
-    subject: list[Subject]
+class _Record(InTotoRecord[Rotation]):
     predicate_type: Literal["urn:xray:rotation:v1"] = Field("urn:xray:rotation:v1", alias="predicateType")
-    predicate: Rotation
 
 
 def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> Rotation:
@@ -233,10 +227,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
     subject = Subject.model_validate({"name": "signing.pub", "digest": {"sha256": successor}})
-    record = _Record.model_validate({"subject": [subject], "predicate": rotation}).model_dump(
-        mode="json", by_alias=True
-    )
     path = folder / f"{name}.json"
-    write_atomic(path, json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    write_atomic(path, _Record.model_validate({"subject": [subject], "predicate": rotation}).to_text())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
-from xray_runtime.lineage.statement import STATEMENT_TYPE, Subject
+from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
@@ -38,13 +38,8 @@ class RunEnd(BaseModel):
     at: str
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
-    subject: list[Subject]
+class _Record(InTotoRecord[RunEnd]):
     predicate_type: Literal["urn:xray:run:v1"] = Field("urn:xray:run:v1", alias="predicateType")
-    predicate: RunEnd
 
 
 def sign_run(output: Path, run_id: str, files: Iterable[Path], others: Mapping[Path, str], private_key: Path) -> None:
@@ -65,8 +60,7 @@ def sign_run(output: Path, run_id: str, files: Iterable[Path], others: Mapping[P
     path = _path(output, run_id)
     path.parent.mkdir(exist_ok=True)
     path.with_suffix(".sig").unlink(missing_ok=True)
-    content = record.model_dump(mode="json", by_alias=True)
-    write_atomic(path, json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    write_atomic(path, record.to_text())
     temporary = path.with_suffix(".sig.writing")
     sign(path, temporary, private_key)
     os.replace(temporary, path.with_suffix(".sig"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,8 @@ from xray_runtime.store.manifest import Manifest, Sha256
 STATEMENT_TYPE: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"
 BUILD_TYPE: Literal["urn:xray:stage:v1"] = "urn:xray:stage:v1"
+
+P = TypeVar("P", bound=BaseModel)
 
 
 class _Model(BaseModel):
@@ -43,6 +45,19 @@ class Resource(_Model):
     uri: str | None = None
     digest: Digests | None = None
     annotations: dict[str, Any] = Field(default_factory=dict)
+
+
+class InTotoRecord(_Model, Generic[P]):
+    """An in-toto Statement v1 about something else than a checkpoint; each such record names its type of predicate."""
+
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
+    subject: list[Subject]
+    predicate: P
+
+    def to_text(self) -> str:
+        """The one text of this record."""
+        content = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 class External(_Model):
