@@ -20,16 +20,15 @@ import torch
 from xray_runtime.algorithms.statistics import bootstrap_interval, bootstrap_ratio, pass_at_k, wilson_interval
 from xray_runtime.config.benchmark import PassAtKSuite, PerplexitySuite, SampledSuite, SideConfig, WordsSuite
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.data.tokens import Tokens
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, tokenizing
+from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 SIDES = {"heldout": HELDOUT, "validation": VALIDATION}
 NUM_ROWS_SHOWN = 24
 BATCH = 512
-"""Rows that are scored or sampled at a time."""
+"""Rows that are scored at a time."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     per_token = (sums / lengths).tolist()
     shown = [
         {"prompt": asked[i], "reply": pairs[int(rows[i])].response, "nll": per_token[i]}
-        for i in range(min(24, len(rows)))
+        for i in range(min(NUM_ROWS_SHOWN, len(rows)))
     ]
     return Found(numbers, list(dict.fromkeys(asked)), shown)
 
@@ -200,15 +199,12 @@ def _sampled(
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     asked = [found[i] for i in chosen]
     ids = [tokens for _, tokens in asked for _ in range(samples)]
-    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
     spec = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
-    replies: list[str] = []
+
+    def done(count: int) -> None:
+        recorder.progress(count, len(ids), "replies", "sampled")
+
     with stage.open_models({"generator": spec}) as models:
-        for start in range(0, len(ids), BATCH):
-            part = ids[start : start + BATCH]
-            seeds = [derive_seed(stage.seed, stage.name, "sample", start + row) for row in range(len(part))]
-            rows = {"input_ids": Ragged.of(part), "seed": np.array(seeds)}
-            answer = get(models["generator"].generate.remote(rows, sampling, 0))
-            replies += decode_replies(tokenizer, list(answer["response_ids"]))
-            recorder.progress(len(replies), len(ids), "replies", "sampled")
+        sampled = sample_replies(models["generator"], stage, policy, tokenizer, ids, done=done)
+    replies = decode_replies(tokenizer, sampled)
     return [messages for messages, _ in asked], found.columns(chosen), replies

@@ -17,7 +17,8 @@ from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
-from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies, sample_replies
+from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies
+from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:

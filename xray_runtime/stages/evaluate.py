@@ -18,7 +18,8 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
-from xray_runtime.stages.judging import Scoring, judge, record_replies, sample_replies
+from xray_runtime.stages.judging import Scoring, judge, record_replies
+from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec

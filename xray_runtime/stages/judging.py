@@ -12,18 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config.evaluate import GOLD
 from xray_runtime.data.gold import load_gold
-from xray_runtime.data.rows import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.reward_sources import RewardSources
-from xray_runtime.workers.protocols import ModelHandle, get, get_all
+from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -34,28 +30,6 @@ if TYPE_CHECKING:
 
 Scores = Mapping[str, torch.Tensor]
 """Side → score of each reply [n], float64; NaN where it has none: then the pair of replies is left out."""
-
-
-def sample_replies(
-    generator: ModelHandle,
-    stage: Stage[Any, Any],
-    model: Path,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    version: int = 0,
-) -> list[list[int]]:
-    """Token ids of one reply a prompt; a row has the same seed whichever model replies.
-
-    Args:
-        model: the checkpoint that `generator` and `tokenizer` are of.
-    """
-    config: EvaluationConfig = stage.config
-    seeds = np.array([derive_seed(stage.seed, stage.name, "sample", row) for row in range(len(prompts))])
-    stops = stops_of(model, tokenizer)
-    sampling = Sampling.of(config, stops, tokenizer.pad_token_id)
-    rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
-    answer = get(generator.generate.remote(rows, sampling, version))
-    return [reply.tolist() for reply in answer["response_ids"]]
 
 
 @dataclass

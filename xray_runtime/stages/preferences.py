@@ -22,18 +22,16 @@ from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
-from xray_runtime.data.rows import Ragged
 from xray_runtime.data.sources import chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
-from xray_runtime.stages.sampled_groups import GENERATION_BATCH, sample_groups
+from xray_runtime.stages.sampled_groups import sample_groups
+from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from xray_runtime.stages.inputs import PreferencesInputs
@@ -131,17 +129,14 @@ def _from_gold(
         )
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
-    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
-    replies: list[str] = []
+
+    def done(count: int) -> None:
+        recorder.progress(count // 2, len(prompts), "pairs", "sampling replies")
+
     with stage.open_models({"generator": generator}) as models:
-        for start in range(0, len(twice), GENERATION_BATCH):
-            batch = twice[start : start + GENERATION_BATCH]
-            seeds = [derive_seed(stage.seed, stage.name, "sample", start + i) for i in range(len(batch))]
-            rows = {"input_ids": Ragged.of(batch), "seed": np.array(seeds)}
-            answer = get(models["generator"].generate.remote(rows, sampling, 0))
-            replies += decode_replies(tokenizer, list(answer["response_ids"]))
-            recorder.progress(len(replies) // 2, len(prompts), "pairs", "sampling replies")
+        sampled = sample_replies(models["generator"], stage, policy, tokenizer, twice, done=done)
+    replies = decode_replies(tokenizer, sampled)
     asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
     scores = gold(asked, replies)
     return label_pairs(
