@@ -41,7 +41,7 @@ from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_pro
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.ledger import Ledger
-from xray_runtime.stages.resumable import Resumable
+from xray_runtime.stages.resumable import KeepsFiles, Resumable
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.stages.rollouts import Rollouts
 from xray_runtime.stages.scoring import Scorer
@@ -76,18 +76,15 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     sampling = Sampling(
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
     )
-
-    place = (stage.kept or recorder.log_dir) / "versions"
-    validation = Validation(stage, rewards, tokenizer, sampling, stops, place)
+    validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir)
 
     with stage.open_models(_models(stage, rewards) | validation.specs()) as models:
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
+        keep_files: list[KeepsFiles] = [rollouts, watch, validation, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.state}
-        state = Resumable(
-            recorder, trained, [rollouts, watch, ledger], cursor=cursor, kl=kl, moments=moments, **remembered
-        )
+        state = Resumable(recorder, trained, keep_files, cursor=cursor, kl=kl, moments=moments, **remembered)
         for iteration in range(state.restore(), config.iterations):
             clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None
             with clock.phase("sync"):

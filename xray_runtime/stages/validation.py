@@ -5,15 +5,13 @@ its versions.
     score    the stage's `judges` score the replies; its rewards do where it has none
     finish   the last version is looked at too; with `keep: best` the best one, the first of equals, is what is saved
 
-Versions that were the best at their time stay beside the snapshots until the stage is published, so that an attempt
-after a crash finds the one its snapshot speaks of.
+The best version so far is kept beside the snapshots and in them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, save_policy, text_rows, with_end_of_turn
+from xray_runtime.stages.policy_versions import PolicyVersions
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -68,10 +67,11 @@ class Validation:
         tokenizer: Any,
         sampling: Sampling,
         stops: tuple[int, ...],
-        place: Path,
+        directory: Path,
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
-        self._tokenizer, self._sampling, self._stops, self._place = tokenizer, sampling, stops, place
+        self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
+        self._versions = PolicyVersions(directory, "best")
         self.state = Seen()
         judges = RewardSources(stage, tokenizer, field="judges")
         self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
@@ -114,7 +114,10 @@ class Validation:
         if score > best:
             self.state.best = iteration
             if self._config.keep == "best":
-                save_policy(models, self._version(iteration))
+                self._versions.write(models, iteration)
+                for other in self._versions.numbers():
+                    if other != iteration:
+                        self._versions.remove(other)
         return {"validation/score": score, "validation/length": length, "validation/best": float(self.state.best)}
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
@@ -146,19 +149,19 @@ class Validation:
         get(models["generator"].follow.remote(models["policy"], iterations))
         self.score(models, self._replies(models["generator"], iterations), iterations)
         kept = self.state.best if self._config.keep == "best" and self.state.best >= 0 else iterations
-        if kept == iterations:
-            save_policy(models, out)
-        elif self._version(kept).is_dir():
-            shutil.copytree(self._version(kept), out, dirs_exist_ok=True)
+        if kept in self._versions.numbers():
+            self._versions.copy(kept, out)
         else:
-            raise RuntimeError(
-                f"{self._stage.name}: version {kept}, the best one, is gone with the disk it was kept on; delete the "
-                "stage's snapshots to train again"
-            )
+            save_policy(models, out)
         judges = list(self._sources.weights)
         content = {"kept": kept, "scores": self.state.scores, "scored_by": judges, "prompts": len(self._prompts)}
         (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return kept
 
-    def _version(self, iteration: int) -> Path:
-        return self._place / f"version-{iteration}"
+    def save_state(self, directory: Path) -> None:
+        """The best version so far, in a snapshot."""
+        self._versions.save_state(directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save_state` wrote."""
+        self._versions.load_state(directory)

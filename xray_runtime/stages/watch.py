@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +18,10 @@ import torch
 
 from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, Sign, signs
 from xray_runtime.algorithms.statistics import variety
-from xray_runtime.files import sync, write_atomic
+from xray_runtime.files import write_atomic
 from xray_runtime.stages.answer import Answer
-from xray_runtime.stages.common import save_policy
 from xray_runtime.stages.experience import metric_name
+from xray_runtime.stages.policy_versions import PolicyVersions
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT = "kept-"
 ANSWERS = "answers.json"
 RECORD = "watch.json"
 """In the checkpoint of a stage that ended early, or that a person let go on: what was seen, and who decided what."""
@@ -70,6 +66,10 @@ class Watch:
     @property
     def _keeps(self) -> bool:
         return self._config.action in ("pause", "stop")
+
+    @property
+    def _versions(self) -> PolicyVersions:
+        return PolicyVersions(self._directory, "kept")
 
     @property
     def _directory(self) -> Path:
@@ -146,7 +146,7 @@ class Watch:
 
     def _before(self, iteration: int) -> int:
         """Updates of the newest kept policy before those that sampled the last `window` rollouts, which show a sign."""
-        return max(kept for kept in self._kept() if kept <= iteration - self._config.window + 1)
+        return max(kept for kept in self._versions.numbers() if kept <= iteration - self._config.window + 1)
 
     # Kept policies
 
@@ -154,48 +154,29 @@ class Watch:
         """Keep the policy after `updates` iterations where it is time; the two newest stay."""
         if not self._keeps or updates % self._config.window:
             return
-        with self._writing(f"{KEPT}{updates:06d}") as temporary:
-            save_policy(models, temporary)
+        self._versions.write(models, updates)
         # What an attempt before this one kept later is written anew when it is time.
-        for old in [kept for kept in self._kept() if kept <= updates][:-2]:
-            shutil.rmtree(self._directory / f"{KEPT}{old:06d}")
+        for old in [kept for kept in self._versions.numbers() if kept <= updates][:-2]:
+            self._versions.remove(old)
 
     def finish(self, out: Path) -> int | None:
         """Write what was seen, and of a stage that ends early the kept policy; returns its number of updates."""
         if self.end is not None:
-            shutil.copytree(self._directory / f"{KEPT}{self.end:06d}", out, dirs_exist_ok=True)
+            self._versions.copy(self.end, out)
         if self._keeps and self.state.seen:
             record = {"ended_early": self.end is not None, "iterations": self.end, "seen": self.state.seen}
             (out / RECORD).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
         return self.end
 
     def save_state(self, directory: Path) -> None:
-        """The kept policies in a snapshot, from which another machine may go on."""
-        for updates in self._kept() if self._keeps else []:
-            name = f"{KEPT}{updates:06d}"
-            shutil.copytree(self._directory / name, directory / name, copy_function=_link)
+        """The kept policies, in a snapshot."""
+        if self._keeps:
+            self._versions.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
         """Go on from what `save_state` wrote."""
-        for place in sorted(directory.glob(f"{KEPT}*")):
-            with self._writing(place.name) as temporary:
-                shutil.copytree(place, temporary, copy_function=_link)
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[Path]:
-        """A place to make what is then, whole, the kept policy `name`."""
-        place, temporary = self._directory / name, self._directory / f"{name}.writing"
-        shutil.rmtree(temporary, ignore_errors=True)
-        yield temporary
-        for path in (temporary, *temporary.rglob("*")):
-            sync(path)
-        shutil.rmtree(place, ignore_errors=True)
-        os.rename(temporary, place)
-        sync(self._directory)
-
-    def _kept(self) -> list[int]:
-        names = (path.name.removeprefix(KEPT) for path in self._directory.glob(f"{KEPT}*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        if self._keeps:
+            self._versions.load_state(directory)
 
 
 def read_answers(checkpoint: Path) -> list[Answer]:
@@ -203,11 +184,3 @@ def read_answers(checkpoint: Path) -> list[Answer]:
     path = checkpoint / RECORD
     seen = json.loads(path.read_text(encoding="utf-8"))["seen"] if path.is_file() else []
     return [Answer(entry["go_on"], entry["by"], entry["note"]) for entry in seen if "by" in entry]
-
-
-def _link(source: str, target: str) -> None:
-    """Another name for a file that nobody changes; a copy where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

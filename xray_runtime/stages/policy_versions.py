@@ -1,0 +1,81 @@
+"""Versions of a policy that a stage may yet end with: kept beside its snapshots, and in each of them.
+
+A version is whole or not there. In a snapshot it is a second name for the same files, so that an attempt on another
+machine, which has nothing but the snapshot, can end with it too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from xray_runtime.files import sync
+from xray_runtime.stages.common import save_policy
+from xray_runtime.workers.protocols import ModelHandle
+
+
+class PolicyVersions:
+    """Versions by the number of updates they have learned from.
+
+    Args:
+        directory: that of the stage; it outlives an attempt.
+        name: what tells these versions from others in there.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory, self._prefix = directory, f"{name}-"
+
+    def numbers(self) -> list[int]:
+        """Those that are there, in order."""
+        names = (path.name.removeprefix(self._prefix) for path in self._directory.glob(f"{self._prefix}*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def write(self, models: Mapping[str, ModelHandle], updates: int) -> None:
+        """Keep the policy as it is, after `updates`."""
+        with self._writing(self._name(updates)) as temporary:
+            save_policy(models, temporary)
+
+    def remove(self, updates: int) -> None:
+        """Keep this one no longer."""
+        shutil.rmtree(self._directory / self._name(updates))
+
+    def copy(self, updates: int, out: Path) -> None:
+        """Put the files of a version into `out`."""
+        shutil.copytree(self._directory / self._name(updates), out, dirs_exist_ok=True)
+
+    def save_state(self, directory: Path) -> None:
+        """Put all of them into a snapshot."""
+        for name in map(self._name, self.numbers()):
+            shutil.copytree(self._directory / name, directory / name, copy_function=_link)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on with those of a snapshot."""
+        for place in sorted(directory.glob(f"{self._prefix}*")):
+            with self._writing(place.name) as temporary:
+                shutil.copytree(place, temporary, copy_function=_link)
+
+    def _name(self, updates: int) -> str:
+        return f"{self._prefix}{updates:06d}"
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """A place to make what is then, whole, the version `name`."""
+        place, temporary = self._directory / name, self._directory / f"{name}.writing"
+        shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+        for path in (temporary, *temporary.rglob("*")):
+            sync(path)
+        shutil.rmtree(place, ignore_errors=True)
+        os.rename(temporary, place)
+        sync(self._directory)
+
+
+def _link(source: str, target: str) -> None:
+    """Another name for a file that nobody changes; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
