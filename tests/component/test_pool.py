@@ -30,7 +30,7 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
 
-numbers = itertools.count(2)
+numbers = itertools.count(1000)
 
 
 def a_runtime(**fields: Any) -> RuntimeConfig:

@@ -48,6 +48,11 @@ One that sleeps at once must be woken for every operation of a small model; one 
 other processes: 10,000 made a step three times slower beside a busy one. Measured by `benchmarks/threads.py`."""
 
 
+REPRODUCIBLE = "AUTO"
+"""MKL's mode of reductions in a fixed order and static scheduling: without it MKL does not promise the same bits from
+one run to the next. The same bits as without it where both were compared (AVX-512)."""
+
+
 UNUSED = ("mlflow", "sklearn")
 """Imported by DeepSpeed and transformers where they are installed, and used by no Workhorse: 3 CPU seconds a start."""
 
@@ -61,6 +66,7 @@ class Workhorse(FileReceiver):
             "OMP_NUM_THREADS": str(runtime.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": str(SPIN_COUNT),
+            "MKL_CBWR": REPRODUCIBLE,
         }
         for library in UNUSED:
             # As Python documents it: an import of what is None here fails as if it was not installed.
