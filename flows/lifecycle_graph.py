@@ -92,6 +92,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
     fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
+    if config.evaluate.verdicts is not None:
+        fields["verdicts"] = graph.checkpoint(config.evaluate.verdicts)
     evaluation = EVALUATE(policy, start, data, rewards=shown, judges=judges, name="evaluate", **fields)
     return Lifecycle(policy, evaluation)
 

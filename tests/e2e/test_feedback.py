@@ -148,6 +148,26 @@ def test_a_run_trains_on_what_was_judged(dataset: Path, place: Path) -> None:
     assert audited.code == 0, audited.out
 
 
+def test_people_judge_the_evaluation(place: Path) -> None:
+    asked = ["compare", "sft", "ppo-2", "--count", "12", "--judge", "ada", "--json", "--output", str(place)]
+    compared = subprocess.run(
+        [XRAY, *asked], cwd=ROOT, env=environment(), input="2\n" * 12, capture_output=True, text=True, timeout=LONG
+    )
+    assert compared.returncode == 0, compared.stderr
+    said = json.loads(compared.stdout)
+    published = json.loads(xray("preferences", "--output", str(place), "--json").out)
+    run = xray("run", "configs/tiny.yaml", "--output", str(place), "--set", f"evaluate.verdicts={published['uri']}")
+    assert run.code == 0, run.err
+    content = json.loads((place / "lifecycle.json").read_text())
+    assert [stage["name"] for stage in content["stages"] if not stage["cached"]] == ["evaluate"]
+    people = content["evaluation"]["judges"]["people"]
+    assert people["samples"] == said["prompts"]
+    # `compare` counts the wins of the first it was given, the evaluation those of the policy.
+    assert people["win_rate"] == pytest.approx(1 - said["win_rate"])
+    audited = xray("audit", "--all", "--output", str(place))
+    assert audited.code == 0, audited.out
+
+
 def test_a_changed_verdict_is_found(dataset: Path, place: Path) -> None:
     path = dataset / "judgements.jsonl"
     content = path.read_text()

@@ -37,10 +37,14 @@ class EvaluateSection(EvaluateConfig):
     heldout_reward_model: Fraction | None = None
     """Share of the preference pairs that `reward` and `dpo` never see: a reward model that is trained on them judges.
     None: there is none."""
+    verdicts: Annotated[str, Field(min_length=1)] | None = None
+    """What people said of replies of the policy and of the model before: a REF of what `xray preferences` published."""
 
 
 GOLD = "gold"
 """What the judge is called that `gold` names."""
+PEOPLE = "people"
+"""What the judge is called whose word is the input `verdicts`."""
 
 
 class EvaluationConfig(EvaluateConfig, JudgingConfig):

@@ -6,7 +6,7 @@ sides are drawn anew for each prompt and judge, from the seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +20,10 @@ Verdict = Literal["a", "b", "tie", "bad", "skip"]
 
 KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 """What a person presses, and what it says."""
+
+
+SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5, "bad": 0.5}
+"""Verdict → share of a win that it is for `a`; a skip is none."""
 
 
 class _Row(BaseModel):
@@ -84,9 +88,6 @@ def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
     is of `a` over `b`: ties, and where both are bad, count half; of several judges of one prompt the mean counts, so
     that the 95% interval (`win_rate_ci95`) is over prompts. Both are None where nothing was judged.
     """
-    # torch, which commands that only read judgements need not wait for.
-    from xray_runtime.algorithms.statistics import wilson_interval
-
     stand = latest_verdicts(judgements)
     verdicts = dict.fromkeys(("a", "b", "tie", "bad", "skip"), 0)
     judges: dict[str, int] = {}
@@ -94,14 +95,22 @@ def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
     for (number, judge), judgement in sorted(stand.items()):
         verdicts[judgement.verdict] += 1
         judges[judge] = judges.get(judge, 0) + 1
-        if judgement.verdict != "skip":
-            shares.setdefault(number, []).append({"a": 1.0, "b": 0.0}.get(judgement.verdict, 0.5))
-    means = [sum(values) / len(values) for values in shares.values()]
-    rate = sum(means) / len(means) if means else None
+        if judgement.verdict in SHARES:
+            shares.setdefault(number, []).append(SHARES[judgement.verdict])
+    rate, interval = mean_share(shares.values()) if shares else (None, None)
     return {
-        "prompts": len(means),
+        "prompts": len(shares),
         "verdicts": verdicts,
         "judges": judges,
         "win_rate": rate,
-        "win_rate_ci95": list(wilson_interval(rate, len(means))) if rate is not None else None,
+        "win_rate_ci95": list(interval) if interval is not None else None,
     }
+
+
+def mean_share(shares: Collection[Sequence[float]]) -> tuple[float, tuple[float, float]]:
+    """Mean over prompts of what their judges said in the mean, one or more each; its 95% interval (Wilson 1927)."""
+    # torch, which commands that only read judgements need not wait for.
+    from xray_runtime.algorithms.statistics import wilson_interval
+
+    rate = sum(sum(values) / len(values) for values in shares) / len(shares)
+    return rate, wilson_interval(rate, len(shares))

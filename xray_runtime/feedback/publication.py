@@ -1,6 +1,6 @@
 """Judgements as a dataset: a checkpoint of kind `judgements`, signed and recorded like any other.
 
-    judgements.jsonl   every verdict with its prompt, both replies, who stood on the left, judge and time
+    judgements.jsonl   every verdict with its prompt, both models and replies, who stood on the left, judge and time
     pairs.arrow        prompt, chosen, rejected: what the stage `preferences` takes as `judgements`
     stats.json         counts
 
@@ -128,9 +128,10 @@ def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
 
 def _verdicts(session: Session) -> list[dict[str, Any]]:
     """Every verdict that stands, with what it is about."""
+    models = {"model_a": session.setup.a, "model_b": session.setup.b}
     questions: dict[int, Question] = {question.number: question for question in session.questions}
     return [
-        {"session": session.name} | questions[number].model_dump() | judgement.model_dump()
+        {"session": session.name} | models | questions[number].model_dump() | judgement.model_dump()
         for (number, _), judgement in sorted(latest_verdicts(session.judgements).items())
     ]
 

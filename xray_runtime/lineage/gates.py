@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.independence import not_independent
@@ -169,6 +169,8 @@ class _Numbers:
         results = self._node.results.get("judges")
         said = {n: r for n, r in results.items() if isinstance(r, dict)} if isinstance(results, dict) else {}
         said = {name: found for name, found in said.items() if found.get("judges") is True}
+        if "verdicts" not in self._node.manifest.parents:
+            said.pop(PEOPLE, None)
         if not said:
             raise _NobodyJudgesError(f"nothing judges {self._node.name}")
         try:
@@ -177,7 +179,7 @@ class _Numbers:
             raise _MissingError(str(error)) from None
         independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
         if not independent:
-            whys = "; ".join(f"{name}: {why}" for name, why in dependent.items())
+            whys = "; ".join(f"{name}: {dependent[name]}" for name in said)
             raise _NobodyJudgesError(f"nobody who judges {self._node.name} is independent ({whys})")
         return independent
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
+from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, prompt_text
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import decode_replies
@@ -19,6 +20,7 @@ from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
 from xray_runtime.stages.judging import Scoring, judge, record_replies
+from xray_runtime.stages.people import judged_by_people
 from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -47,6 +49,9 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)
     asked = [prompt_text(messages) for messages, _ in prompts]
+    people = {}
+    if inputs.verdicts is not None:
+        people[PEOPLE] = judged_by_people(inputs.verdicts.path, policy, before, dataset)
     scoring = Scoring(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **scoring.specs(),
@@ -72,7 +77,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             scoring.score(side, models, said, asked, texts[side], columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(replies["after"]), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel)
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, people)
     for side in SIDES:
         evaluation[f"length_{side}"] = float(np.mean([len(reply) for reply in replies[side]]))
         evaluation[f"distinct_2_{side}"] = distinct_n(replies[side], 2)

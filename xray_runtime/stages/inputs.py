@@ -95,6 +95,8 @@ class EvaluateInputs:
     """What the policy was trained against: shown, and no judge."""
     judges: list[RewardModel] = field(default_factory=list)
     """What it was not trained against."""
+    verdicts: Judgements | None = None
+    """What people said of replies of these two: one more judge."""
 
 
 @dataclass(frozen=True)

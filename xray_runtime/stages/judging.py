@@ -95,11 +95,22 @@ class Scoring:
                 self.panel.judges.setdefault(name, {})[side] = of_judge
 
 
-def judge(config: EvaluationConfig, seed: int, stage: str, better: str, worse: str, panel: Panel) -> dict[str, Any]:
+def judge(
+    config: EvaluationConfig,
+    seed: int,
+    stage: str,
+    better: str,
+    worse: str,
+    panel: Panel,
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
 
     `judges` has them by judge. `win_rate` is that of the strictest, whose interval begins lowest and whom `judge`
     names; null where nothing judges.
+
+    Args:
+        others: judges that are none of the panel, and what they found.
 
     Raises:
         RuntimeError: no pair of replies has both its scores.
@@ -109,7 +120,7 @@ def judge(config: EvaluationConfig, seed: int, stage: str, better: str, worse: s
         mean, low, high = bootstrap_interval(x, config.bootstrap_samples, derive_seed(seed, stage, purpose))
         return mean, [low, high]
 
-    judges: dict[str, dict[str, Any]] = {}
+    judges: dict[str, dict[str, Any]] = dict(others or {})
     for name, of_judge in panel.judges.items():
         scores = _both_scored(of_judge, stage, f"score of {name}")
         rate, rate_ci = interval(wins(scores[better], scores[worse]), f"win_rate/{name}")

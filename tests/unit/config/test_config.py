@@ -445,6 +445,16 @@ def test_dpo_takes_the_place_of_ppo() -> None:
     assert both.calls["reward"].parents["data"] is both.calls["dpo"].parents["preferences"]
 
 
+def test_judges_of_the_evaluation_are_among_its_inputs() -> None:
+    config = validate({"evaluate": {"heldout_reward_model": 0.3, "verdicts": "DIR/checkpoints/judgements-1"}})
+    calls = recorded_graph(config).calls
+    parents = {role: handle.name for role, handle in calls["evaluate"].parents.items()}
+    assert (parents["judges.0"], parents["verdicts"]) == ("judge", "DIR/checkpoints/judgements-1")
+    # The judge and the reward learn from different parts of the pairs.
+    assert [calls[name].parents["data"].name for name in ("judge", "reward")] == ["judge-pairs", "training-pairs"]
+    assert "verdicts" not in recorded_graph(validate({})).calls["evaluate"].parents
+
+
 def test_a_judge_that_compares_is_none_of_the_evaluation() -> None:
     judge = {"url": "http://localhost:8000/v1", "model": "m", "rubric": "r"}
     rewards = [{"judge": judge | {"opponents": 3}}, {"judge": judge}]

@@ -35,16 +35,25 @@ def life(tmp_path: Path) -> Lifecycle:
     return Lifecycle(tmp_path, tracking=False).whole()
 
 
-def evaluated(life: Lifecycle, judge: str | None, gold: str | None = None, **sources: Any) -> tuple[Any, Any]:
-    """(graph, evaluation) with the judge `judges.0` and what else judges."""
+def evaluated(
+    life: Lifecycle,
+    judge: str | None,
+    gold: str | None = None,
+    people: float | None = None,
+    verdicts: str | None = None,
+    **sources: Any,
+) -> tuple[Any, Any]:
+    """(graph, evaluation) with the judge `judges.0` and what else judges; `people` say that score difference."""
     terms = [{"model": "judges.0"}] if judge else []
     config = EvaluationConfig.model_validate({"judges": terms, "gold": gold, "num_prompts": 8, **sources})
     files = {"evaluation.json": b"", "samples.json": b"[]", "prompts.json": b"[]"}
     said = {name: judged(0.6, 0.2) for name in config.judging}
+    said |= {"people": judged(0.6, people)} if people is not None else {}
     numbers = {"samples": 6, "kl": 1.0, "length_before": 8.0, "length_after": 8.0, "judges": said}
     files["evaluation.json"] = json.dumps(numbers | {"reward_before": 0.0, "reward_after": 1.0}).encode()
     roles = {"policy": "ppo-2", "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
     roles |= {"judges.0": judge} if judge else {}
+    roles |= {"verdicts": verdicts} if verdicts else {}
     dumped = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
     ref = life.add("evaluate-2", "evaluate", files, roles, dumped)
     graph = open_lineage_store(life.output, None).graph
@@ -113,6 +122,16 @@ def test_a_judge_beside_one_that_does_not_count_still_counts(life: Lifecycle) ->
     graph, evaluation = evaluated(life, "reward", gold="vader")
     assert list(not_independent(graph, evaluation)) == ["judges.0"]
     assert failed(graph, evaluation) == {}
+
+
+def test_people_count_where_their_verdicts_are_an_input(life: Lifecycle) -> None:
+    files = {"judgements.jsonl": b"", "stats.json": b"{}"}
+    life.add("judgements", "judgements", files, {"policy-1": "ppo-2"}, type="Judgements")
+    assert failed(*evaluated(life, None, people=0.2, verdicts="judgements")) == {}
+    assert set(failed(*evaluated(life, None, people=-0.2, verdicts="judgements", num_prompts=9))) == {"max_judge_drop"}
+    gates = failed(*evaluated(life, None, people=0.2, num_prompts=10))
+    assert set(gates) == {"min_win_rate", "max_judge_drop"}
+    assert all("nothing judges evaluate-2" in gate.reason for gate in gates.values())
 
 
 def test_where_nothing_judges_the_gates_are_closed(life: Lifecycle) -> None:

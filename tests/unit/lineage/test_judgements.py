@@ -27,6 +27,7 @@ from xray_runtime.stages import preferences
 from xray_runtime.stages.artifacts import Dataset, Judgements
 from xray_runtime.stages.inputs import PreferencesInputs
 from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.people import judged_by_people
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 
@@ -223,3 +224,30 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    judge(output, "heldout", range(50, 56))
+    judge(output, "train")
+    verdicts = published(output)
+    nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
+    found = judged_by_people(verdicts, nodes["ppo-2"], nodes["sft"], nodes["prepare"])
+    # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
+    assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
+    assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
+    # Wilson's interval of 2 in 5.
+    assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
+    assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])
+    other = judged_by_people(verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"])
+    assert other["win_rate"] == pytest.approx(0.6)
+    with pytest.raises(ValueError, match=r"verdicts: judgements-\w+ has none on replies of ppo-1-\w+ and sft-\w+ to a"):
+        judged_by_people(verdicts, nodes["ppo-1"], nodes["sft"], nodes["prepare"])
+
+
+def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    judge(output, "train")
+    nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
+    with pytest.raises(ValueError, match=r"to a held-out prompt of prepare-\w+: judge them with `xray compare`"):
+        judged_by_people(published(output), nodes["ppo-2"], nodes["sft"], nodes["prepare"])

@@ -1,0 +1,56 @@
+"""What people said of two models' replies, as one more judge of an evaluation.
+
+No policy was trained on it: before there was a policy, nobody could judge its replies. Of the prompts only held-out
+ones count.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.data.pairs import HELDOUT, pairs_of, prompt_text
+from xray_runtime.data.text_set import TextSet
+from xray_runtime.feedback.judgements import SHARES, mean_share
+from xray_runtime.stages.artifacts import VERDICTS
+from xray_runtime.store.checkpoints import read_manifest
+
+
+def judged_by_people(verdicts: Path, better: Path, worse: Path, prompts: Path) -> dict[str, Any]:
+    """One of the `judges` of an evaluation, with the numbers of the others: a reply's score is 1 where it was
+    preferred, 0 where the other was, and one half where neither was.
+
+    Args:
+        verdicts: checkpoint of `xray preferences`.
+        better: the checkpoint whose wins are counted, over `worse`.
+        prompts: the dataset whose held-out prompts count.
+
+    Raises:
+        ValueError: no verdict is on replies of these two to such a prompt.
+    """
+    sides = (read_manifest(better)[1], read_manifest(worse)[1])
+    heldout = TextSet(pairs_of(prompts / HELDOUT).prompt_texts())
+    shares: dict[str, list[float]] = {}
+    with (verdicts / VERDICTS).open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            models, share = (row["model_a"], row["model_b"]), SHARES.get(row["verdict"])
+            prompt = prompt_text(row["prompt"])
+            if share is not None and sorted(models) == sorted(sides) and prompt in heldout:
+                shares.setdefault(prompt, []).append(share if models == sides else 1.0 - share)
+    if not shares:
+        raise ValueError(
+            f"verdicts: {verdicts.name} has none on replies of {better.name} and {worse.name} to a held-out prompt of "
+            f"{prompts.name}: judge them with `xray compare`, and publish with `xray preferences`"
+        )
+    rate, (low, high) = mean_share(shares.values())
+    return {
+        "judges": True,
+        "samples": len(shares),
+        "win_rate": rate,
+        "win_rate_ci95": [low, high],
+        "delta": 2 * rate - 1,
+        "delta_ci95": [2 * low - 1, 2 * high - 1],
+        "score_before": 1 - rate,
+        "score_after": rate,
+    }
