@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,9 +10,20 @@ from xray_runtime.config.engines import (
     Count,
     NonNegative,
     Positive,
+    Section,
     TrainingConfig,
     check_one_row_each,
 )
+
+
+class SFTValidation(Section):
+    """The loss on the conversations of `data.validation_fraction`, while the model is trained."""
+
+    every: Count = 50
+    """Steps from one look to the next; the last is after the last step."""
+    num_conversations: Count = 256
+    keep: Literal["best", "last"] = "best"
+    """Which version the stage ends with: the one with the lowest loss, or the last."""
 
 
 class SFTConfig(TrainingConfig):
@@ -27,6 +38,8 @@ class SFTConfig(TrainingConfig):
     max_response_tokens: Annotated[int, Field(ge=2)] = 32
     """Replies with more tokens than this are dropped, and counted."""
     weight_decay: NonNegative = 0.01
+    validation: SFTValidation | None = None
+    """None: the stage ends with the last version."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

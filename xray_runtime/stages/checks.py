@@ -22,6 +22,7 @@ from xray_runtime.config.preferences import (
     RewardedPreferences,
 )
 from xray_runtime.config.prepare import DataConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.stages.independence import check_judges
 
 
@@ -69,8 +70,15 @@ def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
     _check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:
         raise ValueError("judges: are not allowed without validation: nothing asks them")
-    prompts = inputs["prompts"].call
-    data = prompts.config if prompts is not None else None
+    _check_validation(config, inputs["prompts"])
+
+
+def check_sft(config: SFTConfig, inputs: Mapping[str, Any]) -> None:
+    _check_validation(config, inputs["data"])
+
+
+def _check_validation(config: PPOConfig | SFTConfig, dataset: Any) -> None:
+    data = dataset.call.config if dataset.call is not None else None
     if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
         raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
 

@@ -176,9 +176,10 @@ SFT = register(
         Model,
         "xray_runtime.stages.sft:run",
         models=lambda config: {"policy": config.engine},
+        check=checks.check_sft,
         shorten=lambda config: config.model_copy(update={"steps": FEW_STEPS}),
         panels=[
-            ("loss (nats a token)", ["sft/loss", "sft/heldout_loss"]),
+            ("loss (nats a token)", ["sft/loss", "sft/heldout_loss", "sft/validation_loss"]),
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],

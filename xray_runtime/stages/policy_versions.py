@@ -6,15 +6,22 @@ machine, which has nothing but the snapshot, can end with it too.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from xray_runtime.files import sync
 from xray_runtime.stages.common import save_policy
 from xray_runtime.workers.protocols import ModelHandle
+
+RECORD = "validation.json"
+Keep = Literal["best", "last"]
 
 
 class PolicyVersions:
@@ -71,6 +78,60 @@ class PolicyVersions:
         shutil.rmtree(place, ignore_errors=True)
         os.rename(temporary, place)
         sync(self._directory)
+
+
+@dataclass
+class Seen:
+    """What was found so far: all that an attempt after this one has to know."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    """Updates of the policy → score."""
+    best: int = -1
+    """Updates of the best version, the first of equals; -1: none was looked at."""
+
+
+class BestVersion:
+    """The best version so far; it is kept beside the snapshots and in them.
+
+    Args:
+        directory: as `PolicyVersions` takes it.
+        keep: which version the stage ends with.
+    """
+
+    def __init__(self, directory: Path, keep: Keep) -> None:
+        self._versions, self._keep = PolicyVersions(directory, "best"), keep
+        self.state = Seen()
+
+    def saw(self, models: Mapping[str, ModelHandle], updates: int, score: float) -> None:
+        """Keep the policy as it is, after `updates`, where its score is the highest so far."""
+        self.state.scores[str(updates)] = score
+        if score > self.state.scores.get(str(self.state.best), -math.inf):
+            self.state.best = updates
+            if self._keep == "best":
+                self._versions.write(models, updates)
+                for other in self._versions.numbers():
+                    if other != updates:
+                        self._versions.remove(other)
+
+    def save(self, models: Mapping[str, ModelHandle], out: Path, updates: int, record: Mapping[str, Any]) -> int:
+        """Write the version that is kept into `out`, with all scores and `record` in `RECORD`; the policy is the last
+        one, after `updates`. Returns how many the kept one is after."""
+        kept = self.state.best if self._keep == "best" and self.state.best >= 0 else updates
+        if kept in self._versions.numbers():
+            self._versions.copy(kept, out)
+        else:
+            save_policy(models, out)
+        content = {"kept": kept, "scores": self.state.scores, **record}
+        (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        return kept
+
+    def save_state(self, directory: Path) -> None:
+        """Put the best version so far into a snapshot."""
+        self._versions.save_state(directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save_state` wrote."""
+        self._versions.load_state(directory)
 
 
 def _link(source: str, target: str) -> None:

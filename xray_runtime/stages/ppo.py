@@ -82,8 +82,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
-        keep_files: list[KeepsFiles] = [rollouts, watch, validation, ledger]
-        remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.state}
+        keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
+        remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
         state = Resumable(recorder, trained, keep_files, cursor=cursor, kl=kl, moments=moments, **remembered)
         for iteration in range(state.restore(), config.iterations):
             clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
-from xray_runtime.data.pairs import HELDOUT, TRAIN
-from xray_runtime.data.rows import num_response_tokens
+from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION
+from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing
 from xray_runtime.stages.finite import SkippedSteps
+from xray_runtime.stages.policy_versions import BestVersion, Keep
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import get
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
-    from xray_runtime.config.sft import SFTConfig
+    from xray_runtime.config.sft import SFTConfig, SFTValidation
     from xray_runtime.stages.inputs import SFTInputs
     from xray_runtime.stages.kind import Recorder, Stage
 
@@ -29,8 +30,8 @@ HELDOUT_ROWS = 256
 
 
 def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the tuned model in Hugging Face form."""
-    config = stage.config
+    """Writes the tuned model in Hugging Face form; with `validation` the version that is kept, and validation.json."""
+    config, looks = stage.config, stage.config.validation
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
     limits = (max_prompt_tokens(dataset), config.max_response_tokens)
@@ -42,6 +43,12 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
     heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    validation_rows, every = None, config.steps
+    keep: Keep = "last"
+    if looks is not None:
+        validation_rows = _validation_rows(stage, looks, tokenizer, limits, recorder)
+        every, keep = looks.every, looks.keep
+    best = BestVersion(stage.kept or recorder.log_dir, keep)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
@@ -54,7 +61,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     with stage.open_models({"policy": model}) as models:
         policy = models["policy"]
         skipped = SkippedSteps()
-        state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
+        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
         if not done:
             counts = {"sft/pairs": train.num_replies, "sft/dropped_too_many_tokens": train.num_dropped}
@@ -74,10 +81,35 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
                 "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
-                nll = get(policy.score.remote(heldout_rows))["nll"]
-                metrics["sft/heldout_loss"] = float(nll.sum()) / num_response_tokens(heldout_rows)
+                metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
+            if validation_rows is not None and (step + 1 == config.steps or (step + 1) % every == 0):
+                metrics["sft/validation_loss"] = _loss(policy, validation_rows)
+                best.saw(models, step + 1, -metrics["sft/validation_loss"])
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)
+        if validation_rows is not None:
+            return best.save(models, out, config.steps, {"conversations": num_rows(validation_rows)})
         get(policy.save.remote(out))
     return config.steps
+
+
+def _validation_rows(
+    stage: Stage[SFTConfig, SFTInputs],
+    looks: SFTValidation,
+    tokenizer: Any,
+    limits: tuple[int, int],
+    recorder: Recorder,
+) -> Rows:
+    path = stage.inputs.data.path / VALIDATION
+    if not path.exists():
+        raise ValueError(f"{stage.name}.validation: the dataset has no rows for it: set data.validation_fraction")
+    found = ConversationTokens(path, tokenizer, *limits, tokenizing(recorder))
+    if not len(found):
+        raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")
+    return found.take(range(min(looks.num_conversations, len(found))))
+
+
+def _loss(policy: ModelHandle, rows: Rows) -> float:
+    """Nats a token of what assistants say in `rows`."""
+    return float(get(policy.score.remote(rows))["nll"].sum()) / num_response_tokens(rows)

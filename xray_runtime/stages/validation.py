@@ -4,16 +4,11 @@ its versions.
     sample   the generator, which holds the policy after `iteration` updates, replies with the same seeds each time
     score    the stage's `judges` score the replies; its rewards do where it has none
     finish   the last version is looked at too; with `keep: best` the best one, the first of equals, is what is saved
-
-The best version so far is kept beside the snapshots and in them.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +21,7 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, save_policy, text_rows, with_end_of_turn
-from xray_runtime.stages.policy_versions import PolicyVersions
+from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -35,18 +30,6 @@ if TYPE_CHECKING:
     from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Stage
     from xray_runtime.workers.model_spec import ModelSpec
-
-RECORD = "validation.json"
-
-
-@dataclass
-class Seen:
-    """What was found so far: all that an attempt after this one has to know."""
-
-    scores: dict[str, float] = field(default_factory=dict)
-    """Updates of the policy → mean score."""
-    best: int = -1
-    """Updates of the best version; -1: none was looked at."""
 
 
 class Validation:
@@ -71,8 +54,7 @@ class Validation:
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
         self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
-        self._versions = PolicyVersions(directory, "best")
-        self.state = Seen()
+        self.best = BestVersion(directory, "last" if self._config is None else self._config.keep)
         judges = RewardSources(stage, tokenizer, field="judges")
         self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
         if self._config is None:
@@ -109,16 +91,8 @@ class Validation:
             return {}
         assert self._config is not None
         score, length = self._mean(models, replies, iteration), float(replies["response_ids"].lengths.mean())
-        self.state.scores[str(iteration)] = score
-        best = self.state.scores.get(str(self.state.best), -math.inf)
-        if score > best:
-            self.state.best = iteration
-            if self._config.keep == "best":
-                self._versions.write(models, iteration)
-                for other in self._versions.numbers():
-                    if other != iteration:
-                        self._versions.remove(other)
-        return {"validation/score": score, "validation/length": length, "validation/best": float(self.state.best)}
+        self.best.saw(models, iteration, score)
+        return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
         ids = replies["response_ids"]
@@ -148,20 +122,5 @@ class Validation:
             return iterations
         get(models["generator"].follow.remote(models["policy"], iterations))
         self.score(models, self._replies(models["generator"], iterations), iterations)
-        kept = self.state.best if self._config.keep == "best" and self.state.best >= 0 else iterations
-        if kept in self._versions.numbers():
-            self._versions.copy(kept, out)
-        else:
-            save_policy(models, out)
-        judges = list(self._sources.weights)
-        content = {"kept": kept, "scores": self.state.scores, "scored_by": judges, "prompts": len(self._prompts)}
-        (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        return kept
-
-    def save_state(self, directory: Path) -> None:
-        """The best version so far, in a snapshot."""
-        self._versions.save_state(directory)
-
-    def load_state(self, directory: Path) -> None:
-        """Go on from what `save_state` wrote."""
-        self._versions.load_state(directory)
+        record = {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}
+        return self.best.save(models, out, iterations, record)
