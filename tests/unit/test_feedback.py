@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.algorithms.statistics import wilson_interval
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages, prompt_text
@@ -80,14 +79,6 @@ def test_the_win_rate_is_over_prompts() -> None:
     assert found["judges"] == {"ada": 4, "bob": 1}
     nothing = tally([said(0, "skip")])
     assert (nothing["prompts"], nothing["win_rate"], nothing["win_rate_ci95"]) == (0, None, None)
-
-
-def test_wilson_interval() -> None:
-    # Of n successes in n trials the lower end is n / (n + z²): 10 / 13.8415 with z = 1.96.
-    assert wilson_interval(1.0, 10) == (pytest.approx(0.72247, abs=1e-5), pytest.approx(1.0))
-    assert wilson_interval(0.0, 10) == (pytest.approx(0.0), pytest.approx(1 - 0.72247, abs=1e-5))
-    # 5 of 10: ½ ± z √(0.025 + z²/400) / (1 + z²/10) = ½ ± 1.96 · 0.18602 / 1.38415.
-    assert wilson_interval(0.5, 10) == (pytest.approx(0.23659, abs=1e-4), pytest.approx(0.76341, abs=1e-4))
 
 
 def test_pairs_are_what_was_preferred() -> None:

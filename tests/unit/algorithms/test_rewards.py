@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from xray_runtime.algorithms.rewards import SourceScores, statistics, uncertainty_penalized, weighted_sum
+from xray_runtime.algorithms.rewards import (
+    SourceScores,
+    lowest_where_cut,
+    overlong_penalty,
+    statistics,
+    uncertainty_penalized,
+    weighted_sum,
+)
 
 NAN = math.nan
 
@@ -62,3 +69,17 @@ def test_statistics_are_of_what_there_is() -> None:
     found = statistics(scores({"a": [1.0, NAN, 3.0, 9.0], "b": [NAN, NAN, NAN, NAN]}, {"a": [True, True, True, False]}))
     assert found["a"] == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "failed": 1.0}
     assert found["b"] == {"failed": 4.0}
+
+
+def test_the_overlong_penalty_by_hand() -> None:
+    # 16 tokens at most, the last 4 of them punished: a quarter for each.
+    found = overlong_penalty(torch.tensor([1, 12, 13, 15, 16, 20]), 16, 4)
+    assert found.tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
+
+
+def test_a_reply_that_was_cut_has_no_more_than_the_worst_that_ended() -> None:
+    rewards, ended = torch.tensor([3.0, 2.0, 5.0, 1.0]), torch.tensor([True, True, False, False])
+    assert lowest_where_cut(rewards, ended).tolist() == [3.0, 2.0, 2.0, 1.0]
+    assert lowest_where_cut(rewards, ~ended).tolist() == [1.0, 1.0, 5.0, 1.0]
+    assert lowest_where_cut(rewards, torch.zeros(4, dtype=torch.bool)).tolist() == [1.0] * 4
+    assert lowest_where_cut(rewards, torch.ones(4, dtype=torch.bool)).tolist() == rewards.tolist()

@@ -16,6 +16,7 @@ from xray_runtime.algorithms.statistics import (
     explained_variance,
     pass_at_k,
     variety,
+    wilson_interval,
     wins,
 )
 
@@ -142,3 +143,11 @@ def test_the_interval_of_a_ratio() -> None:
     ratio, low, high = bootstrap_ratio(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 3.0]), 2000, 0)
     # 10 / 4; of the resamples a quarter each are 1 / 1 and 9 / 3.
     assert (ratio, low, high) == (2.5, 1.0, 3.0)
+
+
+def test_wilson_interval() -> None:
+    # Of n successes in n trials the lower end is n / (n + z²): 10 / 13.8415 with z = 1.96.
+    assert wilson_interval(1.0, 10) == (pytest.approx(0.72247, abs=1e-5), pytest.approx(1.0))
+    assert wilson_interval(0.0, 10) == (pytest.approx(0.0), pytest.approx(1 - 0.72247, abs=1e-5))
+    # 5 of 10: ½ ± z √(0.025 + z²/400) / (1 + z²/10) = ½ ± 1.96 · 0.18602 / 1.38415.
+    assert wilson_interval(0.5, 10) == (pytest.approx(0.23659, abs=1e-4), pytest.approx(0.76341, abs=1e-4))
