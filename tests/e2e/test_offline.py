@@ -28,7 +28,10 @@ GRPO = [
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("example", "kinds"),
-    [("online_dpo", ("preferences", "dpo")), ("rejection_sampling", ("best_of_n", "sft"))],
+    [
+        ("online_dpo", ("preferences", "dpo")),
+        pytest.param("rejection_sampling", ("best_of_n", "sft"), marks=pytest.mark.long),
+    ],
 )
 def test_each_round_learns_from_what_the_one_before_samples(
     example: str, kinds: tuple[str, str], tmp_path: Path
@@ -51,13 +54,11 @@ def test_each_round_learns_from_what_the_one_before_samples(
     assert all(stage["cached"] for stage in again.lifecycle["stages"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("fields", "stage", "before"),
-    [
-        pytest.param(DPO, "dpo", ["sft", "preferences"], id="dpo"),
-        pytest.param(GRPO, "ppo-1", ["sft"], id="grpo", marks=pytest.mark.long),
-    ],
+    [pytest.param(DPO, "dpo", ["sft", "preferences"], id="dpo"), pytest.param(GRPO, "ppo-1", ["sft"], id="grpo")],
 )
 def test_a_lifecycle_is_killed_and_goes_on_to_the_same_bytes(
     fields: list[str], stage: str, before: list[str], tmp_path: Path
