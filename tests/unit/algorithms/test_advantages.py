@@ -200,3 +200,9 @@ def test_padding_changes_nothing(seed: int, extra: int) -> None:
     torch.testing.assert_close(
         pad(place_rewards(scores, rewards, mask), 0.0), place_rewards(scores, pad(rewards, 3.0), pad(mask, False))
     )
+
+
+def test_a_reply_of_one_token_has_its_reward_there() -> None:
+    mask = torch.tensor([[1, 0], [0, 0]])
+    rewards = place_rewards(torch.tensor([2.0, 3.0]), torch.full((2, 2), 0.5), mask)
+    assert rewards.tolist() == [[1.5, 0.0], [0.0, 0.0]]

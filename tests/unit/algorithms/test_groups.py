@@ -65,6 +65,9 @@ def test_groups_are_apart_and_in_any_order(baseline: GroupBaseline) -> None:
 def test_tied_groups() -> None:
     rewards = torch.tensor([1.0, 1.0, 2.0, NAN, 3.0, 4.0, NAN, NAN])
     assert tied_groups(rewards, torch.arange(8) // 2).tolist() == [True, True, False, True]
+    # What has no score is neither the highest nor the lowest.
+    below = torch.tensor([-1.0, -1.0, NAN, 1.0, 1.0, NAN])
+    assert tied_groups(below, torch.arange(6) // 3).tolist() == [True, True]
 
 
 def test_rloo_is_the_true_gradient_in_expectation() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.algorithms.hacking import averages, signs
+from xray_runtime.algorithms.hacking import _rise, averages, describe, signs
 from xray_runtime.config.watch import WatchConfig
 
 PROMPTS = 64
@@ -129,3 +129,49 @@ def test_averages_are_over_the_iterations_that_have_a_metric() -> None:
     # Of deviations 3 and 4 the root of the mean square, √12.5.
     found = averages([{"a": 1.0, "s/std": 3.0}, {"a": 2.0, "s/std": 4.0}, {"a": 6.0, "b": 1.0}])
     assert found == {"a": 3.0, "b": 1.0, "s/std": pytest.approx(12.5**0.5)}
+
+
+def test_a_rise_is_in_deviations() -> None:
+    def rise(early: tuple[float, float], late: tuple[float, float]) -> float | None:
+        first, last = ({"reward/gold": mean, "reward/gold_std": std} for mean, std in (early, late))
+        return _rise(first, last, "gold")
+
+    assert rise((1.0, 0.5), (2.0, 0.5)) == pytest.approx(2.0)
+    # It hardly varied at first: √((0.1² + 0.3²) / 2 + 0.4² / 4) / 2 = 0.15 counts.
+    assert rise((0.0, 0.1), (0.4, 0.3)) == pytest.approx(0.4 / 0.15)
+    assert rise((1.0, 0.0), (1.0, 0.0)) == 0.0
+    assert _rise({"reward/gold": 1.0}, {"reward/gold": 2.0}, "gold") is None
+    assert _rise({"reward/gold": 1.0, "reward/gold_std": 1.0}, {}, "gold") is None
+
+
+def test_a_judge_of_whom_nothing_is_known_is_no_sign() -> None:
+    unknown = {name: value for name, value in point(**LEARNED).items() if not name.startswith("reward/gold")}
+    assert seen(unknown, unknown | CLEAN) == []
+
+
+def test_without_lengths_the_kl_is_of_one_token() -> None:
+    short = {name: value for name, value in CLEAN.items() if name != "rollout/length"}
+    assert seen(short | {"kl/reference_k1": 1.01}, short) == ["kl"]
+    assert seen(short | {"kl/reference_k1": 1.0}, short) == []
+    assert seen(CLEAN | {"rollout/length": 0.5, "kl/reference_k1": 0.9}, CLEAN | {"rollout/length": 0.5}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "judge/rm/held",
+            "the reward rm rose from +0.20 to +1.76 while held, which is not trained on, went from +1.00",
+        ),
+        ("judge/a/b/gold", "the reward a/b rose from +2.00 to +3.00 while the gold score went from +0.18 to +0.20"),
+        ("judge/rm/gold", "the policy learned to please the reward, not what it stands for"),
+        ("length", "replies went from 20.0 to 20.0 tokens"),
+        ("repetition", "replies repeat themselves: 90% of the pairs of tokens"),
+        ("phrase", "10% of the replies hold the same"),
+        ("kl", "the policy is 0.30 nats a token from the reference"),
+    ],
+)
+def test_each_sign_in_words(name: str, text: str) -> None:
+    others = {"reward/source/held/mean": 1.0, "reward/source/a/b/mean": 2.0}
+    late = point(**LEARNED) | others | {"reward/source/a/b/mean": 3.0}
+    assert text in describe(name, CLEAN | others, late)

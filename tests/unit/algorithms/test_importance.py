@@ -100,3 +100,17 @@ def test_one_weight_a_reply_is_the_geometric_mean() -> None:
     assert stats["capped_share"] == 0.25
     dropped, _ = importance_weights(train, torch.zeros(2, 3), mask, mode="mask", cap=2.0, level="reply")
     torch.testing.assert_close(dropped[1], torch.zeros(3))
+
+
+def test_one_weight_a_reply_counts_its_valid_tokens() -> None:
+    weights, stats = importance_weights(TRAIN, ROLLOUT, MASK, mode="truncate", cap=10.0, level="reply")
+    # √3 for both tokens of the first; ½ for the second, whose other token is not there.
+    torch.testing.assert_close(weights, torch.tensor([[math.sqrt(3), math.sqrt(3)], [0.5, 0.0]]))
+    assert stats["capped_share"] == 0.0
+
+
+def test_a_weight_at_the_cap_is_not_beyond_it() -> None:
+    weights, stats = importance_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), mode="mask", cap=1.0)
+    assert weights.tolist() == [[1.0]]
+    # One token is a whole sample of one.
+    assert (stats["capped_share"], stats["effective_sample_share"]) == (0.0, 1.0)

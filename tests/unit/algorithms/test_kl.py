@@ -125,6 +125,9 @@ def test_summary_is_a_mean_over_replies_of_sums() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
     summary = kl_summary(logprobs, torch.zeros(3, 3), mask)
     assert summary == pytest.approx({"k1": 2.0, "k3": 0.9355471}, abs=1e-6)
+    # One reply of two tokens.
+    alone = kl_summary(logprobs[:2], torch.zeros(2, 3), mask[:2] & torch.tensor([[True], [False]]))
+    assert alone == pytest.approx({"k1": 2.0, "k3": 0.7357589}, abs=1e-6)
 
 
 def test_summary_of_nothing_is_zero() -> None:

@@ -294,3 +294,11 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(estimator: KLEstimator, m
     terms = kl_loss(logprobs, old, reference, estimator)
     got = torch.autograd.grad((old.exp() * terms).sum(), logits)[0]
     torch.testing.assert_close(got, expected)
+
+
+def test_cispo_has_no_dual_clip() -> None:
+    # A ratio of 5 for a bad token, which PPO's dual clip would hold at 3.
+    given = (f64([math.log(5.0)]), f64([0.0]), f64([-2.0]), torch.ones(1))
+    plain, _ = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=None)
+    found, stats = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=3.0)
+    assert (found.item(), stats["dual_clip_count"].item()) == (plain.item(), 0)

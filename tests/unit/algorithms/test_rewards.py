@@ -34,6 +34,8 @@ def test_a_row_that_a_counted_source_failed_has_no_reward() -> None:
     # One that is only logged loses no row.
     logged = weighted_sum(scores({"a": [1.0, 2.0], "b": [NAN, 7.0]}), {"a": 2.0, "b": 0.0})
     assert logged.tolist() == [2.0, 4.0]
+    # Nor does it hide those after it.
+    assert weighted_sum(scores({"b": [NAN, 7.0], "a": [1.0, 2.0]}), {"a": 2.0, "b": 0.0}).tolist() == [2.0, 4.0]
 
 
 def test_a_source_that_does_not_apply_contributes_nothing() -> None:
@@ -69,6 +71,9 @@ def test_statistics_are_of_what_there_is() -> None:
     found = statistics(scores({"a": [1.0, NAN, 3.0, 9.0], "b": [NAN, NAN, NAN, NAN]}, {"a": [True, True, True, False]}))
     assert found["a"] == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "failed": 1.0}
     assert found["b"] == {"failed": 4.0}
+    ensemble = scores({"a": [1.0, 3.0]})
+    disagreeing = SourceScores(ensemble.values, ensemble.applies, {"a": torch.tensor([0.5, 1.0])})
+    assert statistics(disagreeing)["a"]["disagreement"] == 0.75
 
 
 def test_the_overlong_penalty_by_hand() -> None:

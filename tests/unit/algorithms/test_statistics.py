@@ -143,6 +143,10 @@ def test_the_interval_of_a_ratio() -> None:
     ratio, low, high = bootstrap_ratio(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 3.0]), 2000, 0)
     # 10 / 4; of the resamples a quarter each are 1 / 1 and 9 / 3.
     assert (ratio, low, high) == (2.5, 1.0, 3.0)
+    # Over ones it is the mean, with the same resamples; another seed has others.
+    numbers = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    assert bootstrap_ratio(numbers, torch.ones(5), 200, 3) == pytest.approx(bootstrap_interval(numbers, 200, 3))
+    assert bootstrap_interval(numbers, 200, 3) != bootstrap_interval(numbers, 200, 4)
 
 
 def test_wilson_interval() -> None:
