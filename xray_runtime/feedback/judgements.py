@@ -6,12 +6,13 @@ sides are drawn anew for each prompt and judge, from the seed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.data.pairs import Messages, PreferenceExample
+from xray_runtime.data.verdicts import SHARES, mean_share
 from xray_runtime.seeding import derive_seed
 
 Model = Literal["a", "b"]
@@ -20,10 +21,6 @@ Verdict = Literal["a", "b", "tie", "bad", "skip"]
 
 KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 """What a person presses, and what it says."""
-
-
-SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5, "bad": 0.5}
-"""Verdict → share of a win that it is for `a`; a skip is none."""
 
 
 class _Row(BaseModel):
@@ -105,12 +102,3 @@ def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
         "win_rate": rate,
         "win_rate_ci95": list(interval) if interval is not None else None,
     }
-
-
-def mean_share(shares: Collection[Sequence[float]]) -> tuple[float, tuple[float, float]]:
-    """Mean over prompts of what their judges said in the mean, one or more each; its 95% interval (Wilson 1927)."""
-    # torch, which commands that only read judgements need not wait for.
-    from xray_runtime.algorithms.statistics import wilson_interval
-
-    rate = sum(sum(values) / len(values) for values in shares) / len(shares)
-    return rate, wilson_interval(rate, len(shares))

@@ -12,7 +12,7 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.feedback.judgements import SHARES, mean_share
+from xray_runtime.data.verdicts import SHARES, mean_share
 from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.store.checkpoints import read_manifest
 

@@ -297,8 +297,8 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(estimator: KLEstimator, m
 
 
 def test_cispo_has_no_dual_clip() -> None:
-    # A ratio of 5 for a bad token, which PPO's dual clip would hold at 3.
-    given = (f64([math.log(5.0)]), f64([0.0]), f64([-2.0]), torch.ones(1))
+    # 1.2 · 2 · 10 for a bad token, which PPO's dual clip would hold at 3 · 2.
+    given = (f64([10.0]), f64([10.0 - math.log(5.0)]), f64([-2.0]), torch.ones(1))
     plain, _ = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=None)
     found, stats = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=3.0)
     assert (found.item(), stats["dual_clip_count"].item()) == (plain.item(), 0)
