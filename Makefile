@@ -11,7 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 
-.PHONY: help install demo test test-long lint docs audit-deps unit component lifecycle clean
+.PHONY: help install demo test test-long lint docs audit-deps unit component lifecycle mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ test: install lint audit-deps unit component lifecycle  ## style and types, depe
 
 test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser (chromium)
 	$(BIN)/pytest tests -m long
+	@$(MAKE) --no-print-directory mutants
+
+mutants: install  ## which of 1,500 changes of the algorithms' code does no test notice (15 minutes)
+	$(BIN)/python tests/mutants.py
 
 lint: install  ## style and types; the docs build without a warning
 	$(BIN)/ruff check .

@@ -114,3 +114,8 @@ def test_a_weight_at_the_cap_is_not_beyond_it() -> None:
     assert weights.tolist() == [[1.0]]
     # One token is a whole sample of one.
     assert (stats["capped_share"], stats["effective_sample_share"]) == (0.0, 1.0)
+
+
+def test_a_reply_of_equal_policies_weighs_one_where_it_is() -> None:
+    weights, _ = importance_weights(ROLLOUT, ROLLOUT, MASK, mode="truncate", cap=2.0, level="reply")
+    assert weights.tolist() == [[1.0, 1.0], [1.0, 0.0]]

@@ -197,3 +197,10 @@ def test_memory_does_not_grow_with_the_tokens_of_a_large_vocabulary() -> None:
     assert many < 4.1 * chunk + 2 * 4 * 4 * vocabulary
     # The whole form keeps them all.
     assert peak_bytes(256, vocabulary, max_logits=2**62) > 2 * 256 * 4 * vocabulary > 3 * many
+
+
+def test_chunks_are_at_the_temperature_of_the_whole() -> None:
+    layer, hidden, targets = torch.nn.Linear(5, 40, dtype=torch.float64), torch.eye(5).double(), torch.arange(5)
+    for options in ({"temperature": 0.7}, {}):
+        found = chunked_logprobs_and_entropy(layer, hidden, targets, vocab_size=40, max_logits=80, **options)
+        torch.testing.assert_close(found, logprobs_and_entropy(layer(hidden), targets, **options))

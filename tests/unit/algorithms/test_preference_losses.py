@@ -180,3 +180,8 @@ def test_kto_does_not_depend_on_the_split_with_the_baseline_of_the_whole_step() 
         for r, d, m in zip(ratios.split(3), desirable.split(3), mismatched.split(3), strict=True)
     ]
     assert float((torch.cat(own) - whole).abs().max()) > 1e-3
+
+
+def test_simpo_without_a_margin_is_the_sigmoid_of_the_difference() -> None:
+    rewards = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])
+    torch.testing.assert_close(pair_losses(*rewards, "simpo", beta=1.0), pair_losses(*rewards, "sigmoid", beta=1.0))
