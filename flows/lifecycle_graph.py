@@ -11,6 +11,7 @@ from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
@@ -43,13 +44,18 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
     trained = {"trainable_layers": layers} if layers is not None else {}
 
+    # First, so that a name of nothing is said before anything is computed.
+    base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
+    refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
+    named = {field: _checkpoint(graph, field, ref) for field, ref in refs.items() if ref is not None}
+
     data = PREPARE(name="prepare", **_fields(config.data))
     if isinstance(config.base, FreshBase):
         base = FRESH_BASE(data, name="base", **_fields(config.base))
     elif isinstance(config.base, PretrainedBase):
         base = BASE(name="base", model=config.base.model, chat_template=config.base.chat_template)
     else:
-        base = graph.checkpoint(config.base.ref)
+        base = named["base.ref"]
     start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
 
     pairs = _preferences(config, start, data) if config.preferences is not None else None
@@ -64,7 +70,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     if config.reward is not None:
         rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
     elif config.reward_ref is not None:
-        rewards.insert(0, graph.checkpoint(config.reward_ref))
+        rewards.insert(0, named["reward_ref"])
     elif config.reward_base is not None:
         fields = _fields(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
@@ -93,9 +99,16 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     shown += [term.model_dump() for term in config.rewards if not term.compares]
     fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
     if config.evaluate.verdicts is not None:
-        fields["verdicts"] = graph.checkpoint(config.evaluate.verdicts)
+        fields["verdicts"] = named["evaluate.verdicts"]
     evaluation = EVALUATE(policy, start, data, rewards=shown, judges=judges, name="evaluate", **fields)
     return Lifecycle(policy, evaluation)
+
+
+def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
+    try:
+        return graph.checkpoint(ref)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {str(error).removeprefix('REF: ')}") from None
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle) -> Handle:
