@@ -72,12 +72,12 @@ def test_rows_are_named() -> None:
 @pytest.mark.parametrize("value", WRONG)
 def test_nothing_that_is_carried_on_takes_one_in(value: float) -> None:
     kl = AdaptiveKL(0.1, 4.0, 2000.0)
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=f"^the KL to the reference is {value}$"):
         kl.update(value, 8)
     assert kl.coef == 0.1
     moments = RunningMoments()
     moments.update([1.0, 3.0])
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=r"^a reward that the running moments are of is not finite$"):
         moments.update([2.0, value])
     assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
 

@@ -11,6 +11,8 @@ UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
+Keep = Literal["best", "last"]
+"""Which version of a policy a stage ends with."""
 
 
 class Section(BaseModel):

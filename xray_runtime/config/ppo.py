@@ -13,6 +13,7 @@ from xray_runtime.config.engines import (
     Fraction,
     FrozenConfig,
     GeneratorConfig,
+    Keep,
     NonNegative,
     Positive,
     Section,
@@ -83,7 +84,7 @@ class ValidationConfig(Section):
     every: Count = 10
     """Iterations from one look to the next; the first is before the first update, the last after the last."""
     num_prompts: Annotated[int, Field(ge=2)] = 128
-    keep: Literal["best", "last"] = "best"
+    keep: Keep = "best"
     """Which version the stage ends with: the one with the highest mean score, or the last."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
+    Keep,
     NonNegative,
     Positive,
     Section,
@@ -22,7 +23,7 @@ class SFTValidation(Section):
     every: Count = 50
     """Steps from one look to the next; the last is after the last step."""
     num_conversations: Count = 256
-    keep: Literal["best", "last"] = "best"
+    keep: Keep = "best"
     """Which version the stage ends with: the one with the lowest loss, or the last."""
 
 

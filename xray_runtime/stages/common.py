@@ -13,7 +13,7 @@ import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.config.engines import TrainingConfig
-from xray_runtime.data.pairs import Example, Messages, Pairs
+from xray_runtime.data.pairs import VALIDATION, Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import Report, Tokens
 from xray_runtime.stages.artifacts import VALUE_HEAD
@@ -116,6 +116,13 @@ class PhaseClock:
         return {f"seconds/{name}": s for name, s in self.seconds.items()} | {
             "seconds/total": sum(self.seconds.values())
         }
+
+
+def validation_file(stage: str, dataset: Path) -> Path:
+    """The rows of a dataset that versions of a policy are chosen by. Raises ValueError where it has none."""
+    if not (dataset / VALIDATION).exists():
+        raise ValueError(f"{stage}.validation: the dataset has no rows for it: set data.validation_fraction")
+    return dataset / VALIDATION
 
 
 def save_policy(models: Mapping[str, ModelHandle], directory: Path) -> None:

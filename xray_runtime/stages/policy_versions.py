@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from xray_runtime.config.engines import Keep
 from xray_runtime.files import sync
 from xray_runtime.stages.common import save_policy
 from xray_runtime.workers.protocols import ModelHandle
 
 RECORD = "validation.json"
-Keep = Literal["best", "last"]
 
 
 class PolicyVersions:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
-from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION
+from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing
+from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing, validation_file
 from xray_runtime.stages.finite import SkippedSteps
-from xray_runtime.stages.policy_versions import BestVersion, Keep
+from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -43,12 +43,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
     heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
-    validation_rows, every = None, config.steps
-    keep: Keep = "last"
-    if looks is not None:
-        validation_rows = _validation_rows(stage, looks, tokenizer, limits, recorder)
-        every, keep = looks.every, looks.keep
-    best = BestVersion(stage.kept or recorder.log_dir, keep)
+    validation_rows = _validation_rows(stage, looks, tokenizer, limits, recorder) if looks is not None else None
+    best = BestVersion(stage.kept or recorder.log_dir, looks.keep if looks is not None else "last")
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
@@ -82,7 +78,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
-            if validation_rows is not None and (step + 1 == config.steps or (step + 1) % every == 0):
+            due = looks is not None and (step + 1 == config.steps or (step + 1) % looks.every == 0)
+            if due and validation_rows is not None:
                 metrics["sft/validation_loss"] = _loss(policy, validation_rows)
                 best.saw(models, step + 1, -metrics["sft/validation_loss"])
             recorder.metrics(skipped.metrics(metrics), step)
@@ -101,10 +98,9 @@ def _validation_rows(
     limits: tuple[int, int],
     recorder: Recorder,
 ) -> Rows:
-    path = stage.inputs.data.path / VALIDATION
-    if not path.exists():
-        raise ValueError(f"{stage.name}.validation: the dataset has no rows for it: set data.validation_fraction")
-    found = ConversationTokens(path, tokenizer, *limits, tokenizing(recorder))
+    found = ConversationTokens(
+        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, tokenizing(recorder)
+    )
     if not len(found):
         raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")
     return found.take(range(min(looks.num_conversations, len(found))))

@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.pairs import VALIDATION, prompt_text
+from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, save_policy, text_rows, with_end_of_turn
+from xray_runtime.stages.common import (
+    UniquePrompts,
+    max_prompt_tokens,
+    save_policy,
+    text_rows,
+    validation_file,
+    with_end_of_turn,
+)
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -60,9 +67,7 @@ class Validation:
         if self._config is None:
             return
         dataset = stage.inputs.prompts.path
-        if not (dataset / VALIDATION).exists():
-            raise ValueError(f"{stage.name}.validation: the dataset has no rows for it: set data.validation_fraction")
-        prompts = UniquePrompts(tokenizer, dataset / VALIDATION, max_prompt_tokens(dataset))
+        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt_tokens(dataset))
         order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
         chosen = order[: self._config.num_prompts].tolist()
         if len(chosen) < stage.config.frozen.data_parallel:

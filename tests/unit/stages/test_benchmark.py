@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import xray
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
@@ -26,26 +27,16 @@ from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import BenchmarkInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import BENCHMARK
-from xray_runtime.workers.protocols import Ready
 
 ASKED = 10
 
 
-class FakeModel:
+class Answering(FakeModel):
     """A reply to question i, the row-th in all: what `said` says. A token costs as many nats as the row has replies'
     tokens."""
 
     def __init__(self, root: Path, said: Callable[[str, int], str]) -> None:
         self.tokenizer, self.said, self.count = load_tokenizer(root / "model"), said, 0
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(type(self), f"do_{name}")
-
-        class Method:
-            def remote(_, *args: Any) -> Ready[Any]:
-                return Ready(function(self, *args))
-
-        return Method()
 
     def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         replies = []
@@ -82,7 +73,7 @@ def attempt(root: Path, said: Callable[[str, int], str] = lambda question, row: 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         assert set(specs) == set(BENCHMARK.models(config))
-        yield {role: FakeModel(root, said) for role in specs}
+        yield {role: Answering(root, said) for role in specs}
 
     config = BENCHMARK.validated(fields)
     inputs = BenchmarkInputs(Model(root / "model"), Dataset(root / "data"))

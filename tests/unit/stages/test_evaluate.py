@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -25,27 +26,17 @@ from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
 from xray_runtime.stages.inputs import EvaluateInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import EVALUATE
-from xray_runtime.workers.protocols import Ready
 
 PROMPTS = 8
 SAID = ("no", "yes")
 """What each version of the policy replies."""
 
 
-class FakeModel:
+class Judged(FakeModel):
     """A WholeModel, as far as this stage uses it: the trained reward model likes yes, the judge likes no."""
 
     def __init__(self, role: str, root: Path) -> None:
         self.role, self.tokenizer = role, load_tokenizer(root / "before")
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(type(self), f"do_{name}")
-
-        class Method:
-            def remote(_, *args: Any, **keywords: Any) -> Ready[Any]:
-                return Ready(function(self, *args, **keywords))
-
-        return Method()
 
     def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         reply = [*self.tokenizer(SAID[version], add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]]
@@ -95,7 +86,7 @@ def evaluated(
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         assert set(specs) == set(EVALUATE.models(config))
-        yield {role: FakeModel(role, root) for role in specs}
+        yield {role: Judged(role, root) for role in specs}
 
     given = {"rewards": [{"model": "rewards.0"}], "judges": judges, "num_prompts": PROMPTS, "bootstrap_samples": 100}
     config = EvaluationConfig.model_validate(given | fields)

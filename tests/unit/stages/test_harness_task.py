@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -23,7 +24,6 @@ from xray_runtime.stages.artifacts import Model
 from xray_runtime.stages.harness_task import numbers_of, read_task
 from xray_runtime.stages.inputs import LMEvalInputs
 from xray_runtime.stages.kind import Stage
-from xray_runtime.workers.protocols import Ready
 
 CHOICE = """
 task: parity
@@ -50,21 +50,12 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 
 
-class FakeModel:
+class Even(FakeModel):
     """It thinks that everything is even, and says so."""
 
     def __init__(self, root: Path) -> None:
         self.tokenizer = load_tokenizer(root / "model")
         self.asked: list[tuple[str, str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(type(self), f"do_{name}")
-
-        class Method:
-            def remote(_, *args: Any) -> Ready[Any]:
-                return Ready(function(self, *args))
-
-        return Method()
 
     def do_score(self, rows: Rows) -> Rows:
         parts = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
@@ -90,10 +81,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def attempt(root: Path, task: str, **fields: Any) -> tuple[dict[str, Any], FakeModel]:
+def attempt(root: Path, task: str, **fields: Any) -> tuple[dict[str, Any], Even]:
     pytest.importorskip("lm_eval")
     (root / "task" / "task.yaml").write_text(task)
-    model = FakeModel(root)
+    model = Even(root)
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
@@ -27,7 +28,7 @@ from xray_runtime.stages.artifacts import Dataset, Judgements, Model, Preference
 from xray_runtime.stages.inputs import DPOInputs, KTOInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.protocols import ModelHandle, Ready
+from xray_runtime.workers.protocols import ModelHandle
 
 PAIRS, HELDOUT = 10, 3
 STEP = 0.5
@@ -41,20 +42,11 @@ class World:
     batches: list[tuple[Rows, dict[str, float], float]] = field(default_factory=list)
 
 
-class FakeModel:
+class Likelier(FakeModel):
     """A WholeModel, as far as these loops use it."""
 
     def __init__(self, directory: Path, world: World) -> None:
         self.name, self.world, self.updates = directory.name, world, 0
-
-    def __getattr__(self, name: str) -> Any:
-        function: Callable[..., Any] = getattr(type(self), f"do_{name}")
-
-        class Method:
-            def remote(_, *args: Any) -> Ready[Any]:
-                return Ready(function(self, *args))
-
-        return Method()
 
     def do_score(self, rows: Rows) -> Rows:
         self.world.calls.append(f"{self.name} scores {len(rows['prompt_lengths'])}")
@@ -111,7 +103,7 @@ def attempt(
 ) -> FakeRecorder:
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
-        yield {role: FakeModel(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
+        yield {role: Likelier(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
 
     out.mkdir()
     recorder = FakeRecorder(out, newest)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import xray
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig, SFTValidation
@@ -25,28 +26,18 @@ from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import SFTInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.protocols import Ready
 
 SIZES = {"train": 8, "heldout": 2, "validation": 3}
 LOSSES = [9.0, 3.0, 1.0, 1.0, 2.0]
 """Nats a token that each version gives to any text, the untrained one first."""
 
 
-class FakeModel:
+class Learner(FakeModel):
     """A WholeModel, as far as this stage uses it."""
 
     def __init__(self) -> None:
         self.updates = 0
         self.scored: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(type(self), f"do_{name}")
-
-        class Method:
-            def remote(_, *args: Any) -> Ready[Any]:
-                return Ready(function(self, *args))
-
-        return Method()
 
     def do_train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         self.updates += 1
@@ -84,8 +75,8 @@ def inputs(tmp_path: Path) -> SFTInputs:
 
 def tuned(
     inputs: SFTInputs, out: Path, kept: Path, looks: SFTValidation | None, newest: Snapshot | None = None
-) -> tuple[int, FakeModel, FakeRecorder]:
-    model, recorder = FakeModel(), FakeRecorder(out, newest)
+) -> tuple[int, Learner, FakeRecorder]:
+    model, recorder = Learner(), FakeRecorder(out, newest)
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
