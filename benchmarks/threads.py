@@ -1,6 +1,7 @@
-"""OpenMP threads of models that train alone and side by side: sharing them, and how long waiting ones spin.
+"""Threads of models that train alone and side by side: sharing them, how long waiting ones spin, and MKL's mode.
 
     python -m benchmarks.threads [--spins 0 500 2000 10000] [--rounds 5]
+    python -m benchmarks.threads --spins 500 --mkl OFF AUTO
 
 A shared critic is one model at work, a separate one two. `all` gives each model every thread, `share` its share. Each
 is measured alone and beside another process that keeps one core busy.
@@ -31,7 +32,7 @@ from xray_runtime.models.objectives import Objective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import SPIN_COUNT, RankInfo
+from xray_runtime.workers.workhorse import REPRODUCIBLE, SPIN_COUNT, RankInfo
 
 BASE = FreshBase(
     vocab_size=2048,
@@ -48,17 +49,21 @@ NUM_ROWS, NUM_STEPS = 32, 8
 
 
 class Timed(Learner):
-    """A Learner whose waiting threads look for work `spin` times."""
+    """A Learner whose waiting threads look for work `spin` times, and whose MKL is in the mode `mkl`."""
 
-    def __init__(self, runtime: RuntimeConfig, spin: int) -> None:
+    def __init__(self, runtime: RuntimeConfig, spin: int, mkl: str) -> None:
         super().__init__(runtime)
-        os.environ["GOMP_SPINCOUNT"] = str(spin)
+        os.environ |= {"GOMP_SPINCOUNT": str(spin), "MKL_CBWR": mkl}
 
 
-def start(spin: int, runtime: RuntimeConfig, model: Path) -> list[Any]:
+Variant = tuple[int, str]
+"""Spins, and MKL's mode."""
+
+
+def start(variant: Variant, runtime: RuntimeConfig, model: Path) -> list[Any]:
     """A policy with a value head, and a critic, each in a process of its own."""
     objectives: dict[str, Objective] = {"policy": PPOObjective(CONFIG), "critic": CriticObjective(CONFIG)}
-    learners = [ray.remote(Timed).options(num_cpus=0).remote(runtime, spin) for _ in objectives]
+    learners = [ray.remote(Timed).options(num_cpus=0).remote(runtime, *variant) for _ in objectives]
     builds = []
     for learner, (role, objective) in zip(learners, objectives.items(), strict=True):
         host, port = ray.get(learner.rendezvous.remote())
@@ -92,6 +97,7 @@ def seconds(learners: list[Any], batches: list[Rows], at_once: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spins", type=int, nargs="+", default=[0, SPIN_COUNT])
+    parser.add_argument("--mkl", nargs="+", default=[REPRODUCIBLE])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -101,24 +107,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory), BASE)
         batches = global_batches(model, num_rows=NUM_ROWS)
-        learners = {spin: start(spin, runtime, model) for spin in options.spins}
+        variants: list[Variant] = list(itertools.product(options.spins, options.mkl))
+        learners = {variant: start(variant, runtime, model) for variant in variants}
         ways = [(1, "all"), (2, "all"), (2, "share")]
-        found: dict[tuple[str, int, int, str], list[float]] = {}
+        found: dict[tuple[str, int, Variant, str], list[float]] = {}
         for beside, disturbance in (("nothing", contextlib.nullcontext()), ("a busy process", busy_core())):
             with disturbance:
                 # In turns, so that whatever else the machine does meets all of them; the first round does not count.
                 for number in range(options.rounds + 1):
-                    for (count, threads), spin in itertools.product(ways, options.spins):
+                    for (count, threads), variant in itertools.product(ways, variants):
                         at_once = count if threads == "share" else 1
-                        taken = seconds(learners[spin][:count], batches, at_once)
+                        taken = seconds(learners[variant][:count], batches, at_once)
                         if number:
-                            found.setdefault((beside, count, spin, threads), []).append(taken)
+                            found.setdefault((beside, count, variant, threads), []).append(taken)
     ray.shutdown()
-    table(("beside", "critic", "spins", "threads each", "updates of an iteration", "÷ first"), [])
-    for (beside, count, spin, threads), values in found.items():
-        first = found[beside, count, options.spins[0], "all"]
+    table(("beside", "critic", "spins", "MKL", "threads each", "updates of an iteration", "÷ first"), [])
+    for (beside, count, (spin, mkl), threads), values in found.items():
+        first = found[beside, count, variants[0], "all"]
         critic = "shared" if count == 1 else "separate"
-        line((beside, critic, spin, threads, spread(values, " s"), ratio(values, first)))
+        line((beside, critic, spin, mkl, threads, spread(values, " s"), ratio(values, first)))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ other processes: 10,000 made a step three times slower beside a busy one. Measur
 
 REPRODUCIBLE = "AUTO"
 """MKL's mode of reductions in a fixed order and static scheduling: without it MKL does not promise the same bits from
-one run to the next. The same bits as without it where both were compared (AVX-512)."""
+one run to the next. Where both were compared (AVX-512) the bits are the same, and so is the speed, by
+`benchmarks/threads.py --mkl OFF AUTO`."""
 
 
 UNUSED = ("mlflow", "sklearn")
