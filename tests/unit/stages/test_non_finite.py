@@ -243,14 +243,14 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
     if kind == "kto":
         given = KTOInputs(Model(root / "model"), pairs, None, Dataset(root / "data"))
     config: Any = (DPOConfig if kind == "dpo" else KTOConfig)(batch_size=2, epochs=1, max_skipped_steps=1)
-    learns = test_preference_loops.FakeModel.do_train
+    learns = test_preference_loops.Likelier.do_train
     wrong = {2}
 
     def train(self: Any, *args: Any) -> dict[str, float]:
         stats = learns(self, *args)
         return stats | ({"loss": NAN, "grad_norm": NAN} if self.updates in wrong else {})
 
-    monkeypatch.setattr(test_preference_loops.FakeModel, "do_train", train)
+    monkeypatch.setattr(test_preference_loops.Likelier, "do_train", train)
     world = test_preference_loops.World()
     recorder = test_preference_loops.attempt(body, given, config, root / "out", world)
     assert recorder.points[-1]["training/skipped_steps"] == 1.0
