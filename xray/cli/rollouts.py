@@ -73,10 +73,13 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     sources = list(rows[0]["scores"]) if rows else []
-    for column in ("iteration", "row", "prompt", "reply", *sources, "reward", "advantage", "used"):
+    apart = ["gold"] if any(row["gold"] is not None for row in rows) else []
+    for column in ("iteration", "row", "prompt", "reply", *sources, *apart, "reward", "advantage", "used"):
         table.add_column(column, overflow="fold", justify="right" if column in ("iteration", "row") else "left")
     for row in rows:
-        numbers = [row["scores"][source] for source in sources] + [row["reward"], row["advantage"]]
+        numbers = [row["scores"][source] for source in sources] + [
+            row[name] for name in (*apart, "reward", "advantage")
+        ]
         texts = [str(row["iteration"]), str(row["row"]), shown(row["prompt"]), shown(row["reply"])]
         table.add_row(*map(Text, [*texts, *map(_number, numbers), row["used"]]))
     return table

@@ -9,6 +9,7 @@
     rollout_logprobs   of each token of the reply, by the generator; `logprobs` by the policy before the update,
                        `ref_logprobs` by the reference (nats)
     score/SOURCE       as scored: NaN where the source failed, null where it does not apply
+    gold               of the stage's gold score, where it has one; null where others took the row's place
     reward             their weighted sum, `scaled_reward` what was made of it; null where there is none
     advantages         of each token of the reply; `weights` by the generator's mismatch, 0: the token is masked
     times_trained      optimizer steps that the reply was in; 0: it was left out, or others took its place
@@ -37,6 +38,7 @@ from xray_runtime.files import write_atomic
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """Columns of lists: of token ids, and of numbers of each token of the reply."""
+GOLD = "gold"
 SCORE = "score/"
 """Before the name of a source of reward."""
 DIGITS = 6
@@ -171,6 +173,7 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "prompt": texts["prompt"][number],
             "reply": texts["reply"][number],
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
+            GOLD: row.get(GOLD),
             **{name: row[name] for name in ("reward", "scaled_reward")},
             "advantage": advantage,
             "used": _used(row),

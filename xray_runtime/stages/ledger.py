@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.ledger import (
+    GOLD,
     NUMBERS,
     SCORE,
     TOKENS,
@@ -73,6 +75,7 @@ class Ledger:
         experience: Experience,
         times_trained: np.ndarray,
         policy: str | None,
+        golds: Sequence[float] | None,
     ) -> None:
         """Keep an iteration's rollouts, where the config says so.
 
@@ -80,6 +83,7 @@ class Ledger:
             scaled: reward of each reply [B]; NaN: it has none, and is not in `experience`.
             times_trained: optimizer steps that each row of `experience` was in.
             policy: `Shard.policy`.
+            golds: gold score of each reply [B], where the stage has one.
         """
         keep = self._config.ledger.keep
         if keep == "none":
@@ -89,13 +93,14 @@ class Ledger:
         trained = np.zeros(len(scaled), np.int32)
         trained[made] = times_trained
         of_tokens = {name: _spread(experience.rows[name], made, len(scaled)) for name in ("advantages", "weights")}
-        tables = [self._table(iteration, scored, scaled, of_tokens, trained)]
+        tables = [self._table(iteration, scored, scaled, of_tokens, trained, golds)]
         for dropped in scored.dropped:
             count = len(dropped.prompts)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
             empty = dict.fromkeys(of_tokens, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
-            tables.append(self._table(iteration, dropped, unscaled, empty, untrained))
+            ungraded = None if golds is None else [None] * count
+            tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
         Shard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
         if isinstance(keep, int):
@@ -108,6 +113,7 @@ class Ledger:
         scaled: torch.Tensor,
         of_tokens: dict[str, Ragged],
         times_trained: np.ndarray,
+        golds: Sequence[float | None] | None,
     ) -> pa.Table:
         rows, sampled = scored.rows, scored.sampled
         count, ids = num_rows(rows), rows["id"]
@@ -129,6 +135,7 @@ class Ledger:
                 "logprobs": lists(scored.scores["logprobs"], pa.float32()),
                 "ref_logprobs": lists(scored.scores["ref_logprobs"], pa.float32()),
                 **_scores(scored.sources),
+                **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
                 "scaled_reward": _or_null(scaled),
                 **{name: lists(column, pa.float32()) for name, column in of_tokens.items()},
@@ -170,7 +177,8 @@ class Ledger:
             table = read_shard(shard_path(self._directory, number)).table
             shown = list(readable(table.take(_remarkable(table)), tokenizer))
             sources = list(shown[0]["scores"])
-            names = ("iteration", "prompt", "reply", "reward", "advantage", "used")
+            names = ["iteration", "prompt", "reply", "reward", "advantage", "used"]
+            names += [GOLD] if GOLD in table.column_names else []
             rows += [[*(row[name] for name in names), *(row["scores"][source] for source in sources)] for row in shown]
         recorder.table(SHOWN_ROLLOUTS, [*names, *sources], rows)
 

@@ -117,8 +117,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 sums = _update(models, stage, experience, iteration, kl.coef, skipped, times_trained)
             with clock.phase("generate"):
                 rollouts.wait()
+            asked = [prompt_text(prompts[i][0]) for i in scored.prompts]
+            golds = gold(asked, scored.replies) if gold is not None else None
             with clock.phase("ledger"):
-                ledger.write(iteration, scored, scaled, experience, times_trained, sent)
+                ledger.write(iteration, scored, scaled, experience, times_trained, sent, golds)
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
             metrics = experience.metrics | reward_metrics(rewards, scored.sources) | _update_metrics(sums)
@@ -127,9 +129,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
             if config.resample_rounds:
                 metrics["rollout/resampled_groups"] = replaced / config.samples_per_prompt
-            asked = [prompt_text(prompts[i][0]) for i in scored.prompts]
-            if gold is not None:
-                golds = gold(asked, scored.replies)
+            if golds is not None:
                 metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
             if not config.lag:
                 metrics["speed/generate_tokens_per_s"] = experience.num_tokens / clock.seconds["generate"]

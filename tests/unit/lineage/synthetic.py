@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -65,6 +65,16 @@ def rollouts(iteration: int) -> bytes:
     return Shard(iteration, None, table).to_bytes()
 
 
+def model(seed: str) -> dict[str, bytes]:
+    """The files of one."""
+    return {"config.json": b"{}", "model.safetensors": weights(seed)}
+
+
+def ledger() -> dict[str, bytes]:
+    """Two iterations of one."""
+    return {f"ledger/{number:06d}.parquet": rollouts(number) for number in range(2)}
+
+
 def judged(win_rate: float, delta: float) -> dict[str, Any]:
     """What one judge of an evaluation says."""
     interval = [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)]
@@ -93,10 +103,11 @@ def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> di
     }
 
 
-def judged_by(asked: list[str]) -> dict[str, Any]:
+def judged_by(asked: list[str], rewards: Sequence[str] = ("rewards.0",)) -> dict[str, Any]:
     """The config of an evaluation, as a manifest has it: another one for other prompts."""
     num_prompts = 8 + sum(int(text.split()[-1]) for text in asked)
-    config = EvaluationConfig(num_prompts=num_prompts, rewards=[RewardTerm(model="rewards.0")], gold="vader")
+    terms = [RewardTerm(model=role) for role in rewards]
+    config = EvaluationConfig(num_prompts=num_prompts, rewards=terms, gold="vader")
     return config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
 
 
@@ -107,6 +118,8 @@ class Lifecycle:
     output: Path
     tracking: bool = True
     done: dict[str, CheckpointRef] = field(default_factory=dict)
+    policy: str = "ppo-2"
+    """The stage that made what is registered."""
 
     def __post_init__(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -170,37 +183,76 @@ class Lifecycle:
         self.done[stage] = ref
         return ref
 
-    def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2) -> Lifecycle:
-        """prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate, registered."""
-        model = {"config.json": b"{}"}
+    def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2, graph: str = "ppo") -> Lifecycle:
+        """One of GRAPHS, its policy evaluated and registered.
+
+        With `ppo`: prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate.
+        """
+        self.policy = GRAPHS[graph](self)
+        self.evaluate(asked or [f"question {i}" for i in range(50, 56)], self.policy, gold_delta=gold_delta)
+        self.register(self.policy)
+        self.record()
+        return self
+
+    def data_and_sft(self) -> None:
         data = {
             "train.arrow": examples(range(50)),
             "heldout.arrow": examples(range(50, 60)),
             "stats.json": b'{"pairs": 60}',
         }
-        pairs = {
+        own = OutsideSource(kind="file", name="own.jsonl", digest="ef" * 32, field="prepare.source")
+        self.add("prepare", "prepare", data, {}, {"source": f"file:{own.digest}", "lr": 0.1}, outside=[own])
+        self.add("base", "fresh_base", model("base"), {"data": "prepare"})
+        self.add("sft", "sft", model("sft"), {"base": "base", "data": "prepare"})
+
+    def pairs(self) -> None:
+        files = {
             "train.arrow": preferences(range(20)),
             "heldout.arrow": preferences(range(20, 25)),
             "stats.json": b'{"pairs": 25}',
         }
-        own = OutsideSource(kind="file", name="own.jsonl", digest="ef" * 32, field="prepare.source")
-        self.add("prepare", "prepare", data, {}, {"source": f"file:{own.digest}", "lr": 0.1}, outside=[own])
-        self.add("base", "fresh_base", model | {"model.safetensors": weights("base")}, {"data": "prepare"})
-        self.add("sft", "sft", model | {"model.safetensors": weights("sft")}, {"base": "base", "data": "prepare"})
-        self.add("preferences", "preferences", pairs, {"policy": "sft", "data": "prepare"})
+        self.add("preferences", "preferences", files, {"policy": "sft", "data": "prepare"})
+
+    def ppo(self) -> str:
+        self.data_and_sft()
+        self.pairs()
         head = {"reward_head/head.safetensors": weights("head", 100), "reward.json": b'{"mean": 0, "std": 1}'}
-        reward = model | {"model.safetensors": weights("reward")} | head
-        self.add("reward", "reward_model", reward, {"policy": "sft", "data": "preferences"})
+        self.add("reward", "reward_model", model("reward") | head, {"policy": "sft", "data": "preferences"})
         policy = "sft"
         for stage in ("ppo-1", "ppo-2"):
             roles = {"policy": policy, "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
-            ledger = {f"ledger/00000{number}.parquet": rollouts(number) for number in range(2)}
-            self.add(stage, "ppo", model | ledger | {"model.safetensors": weights(stage)}, roles)
+            self.add(stage, "ppo", model(stage) | ledger(), roles)
             policy = stage
-        self.evaluate(asked or [f"question {i}" for i in range(50, 56)], gold_delta=gold_delta)
-        self.register("ppo-2")
-        self.record()
-        return self
+        return policy
+
+    def grpo(self) -> str:
+        """Groups and a function: no pairs, no reward model; the policy answers a benchmark too."""
+        self.data_and_sft()
+        self.add("grpo", "ppo", model("grpo") | ledger(), {"policy": "sft", "prompts": "prepare"})
+        answered = evaluation_files(["question 56", "question 57"], 0.5, 0.0)
+        answered["benchmark.json"] = answered.pop("evaluation.json")
+        self.add("benchmark", "benchmark", answered, {"policy": "grpo", "prompts": "prepare"})
+        return "grpo"
+
+    def offline(self) -> str:
+        """Pairs without a reward model, one stage after another."""
+        self.data_and_sft()
+        self.pairs()
+        self.add("dpo", "dpo", model("dpo"), {"policy": "sft", "data": "preferences"})
+        self.add("kto", "kto", model("kto"), {"policy": "dpo", "data": "preferences", "reference": "sft"})
+        return "kto"
+
+    def rejection_sampling(self) -> str:
+        """A policy's best replies are what the next is trained on, twice."""
+        self.data_and_sft()
+        policy = "sft"
+        for number in (1, 2):
+            best, trained = f"best-{number}", f"sft-best-{number}"
+            files = {"train.arrow": examples(range(number, 50)), "stats.json": b"{}"}
+            self.add(best, "best_of_n", files, {"policy": policy, "prompts": "prepare"})
+            self.add(trained, "sft", model(trained), {"base": policy, "data": best})
+            policy = trained
+        return policy
 
     def register(self, stage: str) -> None:
         if self.tracker is None:
@@ -221,10 +273,11 @@ class Lifecycle:
         numbers: Mapping[str, Any] | None = None,
     ) -> CheckpointRef:
         """`numbers` replace those of evaluation.json."""
-        roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
+        rewards = {"rewards.0": "reward"} if "reward" in self.done else {}
+        roles = {"policy": policy, "against": "sft", "prompts": "prepare"} | rewards
         files = evaluation_files(asked, win_rate, gold_delta)
         files["evaluation.json"] = json.dumps(json.loads(files["evaluation.json"]) | dict(numbers or {})).encode()
-        ref = self.add(stage, "evaluate", files, roles, judged_by(asked), gates=gates)
+        ref = self.add(stage, "evaluate", files, roles, judged_by(asked, list(rewards)), gates=gates)
         publish_card(ref.path, self.done[policy].path)
         return ref
 
@@ -249,7 +302,7 @@ class Lifecycle:
         evaluation = json.loads((self.done["evaluate"].path / "evaluation.json").read_text())
         run_id = self.run_id or "untracked"
         content = {"run_id": run_id, "status": "completed", "stages": stages, "evaluation": evaluation}
-        policy = self.done["ppo-2"]
+        policy = self.done[self.policy]
         records = records_directory(self.output, policy.stage, load_manifest(policy.path).key)
         records.mkdir(parents=True, exist_ok=True)
         files = [records / "metrics.jsonl", records / "metrics.svg", self.output / "report.html"]
@@ -258,3 +311,9 @@ class Lifecycle:
         record = self.output / "lifecycle.json"
         record.write_text(json.dumps(content, indent=2))
         sign_run(self.output, run_id, [*files, record], {}, self.key)
+
+
+GRAPHS: dict[str, Callable[[Lifecycle], str]] = {
+    build.__name__: build for build in (Lifecycle.ppo, Lifecycle.grpo, Lifecycle.offline, Lifecycle.rejection_sampling)
+}
+"""Each builds all up to its policy, and returns the name of that."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.synthetic import GRAPHS, Lifecycle
 from tests.unit.lineage.tampering import CASES
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import open_lineage_store
@@ -44,17 +44,18 @@ def test_an_untouched_lifecycle_is_sound_wherever_it_lies(untouched: Path, fresh
         assert result.checkpoints == 8
 
 
-@pytest.mark.parametrize("number", range(2 if COUNT < 500 else 20))
+@pytest.mark.parametrize("number", range(4 if COUNT < 500 else 20))
 def test_other_lifecycles_are_sound_too(number: int, tmp_path: Path) -> None:
-    """Run again, with a second evaluation, or rebuilt after damage: nothing of it is a falsification."""
-    lifecycle = Lifecycle(tmp_path / f"run-{number}").whole()
-    if number % 2:
-        lifecycle.evaluate([f"question {i}" for i in range(52, 59)])
+    """Of four graphs; with a second evaluation, or rebuilt after damage: nothing of it is a falsification."""
+    graph = list(GRAPHS)[number % len(GRAPHS)]
+    lifecycle = Lifecycle(tmp_path / f"run-{number}").whole(graph=graph)
+    if number % 3:
+        lifecycle.evaluate([f"question {i}" for i in range(52, 59)], lifecycle.policy)
         lifecycle.record()
     else:
-        weights = lifecycle.done["reward"].path / "model.safetensors"
+        weights = lifecycle.done[lifecycle.policy].path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[::-1])
-        Lifecycle(lifecycle.output).whole()
+        Lifecycle(lifecycle.output).whole(graph=graph)
     assert codes(audited(lifecycle.output)) == set()
 
 

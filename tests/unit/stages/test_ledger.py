@@ -108,7 +108,8 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
         tmp_path / "out",
         World(),
         rewards=[RewardTerm(function="late")],
-        functions={"late": late},
+        gold="own:length",
+        functions={"late": late, "own:length": lambda prompts, replies: [len(reply) for reply in replies]},
         resample_rounds=2,
         iterations=1,
         **GROUPS,
@@ -120,6 +121,9 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
     ]
     assert [row["reward"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0]
     assert [row["scaled_reward"] for row in rows[4:]] == [None] * 4
+    # Of what is trained on: nobody asks how good it was what others took the place of.
+    assert all(row["gold"] > 0 for row in rows[:4])
+    assert [row["gold"] for row in rows[4:]] == [None] * 4
     assert len({row["seed"] for row in rows}) == 8
 
 
@@ -151,10 +155,13 @@ def test_nothing_is_kept_where_the_config_says_so(inputs: PPOInputs, tmp_path: P
     assert "seconds/ledger" in recorder.points[0]
 
 
-def test_a_few_rows_are_shown(inputs: PPOInputs, tmp_path: Path) -> None:
-    recorder = attempt(inputs, tmp_path / "out", World(), iterations=5)
+@pytest.mark.parametrize("gold", [None, "vader"])
+def test_a_few_rows_are_shown(inputs: PPOInputs, tmp_path: Path, gold: str | None) -> None:
+    recorder = attempt(inputs, tmp_path / "out", World(), iterations=5, gold=gold)
     columns, rows = recorder.tables["rollouts"]
-    assert columns == ["iteration", "prompt", "reply", "reward", "advantage", "used", "rewards.0"]
+    apart = ["gold"] if gold else []
+    assert columns == ["iteration", "prompt", "reply", "reward", "advantage", "used", *apart, "rewards.0"]
+    assert all(len(row) == len(columns) for row in rows)
     assert sorted({row[0] for row in rows}) == [0, 2, 4]
     shown = shards(tmp_path / "out")[2].table["reward"].to_pylist()
     assert {row[3] for row in rows if row[0] == 2} == {min(shown), max(shown)}
