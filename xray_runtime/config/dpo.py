@@ -6,7 +6,26 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, check_one_row_each
+from xray_runtime.config.engines import (
+    Count,
+    Keep,
+    NonNegative,
+    Positive,
+    Section,
+    TrainingConfig,
+    check_one_row_each,
+)
+
+
+class DPOValidation(Section):
+    """The loss on pairs that are left out of training, while the policy is trained."""
+
+    every: Count = 20
+    """Steps from one look to the next; the last is after the last step."""
+    num_pairs: Count = 128
+    """Training pairs that are left out, about: those of a prompt are left out together, drawn by the seed."""
+    keep: Keep = "best"
+    """Which version the stage ends with: the one with the lowest loss, or the last."""
 
 
 class DPOConfig(TrainingConfig):
@@ -26,6 +45,8 @@ class DPOConfig(TrainingConfig):
     epochs: Count = 1
     batch_size: Count = 32
     """Pairs in one optimizer step, over all Workhorses."""
+    validation: DPOValidation | None = None
+    """None: all pairs are trained on, and the stage ends with the last version."""
 
     @property
     def has_reference(self) -> bool:

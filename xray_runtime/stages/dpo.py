@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.pairs import HELDOUT, TRAIN, PreferenceExample
+from xray_runtime.data.heldout import is_held_out
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
 from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokens import Tokens
@@ -21,6 +22,7 @@ from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import lr_at, tokenizing
 from xray_runtime.stages.finite import SkippedSteps
+from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -32,25 +34,31 @@ if TYPE_CHECKING:
 
 HELDOUT_PAIRS = 256
 """Held-out pairs behind the reported held-out loss and accuracy."""
+PURPOSE = "dpo validation"
+"""Of the draw of pairs that are left out of training."""
 
 
 def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form."""
-    config, dataset = stage.config, stage.inputs.preferences.path
+    """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json."""
+    config, looks, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     train, heldout = (
         Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
     )
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
-    steps = max(1, config.epochs * len(train) // config.batch_size)
-    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
+    left_out = _left_out(stage, dataset, len(train))
+    trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
+    best = BestVersion(stage.kept or recorder.log_dir, looks.keep if looks is not None else "last")
+    steps = max(1, config.epochs * len(trained) // config.batch_size)
+    cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
         skipped = SkippedSteps()
-        state = Resumable(recorder, {"policy": policy}, cursor=cursor, skipped=skipped)
+        models = {"policy": policy}
+        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         for step in range(state.restore(), steps):
-            index = np.array(cursor.take(config.batch_size))
+            index = trained[cursor.take(config.batch_size)]
             lr = lr_at(config, step, steps)
             stats = get(policy.train.remote(_batch(train, index, known), {"pairs": config.batch_size}, lr))
             skipped.took(stage, "policy", step, stats)
@@ -64,10 +72,18 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
                 "dpo/lr": lr,
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
-                metrics |= _heldout(policy, objective, parts[HELDOUT], known)
+                pairs = np.arange(parts[HELDOUT].size // 2)
+                found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
+                metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
+            if looks is not None and (step + 1 == steps or (step + 1) % looks.every == 0):
+                found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
+                metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
+                best.saw(models, step + 1, -found["loss"])
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
             state.step_done(step + 1, steps)
+        if looks is not None:
+            return best.save(models, out, steps, {"pairs": len(chosen_by)})
         get(policy.save.remote(out))
     return steps
 
@@ -80,15 +96,36 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
     return rows
 
 
-def _heldout(
-    policy: ModelHandle, objective: DPOObjective, replies: Replies, known: dict[str, np.ndarray] | None
+def _left_out(stage: Stage[DPOConfig, DPOInputs], dataset: Path, count: int) -> np.ndarray:
+    """Which of the `count` training pairs are not trained on, since a version is chosen by them [count]."""
+    looks = stage.config.validation
+    if looks is None:
+        return np.zeros(count, bool)
+    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts()
+    drawn = (is_held_out(stage.seed, PURPOSE, prompt, looks.num_pairs / count) for prompt in prompts)
+    left_out = np.fromiter(drawn, bool, count)
+    if left_out.all() or not left_out.any():
+        raise ValueError(
+            f"{stage.name}.validation.num_pairs: {looks.num_pairs} of {count} training pairs leaves {left_out.sum()} "
+            f"to choose by and {(~left_out).sum()} to train on; both must be at least 1"
+        )
+    return left_out
+
+
+def _without_training(
+    policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
 ) -> dict[str, float]:
-    """What the loss says of held-out pairs, after the step."""
-    rows = replies.take(np.arange(replies.size))
-    chosen_first = np.arange(replies.size).reshape(-1, 2).T.ravel()
-    logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"][chosen_first]).double()
-    reference = torch.tensor(known[HELDOUT][chosen_first]).double() if known is not None else None
-    num_tokens = torch.from_numpy((rows["input_ids"].lengths - rows["prompt_lengths"])[chosen_first])
-    _, stats = objective.of_pairs(logprobs, reference, num_tokens)
+    """Loss, accuracy and margin of some pairs, as they are now.
+
+    Args:
+        replies: reply 2i and 2i + 1 are pair i's; `reference` has the log-probability of each.
+    """
+    # First all chosen replies, then all rejected ones.
+    numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
+    rows = replies.take(numbers)
+    logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"]).double()
+    of_reference = torch.tensor(reference[numbers]).double() if reference is not None else None
+    num_tokens = torch.from_numpy(rows["input_ids"].lengths - rows["prompt_lengths"])
+    _, stats = objective.of_pairs(logprobs, of_reference, num_tokens)
     names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
-    return {f"dpo/heldout_{shown}": float(stats[name].mean()) for name, shown in names.items()}
+    return {shown: float(stats[name].mean()) for name, shown in names.items()}

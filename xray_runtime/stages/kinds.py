@@ -285,7 +285,7 @@ DPO = register(
         check=checks.check_dpo,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[
-            ("loss", ["dpo/loss", "dpo/heldout_loss"]),
+            ("loss", ["dpo/loss", "dpo/heldout_loss", "dpo/validation_loss"]),
             ("pairs in the right order", ["dpo/accuracy", "dpo/heldout_accuracy"]),
             ("margin of implicit rewards", ["dpo/margin", "dpo/heldout_margin"]),
             ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
-from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.dpo import DPOConfig, DPOValidation
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
@@ -61,8 +61,10 @@ class Likelier(FakeModel):
         names = ("loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs")
         return dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
 
-    def do_save(self, directory: Path) -> None:
+    def do_save(self, directory: Path, head_file: str | None = None) -> None:
         self.world.calls.append(f"{self.name} saves")
+        directory.mkdir(exist_ok=True)
+        (directory / "updates").write_text(str(self.updates))
 
     def do_save_state(self, directory: Path) -> None:
         directory.write_text(str(self.updates))
@@ -99,11 +101,17 @@ def root(tmp_path: Path) -> Path:
 
 
 def attempt(
-    body: Any, inputs: Any, config: Any, out: Path, world: World, newest: Snapshot | None = None
+    body: Any,
+    inputs: Any,
+    config: Any,
+    out: Path,
+    world: World,
+    newest: Snapshot | None = None,
+    model: type[Likelier] = Likelier,
 ) -> FakeRecorder:
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
-        yield {role: Likelier(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
+        yield {role: model(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
 
     out.mkdir()
     recorder = FakeRecorder(out, newest)
@@ -188,6 +196,66 @@ def test_simpo_opens_no_reference(root: Path) -> None:
     assert world.calls[0] == "model learns"
     assert set(world.batches[0][0]) == {"input_ids", "rejected_ids", "prompt_lengths"}
     assert not kept(root)
+
+
+class Sharper(Likelier):
+    """Each step makes a chosen reply likelier, and from the third on less likely; a rejected one stays as it is."""
+
+    MARGINS = (0.0, 1.0, 2.0, 1.5)
+
+    def do_score(self, rows: Rows) -> Rows:
+        found = super().do_score(rows)
+        # "no" is shorter than every answer.
+        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+        margin = self.MARGINS[self.updates] * (tokens > tokens.min())
+        return {"logprobs": (found["logprobs"] - STEP * self.updates + margin).astype(np.float32)}
+
+
+def chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
+    world, fields = World(), {"every": 1, "num_pairs": 3} | looks
+    config = DPOConfig(batch_size=2, validation=DPOValidation(**fields))
+    return world, attempt(dpo, pairs_of(root), config, root / out, world, newest, model=Sharper)
+
+
+def test_the_version_of_the_lowest_loss_on_pairs_left_out_is_kept(root: Path) -> None:
+    world, recorder = chosen_by_validation(root, "out")
+    record = json.loads((root / "out" / "validation.json").read_text())
+    assert 0 < record["pairs"] < PAIRS
+    steps = max(1, (PAIRS - record["pairs"]) // 2)
+    assert world.calls.count("model learns") == steps == 3
+    # Sigmoid loss, beta 0.1, of margins 1, 2, 1.5, …
+    losses = [float(np.log1p(np.exp(-0.1 * margin))) for margin in Sharper.MARGINS[1:]]
+    assert record["scores"] == {str(n + 1): pytest.approx(-loss) for n, loss in enumerate(losses)}
+    assert [p["dpo/validation_loss"] for p in recorder.points] == pytest.approx(losses)
+    assert (record["kept"], (root / "out" / "updates").read_text()) == (2, "2")
+    # What a version is chosen by is not trained on, and no pair is lost.
+    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows["input_ids"]}
+    assert len(trained) <= PAIRS - record["pairs"]
+    _, whole = World(), World()
+    attempt(dpo, pairs_of(root), DPOConfig(batch_size=10), root / "all", whole)
+    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows["input_ids"]}
+    assert trained < everything
+
+
+def test_the_last_version_is_kept_where_that_is_wanted(root: Path) -> None:
+    world, _ = chosen_by_validation(root, "out", keep="last")
+    assert (root / "out" / "updates").read_text() == str(world.calls.count("model learns"))
+
+
+def test_after_a_crash_the_best_version_of_before_is_found(root: Path) -> None:
+    _, first = chosen_by_validation(root, "out")
+    newest = first.snapshots[1]
+    assert (newest.step, newest.state["validation"]["best"]) == (2, 2)
+    world, _ = chosen_by_validation(root, "again", newest)
+    assert world.calls.count("model learns") == 1
+    for name in ("validation.json", "updates"):
+        assert (root / "again" / name).read_text() == (root / "out" / name).read_text()
+
+
+@pytest.mark.parametrize("num_pairs", [PAIRS, 10 * PAIRS])
+def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
+    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 training pairs leaves 10 to"):
+        chosen_by_validation(root, "out", num_pairs=num_pairs)
 
 
 @pytest.mark.parametrize("lose_what_is_kept", [False, True])
