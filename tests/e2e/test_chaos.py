@@ -27,6 +27,7 @@ def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path) -> None:
     assert {case.target for case in cases} == TARGETS.keys()
     met = run(tmp_path / "storm", cases)
     log = (tmp_path / "storm.log").read_text()
+    (tmp_path / "blows.txt").write_text("\n".join(map(str, met)))
     said = "\n".join([*map(str, met), log])
     assert differences(calm, outcome(tmp_path / "storm")) == [], said
     assert sum(blow.hit for blow in met) >= MUST_HIT, said
