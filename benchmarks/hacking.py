@@ -12,6 +12,7 @@ seen of a policy that nobody can judge.
 from __future__ import annotations
 
 import argparse
+import statistics
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,6 +136,15 @@ def played(series: dict[str, list[tuple[int, float]]]) -> Played:
     return Played(ends("reward/raw"), ends("reward/gold"), signs)
 
 
+def _together(method: str, name: str, runs: list[Played]) -> tuple[object, ...]:
+    """All seeds of a reward as a row."""
+    rises = [(run.reward[1] - run.reward[0], run.gold[1] - run.gold[0]) for run in runs]
+    means = (f"{statistics.mean(values):.2f}" for values in zip(*rises, strict=True))
+    signs = sorted({sign for run in runs for sign in run.signs})
+    taken = sum(run.taken for run in runs) if name in PLANTED else ""
+    return method, name, *means, taken, sum(bool(run.signs) for run in runs), ", ".join(signs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -149,6 +159,9 @@ def main() -> None:
         for seed, run in enumerate(runs):
             ends = [f"{before:+.2f} → {after:+.2f}" for before, after in (run.reward, run.gold)]
             line((method, name, seed, *ends, ", ".join(f"{s} {at}" for s, at in run.signs.items()) or "none"))
+    print()
+    head = ("method", "reward", "reward rose by", "gold rose by", "taken", "flagged", "signs")
+    table(head, (_together(method, name, runs) for (method, name), runs in found.items()))
     print()
     table(("runs", "of them", "flagged", "flagged without a judge"), [])
     runs_of = {
