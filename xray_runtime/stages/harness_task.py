@@ -221,20 +221,30 @@ def _harness_model(
             return found
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            replies: list[str] = []
-            for row, request in enumerate(requests):
-                prompt, options = request.args
-                until = options.get("until") or []
-                until = [until] if isinstance(until, str) else list(until)
-                longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
-                sampling = Sampling(longest, 1.0, stops, tokenizer.pad_token_id, top_k=1, stop=tuple(until))
-                ids = self.tok_encode(prompt)[-(config.max_length - longest) :]
-                rows = {"input_ids": Ragged.of([ids]), "seed": np.array([derive_seed(stage.seed, stage.name, row)])}
-                answer = get(models["generator"].generate.remote(rows, sampling, 0))
-                text = tokenizer.decode(next(iter(answer["response_ids"])), skip_special_tokens=True)
-                # The harness takes what stands before the text that ends a reply.
-                replies.append(min((text.split(stop)[0] for stop in until if stop), key=len, default=text))
-                recorder.progress(row + 1, len(requests), "replies", "sampled")
-            return replies
+            alike: dict[Sampling, list[int]] = {}
+            for number, request in enumerate(requests):
+                alike.setdefault(self._sampling(request.args[1]), []).append(number)
+            replies: dict[int, str] = {}
+            for sampling, numbers in alike.items():
+                for start in range(0, len(numbers), BATCH):
+                    batch = numbers[start : start + BATCH]
+                    room = config.max_length - sampling.max_new_tokens
+                    prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in batch]
+                    seeds = np.array([derive_seed(stage.seed, stage.name, number) for number in batch])
+                    rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
+                    answer = get(models["generator"].generate.remote(rows, sampling, 0))
+                    for number, ids in zip(batch, answer["response_ids"], strict=True):
+                        text = tokenizer.decode(ids, skip_special_tokens=True)
+                        # The harness takes what stands before the text that ends a reply.
+                        ends = (text.split(stop)[0] for stop in sampling.stop if stop)
+                        replies[number] = min(ends, key=len, default=text)
+                    recorder.progress(len(replies), len(requests), "replies", "sampled")
+            return [replies[number] for number in range(len(requests))]
+
+        def _sampling(self, options: Mapping[str, Any]) -> Sampling:
+            until = options.get("until") or []
+            stop = (until,) if isinstance(until, str) else tuple(until)
+            longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
+            return Sampling(longest, 1.0, stops, tokenizer.pad_token_id, top_k=1, stop=stop)
 
     return HarnessModel()
