@@ -200,7 +200,7 @@ class _Judged(NamedTuple):
     def low(self) -> float:
         """The lower end of the win rate's 95% interval."""
         interval = self.found.get("win_rate_ci95")
-        value = interval[0] if isinstance(interval, list) and interval else interval
+        value = interval[0] if isinstance(interval, list) and interval else None
         return self.numbers.finite(f"win_rate_ci95 by {self.name}", value)
 
 

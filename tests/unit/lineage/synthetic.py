@@ -238,8 +238,8 @@ class Lifecycle:
         """Pairs without a reward model, one stage after another."""
         self.data_and_sft()
         self.pairs()
-        self.add("dpo", "dpo", model("dpo"), {"policy": "sft", "data": "preferences"})
-        self.add("kto", "kto", model("kto"), {"policy": "dpo", "data": "preferences", "reference": "sft"})
+        self.add("dpo", "dpo", model("dpo"), {"policy": "sft", "preferences": "preferences"})
+        self.add("kto", "kto", model("kto"), {"policy": "dpo", "preferences": "preferences", "reference": "sft"})
         return "kto"
 
     def rejection_sampling(self) -> str:

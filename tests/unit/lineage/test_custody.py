@@ -32,6 +32,7 @@ from xray_runtime.lineage.promotion import (
 )
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.retention import plan_prune, prune
+from xray_runtime.lineage.signing import signing_key
 
 
 def aliases(output: Path) -> dict[str, str]:
@@ -177,6 +178,20 @@ def test_gates_that_nobody_signed_do_not_count(fresh: Callable[[], Path]) -> Non
         gates_for(store, node, None, None)
 
 
+def test_gates_of_another_signer_do_not_count(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    store, node = resolve("ppo-2", fresh(), None)
+    signing_key(tmp_path / "other")
+    with pytest.raises(NotPromoted, match="does not vouch for its gates"):
+        gates_for(store, node, None, tmp_path / "other" / "keys" / "signing.pub")
+    assert gates_for(store, node, None, store.output / "keys" / "signing.pub").origin.startswith("the defaults")
+
+
+def test_who_was_never_evaluated_has_no_gates(fresh: Callable[[], Path]) -> None:
+    store, node = resolve("ppo-1", fresh(), None)
+    with pytest.raises(NotPromoted, match=r"^not promoted: the candidate has no evaluation in the store$"):
+        gates_for(store, node, None, None)
+
+
 NAN = float("nan")
 
 
@@ -185,6 +200,12 @@ NAN = float("nan")
     [
         ({"judges": {"gold": judged(NAN, 0.2) | {"win_rate": 0.6}}}, "min_win_rate", "win_rate_ci95 by gold of .* NaN"),
         ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate": None}}}, "min_win_rate", "win_rate by gold of .* is null"),
+        (
+            {"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": []}}},
+            "min_win_rate",
+            "win_rate_ci95 by gold .* null",
+        ),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": 0.9}}}, "min_win_rate", "win_rate_ci95 by .* null"),
         ({"kl": NAN}, "max_kl", "kl of .* is NaN"),
         ({"length_after": None}, "max_length_ratio", "length_after of .* is null"),
         ({"judges": {"gold": judged(0.6, NAN)}}, "max_judge_drop", "delta by gold of .* is NaN"),

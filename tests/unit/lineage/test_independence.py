@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle, judged, preferences, weights
+from tests.unit.lineage.synthetic import Lifecycle, judged, model, preferences, weights
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.lineage.gates import Gate, check_gates
 from xray_runtime.lineage.independence import not_independent
@@ -41,6 +41,7 @@ def evaluated(
     gold: str | None = None,
     people: float | None = None,
     verdicts: str | None = None,
+    policy: str = "ppo-2",
     **sources: Any,
 ) -> tuple[Any, Any]:
     """(graph, evaluation) with the judge `judges.0` and what else judges; `people` say that score difference."""
@@ -51,7 +52,7 @@ def evaluated(
     said |= {"people": judged(0.6, people)} if people is not None else {}
     numbers = {"samples": 6, "kl": 1.0, "length_before": 8.0, "length_after": 8.0, "judges": said}
     files["evaluation.json"] = json.dumps(numbers | {"reward_before": 0.0, "reward_after": 1.0}).encode()
-    roles = {"policy": "ppo-2", "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
+    roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
     roles |= {"judges.0": judge} if judge else {}
     roles |= {"verdicts": verdicts} if verdicts else {}
     dumped = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
@@ -104,6 +105,24 @@ def test_nor_one_of_pairs_that_stand_in_another_file_too(life: Lifecycle) -> Non
     assert why.startswith("2 of the pairs in overlapping ")
 
 
+def test_nor_one_of_pairs_that_the_policy_learnt_from_itself(life: Lifecycle) -> None:
+    """By DPO from pairs 0 to 19, or by KTO from verdicts on pairs 30 to 39: neither has a reward model."""
+    pairs(life, "overlapping", range(18, 32))
+    reward_model(life, "other", "overlapping")
+    life.add("dpo", "dpo", model("dpo"), {"policy": "sft", "preferences": "preferences"})
+    [why] = not_independent(*evaluated(life, "other", policy="dpo")).values()
+    assert why.startswith("2 of the pairs in overlapping ")
+    said = {"judgements.jsonl": b"", "pairs.arrow": preferences(range(30, 40))}
+    life.add("judgements", "judgements", said, {}, type="Judgements")
+    life.add("kto", "kto", model("kto"), {"policy": "sft", "verdicts": "judgements"})
+    [why] = not_independent(*evaluated(life, "other", policy="kto")).values()
+    assert why.startswith("2 of the pairs in overlapping ")
+    pairs(life, "apart", range(60, 70))
+    reward_model(life, "far", "apart")
+    for policy in ("dpo", "kto"):
+        assert not_independent(*evaluated(life, "far", policy=policy)) == {}
+
+
 def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
     pairs(life, "other-pairs", range(30, 50))
     reward_model(life, "other", "other-pairs")
@@ -122,6 +141,16 @@ def test_a_judge_beside_one_that_does_not_count_still_counts(life: Lifecycle) ->
     graph, evaluation = evaluated(life, "reward", gold="vader")
     assert list(not_independent(graph, evaluation)) == ["judges.0"]
     assert failed(graph, evaluation) == {}
+
+
+def test_every_judge_that_counts_is_named(life: Lifecycle) -> None:
+    pairs(life, "other-pairs", range(30, 50))
+    reward_model(life, "other", "other-pairs")
+    graph, evaluation = evaluated(life, "other", gold="vader")
+    candidate = graph.nodes[evaluation.manifest.parents["policy"]]
+    [gate] = check_gates(graph, candidate, evaluation, None, None, GOOD.model_copy(update={"max_judge_drop": None}))[:1]
+    assert gate.passed
+    assert gate.reason == ("win rate 0.600, 95% from 0.400 (gold), 0.600, 95% from 0.400 (judges.0); at least 0.3")
 
 
 def test_people_count_where_their_verdicts_are_an_input(life: Lifecycle) -> None:
