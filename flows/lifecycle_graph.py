@@ -47,6 +47,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     # First, so that a name of nothing is said before anything is computed.
     base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
+    if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
+        refs["preferences.path"] = config.preferences.path
     named = {field: _checkpoint(graph, field, ref) for field, ref in refs.items() if ref is not None}
 
     data = PREPARE(name="prepare", **_fields(config.data))
@@ -58,7 +60,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         base = named["base.ref"]
     start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
 
-    pairs = _preferences(config, start, data) if config.preferences is not None else None
+    judged = named.get("preferences.path")
+    pairs = _preferences(config, start, data, judged) if config.preferences is not None else None
     judges: list[object] = [term.model_dump() for term in config.evaluate.judges]
     if pairs is not None and config.evaluate.heldout_reward_model is not None:
         share = {"heldout": config.evaluate.heldout_reward_model}
@@ -111,14 +114,14 @@ def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
         raise ConfigError(f"{field}: {str(error).removeprefix('REF: ')}") from None
 
 
-def _preferences(config: LifecycleConfig, start: Handle, data: Handle) -> Handle:
+def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: Handle | None) -> Handle:
+    """`judged`: what people judged, where the pairs are of that."""
     source = config.preferences
     assert source is not None
     if isinstance(source, GoldPreferences):
         sampling = {"gold": config.gold, "generator": config.generator}
         return PREFERENCES(policy=start, data=data, name="preferences", **_fields(source) | sampling)
-    if isinstance(source, DatasetPreferences) and judgements_in(source.path):
-        judged = current_graph().checkpoint(source.path)
+    if isinstance(source, DatasetPreferences) and judged is not None:
         limits = {"max_pairs": source.max_pairs, "heldout_fraction": source.heldout_fraction}
         return PREFERENCES(data=data, judgements=judged, name="preferences", source="judgements", **limits)
     return PREFERENCES(data=data, name="preferences", **_fields(source))
