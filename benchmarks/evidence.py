@@ -3,8 +3,9 @@
     python -m benchmarks.evidence [CONFIG] [--mib 512]
 
 One lifecycle is run whole. The ledger's seconds are a phase of every iteration, as recorded; the checks are made again
-on the rollouts that the ledger kept. Before a checkpoint is published every weight is looked at: that is held against
-hashing the same file, which publishing does anyway.
+on the rollouts that the ledger kept (a learner's own, of the loss of each micro-batch, are not among them). Before a
+checkpoint is published every weight is looked at: that is held against hashing the same file, which publishing does
+anyway.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def checks(rows: pa.Table, max_new_tokens: int) -> list[float]:
         "rollout_logprobs": ragged["rollout_logprobs"],
         "ended": ended,
     }
-    # What comes back from policy, reference and reward model, then what the update reads.
+    # What comes back from policy and reference, then what the update reads.
     scores = {name: ragged[name] for name in ("logprobs", "ref_logprobs")}
     made = {name: ragged[name] for name in ("logprobs", "advantages", "weights")}
     sampling = Sampling(max_new_tokens, 1.0, (), 0)
