@@ -61,9 +61,11 @@ OVERRIDES = (
     "runtime.restarts=10",
     f"runtime.stall_timeout_s={STALL_SECONDS}",
 )
+CONCURRENT = ("evaluate.heldout_reward_model=0.5",)
+"""Overrides of the long form: two reward models train at the same time, and a blow meets either."""
 LIMIT_SECONDS = 1200
-APPEAR_SECONDS = 15.0
-"""How long the target of a case may take to start."""
+APPEAR_SECONDS = 120.0
+"""How long the target of a case may take to start, also again after the blow before, while its stage goes on."""
 MAX_DELAY_SECONDS = 4.0
 """From then on, to the blow: a tiny stage is not much longer."""
 TIMINGS = ("seconds/", "speed/")
@@ -103,24 +105,31 @@ def draw(seed: int, stage: str) -> Case:
     return Case(seed, target, action, stage, rng.uniform(0.0, MAX_DELAY_SECONDS))
 
 
-def start(output: Path, mark: str) -> subprocess.Popen[bytes]:
-    """The real command on the tiny lifecycle, in `output`; all its processes carry `mark`."""
-    hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)} | {MARK: mark}
-    # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
-    environment["RAY_worker_niceness"] = "0"
-    overrides = [part for override in OVERRIDES for part in ("--set", override)]
-    with (output.parent / f"{output.name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "xray.cli.main", "run", "configs/tiny.yaml", "--output", str(output), *overrides],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+@dataclass(frozen=True)
+class Command:
+    """The real command on the tiny lifecycle, in `output`."""
+
+    output: Path
+    overrides: tuple[str, ...]
+    mark: str
+    """In the environment of all its processes."""
+
+    @property
+    def log(self) -> Path:
+        return self.output.parent / f"{self.output.name}.log"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)} | {MARK: self.mark}
+        # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
+        environment["RAY_worker_niceness"] = "0"
+        line = [sys.executable, "-m", "xray.cli.main", "run", "configs/tiny.yaml", "--output", str(self.output)]
+        line += [part for override in self.overrides for part in ("--set", override)]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
-def run(output: Path, cases: list[Case]) -> list[Blow]:
+def run(output: Path, cases: list[Case], overrides: tuple[str, ...] = ()) -> list[Blow]:
     """One lifecycle under `cases`, in the order of their stages; returns what became of each.
 
     Raises:
@@ -132,29 +141,25 @@ def run(output: Path, cases: list[Case]) -> list[Blow]:
     if small:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", output], check=True)
     try:
-        return _run(output, cases)
+        return _run(Command(output, OVERRIDES + overrides, uuid.uuid4().hex), cases)
     finally:
         if small:
             _onto_the_large_disk(output)
 
 
-def _run(output: Path, cases: list[Case]) -> list[Blow]:
-    mark, met = uuid.uuid4().hex, list[Blow]()
-    process = start(output, mark)
+def _run(command: Command, cases: list[Case]) -> list[Blow]:
+    output, met = command.output, list[Blow]()
+    process = command.start()
     deadline = time.monotonic() + LIMIT_SECONDS
     for case in sorted(cases, key=lambda c: STAGES.index(c.stage)):
-        process = _await_stage(process, output, mark, case.stage, deadline)
+        process = _await_stage(process, command, case.stage, deadline)
         if case.target == "disk":
             time.sleep(case.delay_s)
             met.append(Blow(case, *_fill(process, output)))
-            process = _again_if_ended(process, output, mark)
+            process = _again_if_ended(process, command)
             continue
-        appeared = time.monotonic() + APPEAR_SECONDS
-        while not _find(process, case) and time.monotonic() < appeared:
-            time.sleep(0.1)
-        time.sleep(case.delay_s)
-        victims = _find(process, case)
-        met.append(Blow(case, *_strike(victims[0], case.action)) if victims else Blow(case, False, "no such process"))
+        process, victim = _await_target(process, command, case)
+        met.append(Blow(case, *_strike(victim, case.action)) if victim else Blow(case, False, "no such process"))
         if case.target == "supervisor" and case.action != "kill":
             if case.action == "stop":
                 time.sleep(1)
@@ -162,14 +167,14 @@ def _run(output: Path, cases: list[Case]) -> list[Blow]:
             else:
                 process.wait(timeout=60)
     while True:
-        process = _again_if_ended(process, output, mark)
+        process = _again_if_ended(process, command)
         if process.poll() == 0:
             break
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"{output}: not finished after {LIMIT_SECONDS} s; met {met}")
         time.sleep(0.2)
-    _none_left(mark)
+    _none_left(command.mark)
     return met
 
 
@@ -234,40 +239,67 @@ def _none_left(mark: str) -> None:
         time.sleep(0.2)
 
 
-def _again_if_ended(process: subprocess.Popen[bytes], output: Path, mark: str) -> subprocess.Popen[bytes]:
+def _again_if_ended(process: subprocess.Popen[bytes], command: Command) -> subprocess.Popen[bytes]:
     """A command that was killed or interrupted, or had no room, is given again by its user, once for each time."""
     code = process.poll()
     if code is None or code == 0:
         return process
-    no_room = os.path.ismount(output) and "No space left" in (output.parent / f"{output.name}.log").read_text()
+    no_room = os.path.ismount(command.output) and "No space left" in command.log.read_text()
     if code not in (-signal.SIGKILL, 130) and not no_room:
-        raise RuntimeError(f"{output}: the command ended with {code}; see {output}.log")
+        raise RuntimeError(f"{command.output}: the command ended with {code}; see {command.log}")
     time.sleep(4)
-    return start(output, mark)
+    return command.start()
 
 
 def _await_stage(
-    process: subprocess.Popen[bytes], output: Path, mark: str, stage: str, deadline: float
+    process: subprocess.Popen[bytes], command: Command, stage: str, deadline: float
 ) -> subprocess.Popen[bytes]:
     """Wait until `stage` is being worked on (or over)."""
-    log = output / "logs" / stage / "stage.log"
+    log = command.output / "logs" / stage / "stage.log"
     while not log.exists() and time.monotonic() < deadline and process.poll() != 0:
-        process = _again_if_ended(process, output, mark)
+        process = _again_if_ended(process, command)
         time.sleep(0.1)
     return process
 
 
-def _find(supervisor: subprocess.Popen[bytes], case: Case) -> list[psutil.Process]:
-    """The processes of this run that the case is about."""
+def _await_target(
+    process: subprocess.Popen[bytes], command: Command, case: Case
+) -> tuple[subprocess.Popen[bytes], psutil.Process | None]:
+    """The target of `case`, up for `delay_s` where its stage takes so long, else when the stage began to end. None
+    where it did not come up in time, or not before the stage after it."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    due, seen = 0.0, None
+    while time.monotonic() < deadline:
+        process = _again_if_ended(process, command)
+        if (found := _find(process, case)) is None:
+            # A worker that is about to leave still takes the blow, where it is the one seen before.
+            due, seen = 0.0, None
+        elif seen is None or found.pid != seen.pid:
+            due, seen = time.monotonic() + case.delay_s, found
+        elif time.monotonic() >= due:
+            return process, found
+        if process.poll() == 0 or _is_over(command.output, case.stage):
+            return process, found
+        time.sleep(0.05)
+    return process, None
+
+
+def _is_over(output: Path, stage: str) -> bool:
+    """Whether a later stage has begun."""
+    later = STAGES[STAGES.index(stage) + 1 :]
+    return any((output / "logs" / name / "stage.log").exists() for name in later)
+
+
+def _find(supervisor: subprocess.Popen[bytes], case: Case) -> psutil.Process | None:
+    """The process of this run that the case is about."""
     try:
         root = psutil.Process(supervisor.pid)
         if case.target == "supervisor":
-            return [root]
+            return root
         pattern = TARGETS[case.target].format(stage=case.stage)
-        found = [p for p in root.children(recursive=True) if pattern in " ".join(_command(p))]
-        return found[:1]
+        return next((p for p in root.children(recursive=True) if pattern in " ".join(_command(p))), None)
     except psutil.Error:
-        return []
+        return None
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -338,7 +370,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     calm = options.output / "calm"
     if not (calm / "lifecycle.json").exists():
-        run(calm, [])
+        run(calm, [], CONCURRENT)
     expected, bad, done, hits = outcome(calm), 0, options.done, options.done
     # A target that does not come up in its stage is no reason to go on for ever.
     while hits < options.cases and done < 3 * options.cases:
@@ -348,7 +380,7 @@ def main() -> None:
         output = options.output / f"storm-{done}"
         met: list[Blow] = []
         try:
-            met = run(output, cases)
+            met = run(output, cases, CONCURRENT)
             found = differences(expected, outcome(output))
         except (OSError, RuntimeError, TimeoutError) as error:
             found = [str(error)]
