@@ -32,7 +32,7 @@ from xray.tasks.progress import StageProgress, publish_summary
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import is_cancelled, may_retry
+from xray_runtime.errors import WorkerEndedError, is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -152,7 +152,7 @@ class _Job:
             (lambda question: ask_person(spec.name, question, self.progress)) if shown else None,
         )
         self.progress.on_stop = recorder.interrupt
-        _on_sigterm(recorder.interrupt)
+        _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
         facts = self._facts(run.run_id, recorder.attempt)
         record = functools.partial(
             attest, parents=self._parents, run=facts, started=self._started, private_key=signing_key(output)

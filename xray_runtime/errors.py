@@ -58,6 +58,11 @@ class StageInterruptedError(RuntimeError):
     """The stage was asked to stop, and did, with a snapshot."""
 
 
+class WorkerEndedError(RuntimeError):
+    """The process of a stage was asked to end (its node is drained, say); the stage did, with a snapshot. The run was
+    not, so the stage is tried again."""
+
+
 def is_cancelled(error: BaseException) -> bool:
     """Whether somebody asked for the end: by a signal, or through a stage that heeded the wish to stop."""
     return not isinstance(error, Exception) or isinstance(root_cause(error), StageInterruptedError)

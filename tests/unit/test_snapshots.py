@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.errors import StageInterruptedError, is_out_of_memory, may_retry
+from xray_runtime.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
 from xray_runtime.store.snapshots import FencedError, Snapshots
 from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
 
@@ -151,11 +151,27 @@ def test_an_interruption_makes_a_snapshot_and_stops(tmp_path: Path) -> None:
     with pytest.raises(StageInterruptedError, match="stopped after step 7") as stopped:
         stage.write_snapshot(7, {}, lambda directory: None)
     assert not may_retry(stopped.value)
+    stage.interrupt(WorkerEndedError)  # with it, its worker
+    with pytest.raises(StageInterruptedError):
+        stage.write_snapshot(7, {}, lambda directory: None)
     again = recorder(tmp_path)
     again.begin()
     found = again.resume()
     assert found is not None
     assert found.step == 7
+
+
+def test_a_worker_that_is_asked_to_end_makes_a_snapshot_and_the_stage_is_tried_again(tmp_path: Path) -> None:
+    stage = recorder(tmp_path)
+    stage.begin()
+    stage.interrupt(WorkerEndedError)
+    assert stage.snapshot_due(7)
+    with pytest.raises(WorkerEndedError, match="stopped after step 7") as stopped:
+        stage.write_snapshot(7, {}, lambda directory: None)
+    assert may_retry(stopped.value)
+    stage.interrupt()
+    with pytest.raises(StageInterruptedError):
+        stage.write_snapshot(8, {}, lambda directory: None)
 
 
 @pytest.mark.parametrize(

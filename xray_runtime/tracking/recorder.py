@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.errors import StageInterruptedError
+from xray_runtime.errors import StageInterruptedError, WorkerEndedError
 from xray_runtime.files import write_atomic
 from xray_runtime.store.shared import SharedStore
 from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
@@ -69,7 +69,7 @@ class StageRecorder:
     ) -> None:
         self._ask = ask
         self.log_dir = output / "logs" / stage
-        self._interrupted = False
+        self._interrupted: type[StageInterruptedError | WorkerEndedError] | None = None
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -122,9 +122,13 @@ class StageRecorder:
             return None
         return self._ask(question)
 
-    def interrupt(self) -> None:
-        """Have the stage stop after the step at hand, with a snapshot. From any thread or signal handler."""
-        self._interrupted = True
+    def interrupt(self, error: type[StageInterruptedError | WorkerEndedError] = StageInterruptedError) -> None:
+        """Have the stage stop after the step at hand, with a snapshot and `error`. From any thread or signal handler.
+
+        Who asks the run to stop means this stage too; a worker that is asked to end speaks for itself alone.
+        """
+        if self._interrupted is not StageInterruptedError:
+            self._interrupted = error
 
     def begin(self) -> None:
         """Start or go on: points recorded after the newest snapshot are forgotten."""
@@ -138,7 +142,7 @@ class StageRecorder:
         return self._newest
 
     def snapshot_due(self, step: int) -> bool:
-        return self._interrupted or self._snapshots.due(step)
+        return self._interrupted is not None or self._snapshots.due(step)
 
     def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
         with self._snapshots.writing(step, state) as directory:
@@ -150,8 +154,8 @@ class StageRecorder:
             self.send()
         except Exception:
             log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
-        if self._interrupted:
-            raise StageInterruptedError(f"{self._stage}: stopped after step {step}; running again goes on from there")
+        if self._interrupted is not None:
+            raise self._interrupted(f"{self._stage}: stopped after step {step}; running again goes on from there")
 
     def send(self) -> None:
         """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""
