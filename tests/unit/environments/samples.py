@@ -1,0 +1,125 @@
+"""Environments that workers import: well behaved ones, and one that does on request what none should."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.environments.protocol import Start, Step
+
+
+class Guess:
+    """Guess the number; what it says depends on the seed and on how often it was asked."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        self._number, self._count, self._task = random.Random(seed).randrange(100), 0, task
+        return Start([{"role": "user", "content": task["prompt"]}])
+
+    def step(self, reply: str) -> Step:
+        self._count += 1
+        guess = int(reply)
+        if guess == self._number:
+            return Step(reward=1.0 / self._count, terminated=True)
+        side = "higher" if guess < self._number else "lower"
+        return Step([{"role": "user", "content": f"{side} ({self._count})"}], truncated=self._count == 8)
+
+
+class Sleeper:
+    """Counts how many are inside at the same time."""
+
+    inside = most = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        pass
+
+    async def step(self, reply: str) -> Step:
+        Sleeper.inside += 1
+        Sleeper.most = max(Sleeper.most, Sleeper.inside)
+        await asyncio.sleep(0.2)
+        Sleeper.inside -= 1
+        return Step(info={"most": Sleeper.most})
+
+
+class Faulty:
+    """Adds the numbers it is told; other words are faults. `task["log"]` names a file of what is done."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        self._sum, self._task = seed, task
+        if task.get("fault"):
+            self.step(task["fault"])
+
+    def step(self, reply: str) -> Any:
+        match reply.split():
+            case ["raise"]:
+                raise KeyError("no such\nroom")
+            case ["stop"]:
+                next(iter(()))
+            case ["leave"]:
+                raise SystemExit(3)
+            case ["hang"]:
+                time.sleep(1000)
+            case ["block"]:
+                re.match(r"^(a+)+$", "a" * 60 + "b")  # holds the interpreter
+            case ["slow"]:
+                time.sleep(0.3)
+            case ["flood"]:
+                return Step([{"role": "user", "content": "x" * 70_000}])
+            case ["info"]:
+                return Step(info={"x": "x" * 70_000})
+            case ["eat"]:
+                kept = []
+                while True:
+                    kept.append(bytearray(2**24))
+            case ["fork", path]:
+                if os.fork() == 0:
+                    time.sleep(1000)
+                child = subprocess.Popen(["sleep", "1000"])
+                Path(path).write_text(str(child.pid))
+                time.sleep(1000)
+            case ["exit", code]:
+                os._exit(int(code))
+            case ["once", path]:
+                if not Path(path).exists():
+                    Path(path).touch()
+                    os._exit(7)
+            case ["print"]:
+                print('{"id": 0, "step": {}}', flush=True)
+                os.write(1, b"{}\n")
+            case ["nonsense"]:
+                return {"reward": 1.0}
+            case [number]:
+                self._sum += int(number)
+        return Step([{"role": "user", "content": str(self._sum)}], reward=float(self._sum))
+
+    def close(self) -> None:
+        if "log" in self._task:
+            Path(self._task["log"]).write_text(f"closed at {self._sum}")
+
+
+class Blocking:
+    """Async methods, one of which blocks the loop."""
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        self._sum = seed
+
+    async def step(self, reply: str) -> Step:
+        if reply == "block":
+            time.sleep(1000)
+        await asyncio.sleep(0.2)
+        self._sum += int(reply)
+        return Step(reward=float(self._sum))
+
+
+class Half:
+    def reset(self, task: Mapping[str, Any], seed: int) -> None: ...
+
+
+def broken() -> Any:
+    raise OSError("no display")

@@ -1,0 +1,150 @@
+"""Tools and Gymnasium's API as environments."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools
+from xray_runtime.environments.protocol import Start, Step, as_start, as_step
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def greet(name: str) -> str:
+    """Greet somebody.
+
+    Args:
+        name: Whom.
+    """
+    if name == "nobody":
+        raise LookupError("nobody is there")
+    return f"Hello {name}"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def judge(task: Any, reply: str) -> float:
+    return float(reply == task["answer"])
+
+
+def played(make: Callable[[], Any], *replies: str) -> tuple[Start, list[Step]]:
+    environment = make()
+    start = as_start(environment.reset({"prompt": "p", "messages": [], "answer": "5"}, 0))
+    return start, [as_step(environment.step(reply)) for reply in replies]
+
+
+def test_tools() -> None:
+    start, steps = played(from_tools([add, greet], judge), call("add", a=2, b=3) + call("greet", name="you"), "5", "6")
+    assert start.messages is None
+    assert start.tools is not None
+    assert [tool["function"]["name"] for tool in start.tools] == ["add", "greet"]
+    assert start.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first."},
+            "b": {"type": "integer", "description": "The second."},
+        },
+        "required": ["a"],
+    }
+    assert steps == [
+        Step([{"role": "tool", "content": "5"}, {"role": "tool", "content": "Hello you"}], info={"tool_errors": 0}),
+        Step(reward=1.0, terminated=True),
+        Step(reward=0.0, terminated=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("<tool_call>{a}</tool_call>", "Error: the call is no JSON (Expecting property name"),
+        ('<tool_call>{"name": "add", "arg', "Error: the call is no JSON ("),
+        ("<tool_call>[1]</tool_call>", 'Error: a call must be {"name": ..., "arguments": {...}}'),
+        (call("sub", a=1), "Error: there is no tool 'sub'; there are: add, greet"),
+        (call("add", b=1), "Error: wrong arguments of 'add': 'a' is a required property"),
+        (call("add", a="1"), "Error: wrong arguments of 'add': '1' is not of type 'integer'"),
+        (call("add", a=1, c=1), "Error: wrong arguments of 'add': got an unexpected keyword argument 'c'"),
+        (call("greet", name="nobody"), "Error: LookupError: nobody is there"),
+        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "Error: wrong arguments of 'add': 'a' is not of"),
+    ],
+)
+def test_bad_calls_are_answered(reply: str, answer: str) -> None:
+    _, [step] = played(from_tools([add, greet], judge), reply + call("add", a=1))
+    assert step.messages[0]["content"].startswith(answer)
+    if "</tool_call>" in reply:
+        assert step.messages[1]["content"] == "2"
+    assert (step.info, step.terminated, step.reward) == ({"tool_errors": 1}, False, 0.0)
+
+
+def test_functions_that_are_no_tools() -> None:
+    async def later() -> None:
+        """Wait."""
+
+    with pytest.raises(ValueError, match="the tool 'later' is async"):
+        from_tools([later], judge)
+    with pytest.raises(ValueError, match="the tool '<lambda>' has no schema"):
+        from_tools([lambda x: x], judge)
+
+
+def test_tools_need_no_torch() -> None:
+    code = """
+import sys
+from environments.test_environment_adapters import add, judge
+from xray_runtime.environments.adapters import from_tools
+from_tools([add], judge)
+assert not {"torch", "ray"} & set(sys.modules)
+"""
+    setup = f"import sys; sys.path[:] = {sys.path!r}\n"
+    subprocess.run([sys.executable, "-c", setup + code], check=True)
+
+
+class Corridor:
+    """Of Gymnasium's API: walk to the fourth place."""
+
+    closed = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        self._at = int(seed or 0)
+        return self._at, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self._at += action
+        return self._at, int(self._at == 3), self._at == 3, False, {"at": self._at, "object": object()}
+
+    def close(self) -> None:
+        Corridor.closed = True
+
+
+def move(reply: str) -> int | None:
+    found = re.search(r"move (-?\d+)", reply)
+    return int(found[1]) if found else None
+
+
+def test_gymnasium() -> None:
+    environment: Any = from_gymnasium(Corridor, move, "You are at {}.".format)()
+    system = {"role": "system", "content": "s"}
+    task = {"prompt": "p", "messages": [system, {"role": "user", "content": "Walk."}]}
+    start = as_start(environment.reset(task, 1))
+    assert start.messages == [system, {"role": "user", "content": "Walk.\n\nYou are at 1."}]
+    assert task["messages"][-1] == {"role": "user", "content": "Walk."}
+    assert as_step(environment.step("I think")) == Step([{"role": "user", "content": NO_ACTION}])
+    last = Step([{"role": "user", "content": "You are at 3."}], 1.0, terminated=True, info={"at": 3})
+    assert as_step(environment.step("move 2")) == last
+    environment.close()
+    assert Corridor.closed

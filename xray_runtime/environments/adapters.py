@@ -1,0 +1,167 @@
+"""Environments made of Python functions that the policy calls, and of environments with Gymnasium's API.
+
+Calls are written as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jsonschema
+
+from xray_runtime.environments.protocol import Environment, Start, Step
+from xray_runtime.rewards.source import described
+
+TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""A call that is cut short is one too: it is answered with what is wrong."""
+NO_ACTION = "Your reply holds no action that can be read. Try again."
+
+Judge = Callable[[Mapping[str, Any], str], float]
+"""(task, reply) → reward."""
+
+
+def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callable[[], Environment]:
+    """A factory of environments in which the policy calls `functions`, as often as it likes and several in one reply.
+
+    Each call is answered with a message of the tool: what the function returns, as it is where it is a string, else as
+    JSON; or "Error: " and what was wrong, which `info["tool_errors"]` counts. A reply without a call ends the episode.
+
+    Args:
+        functions: with type hints, and docstrings that say in "Args:" what each argument is.
+        judge: the reward of the last reply.
+
+    Raises:
+        ValueError: a function is async, or its schema cannot be told from its signature and docstring.
+    """
+    return partial(
+        _ToolEnvironment, {function.__name__: (function, _schema(function)) for function in functions}, judge
+    )
+
+
+class _ToolEnvironment:
+    def __init__(self, tools: dict[str, tuple[Callable[..., Any], dict[str, Any]]], judge: Judge) -> None:
+        self._tools, self._judge = tools, judge
+        self._task: Mapping[str, Any] = {}
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        self._task = task
+        return Start(tools=[schema for _, schema in self._tools.values()])
+
+    def step(self, reply: str) -> Step:
+        calls = TOOL_CALL.findall(reply)
+        if not calls:
+            return Step(reward=self._judge(self._task, reply), terminated=True)
+        messages, num_errors = [], 0
+        for call in calls:
+            try:
+                content = self._call(call)
+            except Exception as error:  # of the call, or of the function
+                num_errors += 1
+                why = str(error) if isinstance(error, _CallError) else described(error)
+                content = f"Error: {why}"
+            messages.append({"role": "tool", "content": content})
+        return Step(messages, info={"tool_errors": num_errors})
+
+    def _call(self, text: str) -> str:
+        try:
+            call = json.loads(text)
+        except ValueError as error:
+            raise _CallError(f"the call is no JSON ({error})") from error
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise _CallError('a call must be {"name": ..., "arguments": {...}}')
+        if call["name"] not in self._tools:
+            raise _CallError(f"there is no tool {call['name']!r}; there are: {', '.join(self._tools)}")
+        function, schema = self._tools[call["name"]]
+        arguments = call.get("arguments", {})
+        try:
+            jsonschema.validate(arguments, schema["function"]["parameters"])
+            inspect.signature(function).bind(**arguments)
+        except jsonschema.ValidationError as error:
+            raise _CallError(f"wrong arguments of {call['name']!r}: {error.message}") from error
+        except TypeError as error:
+            raise _CallError(f"wrong arguments of {call['name']!r}: {error}") from error
+        result = function(**arguments)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+class _CallError(ValueError):
+    """What is wrong with a call."""
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import chat_template_utils
+
+    name = getattr(function, "__name__", repr(function))
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"the tool {name!r} is async: must be an ordinary function")
+    try:
+        with _without_torch(chat_template_utils):
+            schema: dict[str, Any] = chat_template_utils.get_json_schema(function)
+    except Exception as error:
+        raise ValueError(f"the tool {name!r} has no schema ({described(error)})") from error
+    # Templates show the schema to the policy, and not all of them know this key.
+    schema["function"].pop("return", None)
+    return schema
+
+
+@contextmanager
+def _without_torch(chat_template_utils: Any) -> Iterator[None]:
+    """It imports torch to compare types with a tensor's, which takes gigabytes of address space in each worker."""
+    kept = chat_template_utils.is_torch_available
+    chat_template_utils.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        chat_template_utils.is_torch_available = kept
+
+
+def from_gymnasium(
+    make: Callable[[], Any], parse: Callable[[str], Any | None], render: Callable[[Any], str] = str
+) -> Callable[[], Environment]:
+    """A factory of environments over one of Gymnasium's API.
+
+    The first observation follows the dataset's prompt, in the same message. A reply without an action is answered with
+    a message that says so and reward 0; the environment does not see it.
+
+    Args:
+        make: returns an object with `reset(seed=)` and `step(action)`.
+        parse: reply → action, None where it holds none.
+        render: observation → text.
+    """
+    return partial(_GymnasiumEnvironment, make, parse, render)
+
+
+class _GymnasiumEnvironment:
+    def __init__(
+        self, make: Callable[[], Any], parse: Callable[[str], Any | None], render: Callable[[Any], str]
+    ) -> None:
+        self._env, self._parse, self._render = make(), parse, render
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        observation, _ = self._env.reset(seed=seed)
+        text, before = self._render(observation), list(task["messages"])
+        # Many templates refuse two messages of the user in a row.
+        if before and before[-1]["role"] == "user":
+            text = f"{before.pop()['content']}\n\n{text}"
+        return Start([*before, {"role": "user", "content": text}])
+
+    def step(self, reply: str) -> Step:
+        action = self._parse(reply)
+        if action is None:
+            return Step([{"role": "user", "content": NO_ACTION}])
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        message = {"role": "user", "content": self._render(observation)}
+        # Beside numbers there may be arrays and objects in it.
+        plain = {name: value for name, value in info.items() if isinstance(value, bool | int | float | str)}
+        return Step([message], float(reward), bool(terminated), bool(truncated), plain)
+
+    def close(self) -> None:
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,111 @@
+"""Episodes of an environment in worker processes, so that what goes wrong in one costs that episode alone."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from xray_runtime.environments.protocol import Start, Step
+from xray_runtime.environments.supervisor import EnvironmentFailure, Supervisor
+
+__all__ = ["EnvironmentFailure", "EnvironmentPool"]
+
+T = TypeVar("T")
+
+
+class EnvironmentPool:
+    """Worker processes for an environment. Any thread may call its methods.
+
+    Args:
+        environment: "module:name" of a class or a function without arguments.
+        num_workers: processes; an episode stays with the one of its number modulo this.
+        timeout_s: of one reset or step; an episode that takes longer fails, and its process is ended.
+        memory_mb: address space of each process.
+        log_path: a file to which what they print is appended; None: nowhere.
+
+    Raises:
+        RuntimeError: a worker does not start; names the cause.
+    """
+
+    def __init__(
+        self, environment: str, num_workers: int, timeout_s: float, memory_mb: int, log_path: Path | None = None
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._supervisors = [Supervisor(environment, timeout_s, memory_mb, log_path) for _ in range(num_workers)]
+        # Not a method: the pool itself must be free to go.
+        self._end = weakref.finalize(self, _stop, self._supervisors, 0.0)
+        try:
+            for supervisor in self._supervisors:
+                supervisor.ready.result()
+        except BaseException:
+            self._end()
+            raise
+
+    def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> Future[Start]:
+        """Begin an episode; one of this number that was not closed is closed.
+
+        The future fails with EnvironmentFailure.
+
+        Raises:
+            ValueError: `task` is no JSON.
+        """
+        request = {"op": "reset", "task": dict(task), "seed": seed}
+        try:
+            json.dumps(request)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the task of episode {episode} must be JSON ({error})") from error
+        return _mapped(self._of(episode).ask(episode, request), lambda answer: Start(**answer["start"]))
+
+    def step(self, episode: int, reply: str) -> Future[Step]:
+        """Give an episode the policy's reply, after its last answer has come.
+
+        The future fails with EnvironmentFailure; the episode is then over.
+        """
+        request = {"op": "step", "reply": reply}
+        return _mapped(self._of(episode).ask(episode, request), lambda answer: Step(**answer["step"]))
+
+    def close(self, episode: int) -> None:
+        """Forget an episode, if there is one of this number; does not wait for its `close`."""
+        self._of(episode).close(episode)
+
+    def shutdown(self) -> None:
+        """End every process, after at most `timeout_s` for what episodes do when they are closed."""
+        if self._end.detach() is not None:
+            _stop(self._supervisors, self._timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def _of(self, episode: int) -> Supervisor:
+        return self._supervisors[episode % len(self._supervisors)]
+
+
+def _stop(supervisors: Sequence[Supervisor], wait_s: float) -> None:
+    for supervisor in supervisors:
+        supervisor.stop(wait_s)
+    for supervisor in supervisors:
+        supervisor.join()
+
+
+def _mapped(source: Future[dict[str, Any]], convert: Callable[[dict[str, Any]], T]) -> Future[T]:
+    """A future of what `convert` makes of the result of `source`."""
+    target: Future[T] = Future()
+
+    def take(done: Future[dict[str, Any]]) -> None:
+        if not target.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is None:
+            target.set_result(convert(done.result()))
+        else:
+            target.set_exception(error)
+
+    source.add_done_callback(take)
+    return target

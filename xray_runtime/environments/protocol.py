@@ -1,0 +1,125 @@
+"""What an environment of a multi-turn rollout is asked and answers.
+
+A dataset row begins an episode; each reply of the policy is a step, until the environment ends the episode. Messages
+are in chat form: {"role": "user", "content": text}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from xray_runtime.rewards.source import as_number
+
+OBSERVED_ROLES = ("system", "tool", "user")
+START_ROLES = ("assistant", *OBSERVED_ROLES)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode begins with."""
+
+    messages: list[dict[str, Any]] | None = None
+    """None: the prompt of the dataset stands."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of functions, as chat templates take them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one reply led to."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Observations, which the policy reads next."""
+    reward: float = 0.0
+    terminated: bool = False
+    """The task is over."""
+    truncated: bool = False
+    """The episode ends for another reason, such as a limit of its steps."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """For metrics and logs; JSON."""
+
+
+class Environment(Protocol):
+    """One object an episode, named "module:name" by a class, or a function without arguments, that returns it.
+
+    Both methods may be `async def`; the others run in threads, not always in the same one. An episode may be repeated
+    from its start, in another process: with the same task, seed and replies it must come to the same state. A method
+    `close(self)`, where there is one, is called after the last step of an episode that is closed, but not where its
+    process is ended.
+    """
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start | None | Awaitable[Start | None]:
+        """Begin. `task` is {"prompt": text, "messages": [...], column of the dataset: its value, ...}."""
+
+    def step(self, reply: str) -> Step | Awaitable[Step]:
+        """Take the policy's reply."""
+
+
+def as_start(value: Any) -> Start:
+    """What `reset` returned, checked; None is a start of which nothing is said.
+
+    Raises:
+        ValueError: it is no start; names the field, what it holds and what is allowed.
+    """
+    if value is None:
+        return Start()
+    if not isinstance(value, Start):
+        raise ValueError(f"reset returned {_shown(value)}: must be a Start or None")
+    if value.messages is not None:
+        _check_messages("Start", value.messages, START_ROLES)
+        if not value.messages:
+            raise ValueError("Start.messages is []: must hold a message, or be None for the prompt of the dataset")
+    if value.tools is not None:
+        if not isinstance(value.tools, list) or not all(isinstance(tool, dict) for tool in value.tools):
+            raise ValueError(f"Start.tools is {_shown(value.tools)}: must be a list of JSON schemas (dict), or None")
+        _check_json("Start.tools", value.tools)
+    return value
+
+
+def as_step(value: Any) -> Step:
+    """What `step` returned, checked, with its reward as a float.
+
+    Raises:
+        ValueError: it is no step; names the field, what it holds and what is allowed.
+    """
+    if not isinstance(value, Step):
+        raise ValueError(f"step returned {_shown(value)}: must be a Step")
+    _check_messages("Step", value.messages, OBSERVED_ROLES)
+    reward = None if isinstance(value.reward, bool) else as_number(value.reward)
+    if reward is None:
+        raise ValueError(f"Step.reward is {_shown(value.reward)}: must be a finite number")
+    for name, flag in (("terminated", value.terminated), ("truncated", value.truncated)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"Step.{name} is {_shown(flag)}: must be True or False")
+    if not isinstance(value.info, dict):
+        raise ValueError(f"Step.info is {_shown(value.info)}: must be a dict")
+    _check_json("Step.info", value.info)
+    return Step(value.messages, reward, value.terminated, value.truncated, value.info)
+
+
+def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:
+    if not isinstance(messages, list):
+        raise ValueError(f"{owner}.messages is {_shown(messages)}: must be a list of messages")
+    for i, message in enumerate(messages):
+        where = f"{owner}.messages[{i}]"
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise ValueError(f"{where} is {_shown(message)}: must be a dict of role and content")
+        if message["role"] not in roles:
+            raise ValueError(f"{where}.role is {_shown(message['role'])}: must be one of {', '.join(roles)}")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{where}.content is {_shown(message['content'])}: must be a string")
+
+
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is {_shown(value)}: must be JSON ({error})") from error
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."

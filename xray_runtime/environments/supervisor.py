@@ -1,0 +1,387 @@
+"""One worker process, kept running: asks it, limits it in time, starts it again and brings its episodes back.
+
+All state belongs to one thread, which waits for the process, the clock and the pool's calls. After a restart an episode
+is brought back when it is asked for the next time: its reset and steps are sent again and their answers dropped.
+
+Who is to blame when a process is lost:
+    an answer is late and the process answers a ping: the late episode, which fails
+    it answers no ping, since user code blocks it, or it has died: it cannot be told among the episodes in flight. Each
+    of them is asked again alone, before the others, and fails if it is late, or if the process dies a second time
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from xray_runtime.environments import worker
+from xray_runtime.environments.process import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0
+"""For the imports of an environment, on a busy machine."""
+PONG_S = 1.0
+
+
+class EnvironmentFailure(RuntimeError):
+    """An episode has failed; one line that names it and the cause."""
+
+
+@dataclass(eq=False)
+class _Episode:
+    number: int
+    key: int
+    """Its number in the worker, where no two episodes ever share one."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Requests that were answered."""
+    request: dict[str, Any] | None = None
+    future: Future[dict[str, Any]] | None = None
+    """Of `request`."""
+    is_sent: bool = False
+    """Whether `request` was sent to the process as it is now."""
+    is_present: bool = False
+    """Whether the process as it is now has been told of it."""
+    deaths: int = 0
+    """Of processes while `request` was in flight."""
+
+
+@dataclass
+class _Sent:
+    """A request in flight."""
+
+    episode: _Episode
+    op: str
+    is_replay: bool
+    since: float
+    """When it was sent, or when user code was called."""
+    has_begun: bool = False
+
+
+class Supervisor:
+    """Episodes of one worker. Any thread may call its methods.
+
+    Args:
+        environment: "module:name".
+        timeout_s: of one reset or step, from when user code is called.
+        memory_mb: address space of the process.
+        log_path: where what it prints is appended; None: nowhere.
+    """
+
+    def __init__(self, environment: str, timeout_s: float, memory_mb: int, log_path: Path | None) -> None:
+        self._environment, self._timeout_s = environment, timeout_s
+        self._memory_mb, self._log_path = memory_mb, log_path
+        self.ready: Future[None] = Future()
+        """Of the first start; RuntimeError where it fails."""
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._wake, self._is_over = os.eventfd(0), False
+        self._selector = selectors.DefaultSelector()
+        self._process: WorkerProcess | None = None
+        self._is_ready, self._started_at = False, 0.0
+        self._pinged_at: float | None = None
+        self._stop_at: float | None = None
+        self._episodes: dict[int, _Episode] = {}
+        self._suspects: deque[_Episode] = deque()
+        self._sent: dict[int, _Sent] = {}
+        self._ids, self._keys = itertools.count(), itertools.count()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"environment {environment}")
+        self._thread.start()
+
+    def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        """The answer to a reset or a step of an episode; fails with EnvironmentFailure."""
+        future: Future[dict[str, Any]] = Future()
+        if not self._call(lambda: self._ask(number, request, future)):
+            _fail(future, number, "the pool was shut down")
+        return future
+
+    def close(self, number: int) -> None:
+        """Forget an episode, if there is one; what it is asked fails."""
+        self._call(lambda: self._close(number, "it was closed"))
+
+    def stop(self, wait_s: float) -> None:
+        """End the process, after at most `wait_s` for episodes that are being closed."""
+
+        def stop() -> None:
+            self._stop_at = time.monotonic() + wait_s
+            for number in list(self._episodes):
+                self._close(number, "the pool was shut down")
+
+        self._call(stop)
+
+    def join(self) -> None:
+        """Wait until the process has ended."""
+        self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> bool:
+        with self._lock:
+            if self._is_over:
+                return False
+            self._calls.put(function)
+            os.eventfd_write(self._wake, 1)
+            return True
+
+    def _run(self) -> None:
+        self._selector.register(self._wake, selectors.EVENT_READ, self._take_calls)
+        cause = "the pool was shut down"
+        try:
+            self._start()
+            while self._stop_at is None or (self._is_closing() and time.monotonic() < self._stop_at):
+                for key, _ in self._selector.select(self._wait_s()):
+                    key.data()
+                self._check_time()
+                self._send_waiting()
+        except BaseException as error:
+            log.exception("the thread of an environment failed")
+            cause = f"the thread of its worker failed: {error!r}"
+        finally:
+            self._finish(cause)
+
+    def _finish(self, cause: str) -> None:
+        with self._lock:
+            self._is_over = True
+            os.close(self._wake)
+        if self._process is not None:
+            self._end()
+        self._selector.close()
+        while True:
+            try:
+                self._calls.get_nowait()()
+            except Empty:
+                break
+        for number in list(self._episodes):
+            self._close(number, cause)
+        if not self.ready.done():
+            self.ready.set_exception(RuntimeError(cause))
+
+    def _take_calls(self) -> None:
+        os.eventfd_read(self._wake)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
+        if request["op"] == "reset":
+            self._close(number, "it was reset before its answer came")
+            self._episodes[number] = _Episode(number, next(self._keys))
+        episode = self._episodes.get(number)
+        if episode is None:
+            _fail(future, number, "it was not reset, was closed, or has failed")
+        elif episode.request is not None:
+            _fail(future, number, "it was asked for a step before its last answer came")
+        else:
+            episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
+
+    def _close(self, number: int, cause: str) -> None:
+        episode = self._episodes.pop(number, None)
+        if episode is None:
+            return
+        if episode in self._suspects:
+            self._suspects.remove(episode)
+        if episode.future is not None:
+            _fail(episode.future, number, cause)
+        if episode.is_present and self._is_ready:
+            self._send(episode, {"op": "close"})
+
+    def _is_closing(self) -> bool:
+        return any(sent.op == "close" for sent in self._sent.values())
+
+    def _start(self) -> None:
+        self._sent.clear()
+        self._is_ready, self._pinged_at, self._started_at = False, None, time.monotonic()
+        for episode in self._episodes.values():
+            episode.is_sent = episode.is_present = False
+        try:
+            self._process = WorkerProcess(self._environment, self._memory_mb, self._log_path)
+        except OSError as error:
+            self._fail_start(f"OSError: {error}")
+            return
+        self._selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
+        self._selector.register(self._process.exited, selectors.EVENT_READ, self._take_death)
+
+    def _end(self) -> int:
+        process, self._process, self._is_ready = self._process, None, False
+        assert process is not None
+        for end in (process.stdin, process.stdout, process.exited):
+            if end in self._selector.get_map():
+                self._selector.unregister(end)
+        return process.end()
+
+    def _fail_start(self, cause: str) -> None:
+        if self._process is not None:
+            self._end()
+        line = f"the environment {self._environment!r} does not start: {cause}"
+        if not self.ready.done():
+            self.ready.set_exception(RuntimeError(line))
+        for episode in [episode for episode in self._episodes.values() if episode.request is not None]:
+            self._close(episode.number, line)
+
+    def _send(self, episode: _Episode, request: dict[str, Any], is_replay: bool = False) -> None:
+        assert self._process is not None
+        id = next(self._ids)
+        self._sent[id] = _Sent(episode, request["op"], is_replay, time.monotonic())
+        self._process.write(request | {"id": id, "episode": episode.key})
+
+    def _send_waiting(self) -> None:
+        waiting = [episode for episode in self._episodes.values() if episode.request and not episode.is_sent]
+        if waiting and self._process is None:
+            self._start()
+        if self._is_ready:
+            if self._suspects:
+                waiting = [] if self._sent else [self._suspects[0]]
+            for episode in waiting:
+                for request in () if episode.is_present else episode.history:
+                    self._send(episode, request, is_replay=True)
+                assert episode.request is not None
+                self._send(episode, episode.request)
+                episode.is_sent = episode.is_present = True
+        self._watch_stdin()
+
+    def _watch_stdin(self) -> None:
+        if self._process is None:
+            return
+        watched = self._process.stdin in self._selector.get_map()
+        if self._process.has_unsent and not watched:
+            self._selector.register(self._process.stdin, selectors.EVENT_WRITE, self._process.flush)
+        elif watched and not self._process.has_unsent:
+            self._selector.unregister(self._process.stdin)
+
+    def _read(self) -> None:
+        process = self._process
+        for message in [] if process is None else process.read():
+            # An answer may end the process; what else it said is void.
+            if process is self._process:
+                self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        sent = self._sent.get(message.get("id", -1))
+        if "ready" in message:
+            self._is_ready = True
+            if not self.ready.done():
+                self.ready.set_result(None)
+        elif "pong" in message:
+            self._take_pong()
+        elif "id" not in message:
+            self._fail_start(str(message.get("error")))
+        elif sent is not None and "began" in message:
+            sent.has_begun, sent.since = True, time.monotonic()
+        elif sent is not None:
+            del self._sent[message["id"]]
+            self._take_answer(sent, message)
+
+    def _take_answer(self, sent: _Sent, message: dict[str, Any]) -> None:
+        episode = sent.episode
+        if sent.op == "close" or self._episodes.get(episode.number) is not episode:
+            return
+        if "error" in message:
+            self._close(episode.number, f"{'it cannot be brought back: ' * sent.is_replay}{message['error']}")
+        elif not sent.is_replay:
+            assert episode.request is not None
+            assert episode.future is not None
+            future, episode.future = episode.future, None
+            episode.history.append(episode.request)
+            episode.request = None
+            if episode in self._suspects:
+                self._suspects.remove(episode)
+            if future.set_running_or_notify_cancel():
+                future.set_result(message)
+
+    def _overdue(self) -> list[_Sent]:
+        now = time.monotonic()
+        return [sent for sent in self._sent.values() if now - sent.since > self._timeout_s]
+
+    def _wait_s(self) -> float | None:
+        ends = [sent.since + self._timeout_s for sent in self._sent.values()] if self._pinged_at is None else []
+        if self._pinged_at is not None:
+            ends.append(self._pinged_at + PONG_S)
+        if self._process is not None and not self._is_ready:
+            ends.append(self._started_at + START_S)
+        if self._stop_at is not None:
+            ends.append(self._stop_at)
+        return max(min(ends) - time.monotonic(), 0.0) + 0.001 if ends else None
+
+    def _check_time(self) -> None:
+        now = time.monotonic()
+        if self._process is None:
+            return
+        if not self._is_ready:
+            if now - self._started_at > START_S:
+                self._fail_start(f"it is not ready within {START_S:g} s")
+        elif self._pinged_at is None:
+            if self._overdue():
+                self._pinged_at = now
+                self._process.write({"op": "ping", "id": -1})
+        elif now - self._pinged_at > PONG_S:
+            self._pinged_at = None
+            if self._overdue():
+                self._end_blocked()
+
+    def _take_pong(self) -> None:
+        self._pinged_at = None
+        late = [sent for sent in self._overdue() if sent.has_begun]
+        for sent in self._overdue():
+            sent.since = time.monotonic()  # of those that wait for a thread
+        if late:
+            self._end()
+            self._fail_late([sent.episode for sent in late])
+            self._start()
+
+    def _end_blocked(self) -> None:
+        self._end()
+        suspects = self._in_flight()
+        if len(suspects) == 1:
+            self._fail_late(suspects)
+        self._suspect(suspects)
+        self._start()
+
+    def _fail_late(self, episodes: list[_Episode]) -> None:
+        for episode in episodes:
+            if self._episodes.get(episode.number) is episode:
+                self._close(episode.number, f"took longer than {self._timeout_s:g} s")
+
+    def _take_death(self) -> None:
+        process = self._process
+        self._read()
+        if process is not self._process or process is None:
+            return
+        was_ready, code = self._is_ready, self._end()
+        cause = f"exit code {code}"
+        if code == worker.OUT_OF_MEMORY:
+            cause += f", out of memory: memory_mb = {self._memory_mb}"
+        if not was_ready:
+            self._fail_start(f"its process ended while it started: {cause}")
+            return
+        suspects = self._in_flight()
+        log.warning("a process of %s died with %d episodes in flight: %s", self._environment, len(suspects), cause)
+        for episode in suspects:
+            episode.deaths += 1
+            if len(suspects) == 1 and episode.deaths > 1 and self._episodes.get(episode.number) is episode:
+                self._close(episode.number, f"its process died twice with it: {cause}")
+        self._suspect(suspects)
+        self._start()
+
+    def _in_flight(self) -> list[_Episode]:
+        """Episodes whose code may have been running; where none had begun, all that were asked."""
+        begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
+        return list(dict.fromkeys(begun or [sent.episode for sent in self._sent.values()]))
+
+    def _suspect(self, episodes: list[_Episode]) -> None:
+        for episode in episodes:
+            is_here = self._episodes.get(episode.number) is episode
+            if is_here and episode.request is not None and episode not in self._suspects:
+                self._suspects.append(episode)
+
+
+def _fail(future: Future[dict[str, Any]], number: int, cause: str) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(EnvironmentFailure(f"episode {number}: {cause}"))

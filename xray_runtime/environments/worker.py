@@ -1,0 +1,215 @@
+"""A process that plays episodes of one environment: `python -m xray_runtime.environments.worker`.
+
+JSON, one object a line. The first line in is {"environment": "module:name", "path": [...], "memory_mb": n}, its answer
+{"ready": true} or {"error": why}. Then
+
+    {"id": n, "episode": k, "op": "reset", "task": {...}, "seed": s}    {"id": n, "start": {...}}
+    {"id": n, "episode": k, "op": "step", "reply": text}                {"id": n, "step": {...}}
+    {"id": n, "episode": k, "op": "close"}                              {"id": n, "closed": true}
+    {"id": n, "op": "ping"}                                             {"id": n, "pong": true}
+
+or {"id": n, "error": "TypeName: message"}. {"id": n, "began": true} says that user code is about to be called.
+Episodes run side by side, the requests of one in order: async methods on the event loop, the others in threads. The
+process, and what it has forked, ends when its stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
+
+from xray_runtime.environments.protocol import Start, Step, as_start, as_step
+from xray_runtime.rewards.source import described
+
+OUTPUT_CHARS = 65_536
+"""Of one answer: the content of its messages; and the rest of it as JSON."""
+ERROR_CHARS = 500
+OUT_OF_MEMORY = 86
+"""Exit code. Whose memory ran out is not known: any episode may ask for the byte too many."""
+NO_THREAD = "can't start new thread"
+"""What Python says where there is no memory for its stack."""
+THREADS = 64
+"""Methods that are not async and run at the same time."""
+
+USES: tuple[str, ...] = ()
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class _Episode:
+    environment: Any = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failed: bool = False
+
+
+class _Worker:
+    """The episodes of this process."""
+
+    def __init__(self, make: Callable[[], Any], say: Say) -> None:
+        self._make, self._say = make, say
+        self._episodes: dict[int, _Episode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, request: dict[str, Any]) -> None:
+        """Begin to answer a request; called on the event loop."""
+        if request["op"] == "ping":
+            self._say({"id": request["id"], "pong": True})
+            return
+        # The loop itself keeps no task alive.
+        task = asyncio.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: dict[str, Any]) -> None:
+        id, key = request["id"], request["episode"]
+        episode = self._episodes.setdefault(key, _Episode())
+        async with episode.lock:
+            try:
+                self._say({"id": id} | await self._do(request, episode))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+            except BaseException as error:  # also what user code raises to end the process
+                if str(error) == NO_THREAD:
+                    os._exit(OUT_OF_MEMORY)
+                episode.failed = True
+                self._say({"id": id, "error": " ".join(described(error).split())[:ERROR_CHARS]})
+            if request["op"] == "close":
+                del self._episodes[key]
+
+    async def _do(self, request: dict[str, Any], episode: _Episode) -> dict[str, Any]:
+        def begin() -> None:
+            self._say({"id": request["id"], "began": True})
+
+        match request["op"]:
+            case "reset":
+                episode.environment = await _call(self._make, begin=begin)
+                start = as_start(await _call(episode.environment.reset, request["task"], request["seed"]))
+                return {"start": _limited(start)}
+            case "step":
+                if episode.failed or episode.environment is None:
+                    raise RuntimeError("a request of this episode before this one failed")
+                return {"step": _limited(as_step(await _call(episode.environment.step, request["reply"], begin=begin)))}
+        close = getattr(episode.environment, "close", None)
+        if close is not None:
+            await _call(close, begin=begin)
+        return {"closed": True}
+
+
+async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[], None] = lambda: None) -> Any:
+    """What `function` returns; it is awaited on the loop where it is async, else called in a thread."""
+    if inspect.iscoroutinefunction(function):
+        begin()
+        return await function(*arguments)
+
+    def call() -> tuple[Any, BaseException | None]:
+        begin()
+        try:
+            return function(*arguments), None
+        except BaseException as error:  # a future takes no StopIteration, and its waiter would wait for ever
+            return None, error
+
+    value, error = await asyncio.to_thread(call)
+    if error is not None:
+        raise error
+    return await value if inspect.isawaitable(value) else value
+
+
+def _limited(answer: Start | Step) -> dict[str, Any]:
+    """`answer` as JSON.
+
+    Raises:
+        ValueError: it is longer than `OUTPUT_CHARS`.
+    """
+    values = asdict(answer)
+    content = sum(len(message["content"]) for message in answer.messages or [])
+    rest = len(json.dumps({name: value for name, value in values.items() if name != "messages"}))
+    for name, length in (("the content of the messages", content), ("what is returned beside the messages", rest)):
+        if length > OUTPUT_CHARS:
+            raise ValueError(f"{name} has {length:,} characters; at most {OUTPUT_CHARS:,} are allowed")
+    return values
+
+
+def _load(name: str) -> Callable[[], Any]:
+    """The class or function at an import path.
+
+    Raises:
+        ValueError: it cannot be called, or is a class without `reset` and `step`.
+    """
+    module, _, attribute = name.partition(":")
+    found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    if not callable(found):
+        raise ValueError(f"{name} is {found!r}: must be a class, or a function that returns an environment")
+    for method in ("reset", "step"):
+        if isinstance(found, type) and not callable(getattr(found, method, None)):
+            raise ValueError(f"{name} has no method {method!r}")
+    return found
+
+
+def _end() -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
+    worker = _Worker(make, say)
+
+    def read() -> None:
+        try:
+            for line in requests:
+                loop.call_soon_threadsafe(worker.take, json.loads(line))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        finally:
+            _end()
+
+    # In a thread of its own, so that neither a full pipe nor its end waits for an environment that blocks the loop.
+    threading.Thread(target=read, daemon=True).start()
+    say({"ready": True})
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    # What an environment prints is no answer, and what it reads is no request.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    lock = threading.Lock()
+
+    def say(answer: dict[str, Any]) -> None:
+        line = json.dumps(answer) + "\n"
+        with lock:
+            answers.write(line)
+            answers.flush()
+
+    first = json.loads(requests.readline())
+    sys.path[:] = first["path"]
+    size = first["memory_mb"] * 2**20
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        make = _load(first["environment"])
+    except BaseException as error:  # also what a module raises to end the process
+        say({"error": " ".join(described(error).split())[:ERROR_CHARS]})
+        return
+    asyncio.run(_serve(make, requests, say))
+
+
+if __name__ == "__main__":
+    main()
