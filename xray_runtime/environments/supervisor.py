@@ -318,7 +318,10 @@ class Supervisor:
             if now - self._started_at > START_S:
                 self._fail_start(f"it is not ready within {START_S:g} s")
         elif self._pinged_at is None:
-            if self._overdue():
+            overdue = self._overdue()
+            if overdue and len({sent.episode for sent in self._sent.values()}) == 1:
+                self._end_blocked()
+            elif overdue:
                 self._pinged_at = now
                 self._process.write({"op": "ping", "id": -1})
         elif now - self._pinged_at > PONG_S:

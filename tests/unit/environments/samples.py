@@ -76,7 +76,7 @@ class Faulty:
             case ["eat"]:
                 kept = []
                 while True:
-                    kept.append(bytearray(2**24))
+                    kept.append(bytes(2**26))
             case ["fork", path]:
                 if os.fork() == 0:
                     time.sleep(1000)

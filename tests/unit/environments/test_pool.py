@@ -75,7 +75,7 @@ def test_a_number_is_guessed_in_every_episode() -> None:
         assert [future.result(20).messages for future in starts] == [
             [{"role": "user", "content": f"guess {i}"}] for i in range(6)
         ]
-        bounds = {i: (0, 99) for i in range(6)}
+        bounds = dict.fromkeys(range(6), (0, 99))
         for turn in range(1, 9):
             guesses = {i: sum(bound) // 2 for i, bound in bounds.items()}
             answers = {i: pool.step(i, str(guess)) for i, guess in guesses.items()}
@@ -103,7 +103,7 @@ def test_async_episodes_run_side_by_side() -> None:
     ("reply", "cause"),
     [
         ("raise", r"episode 0: KeyError: 'no such\\nroom'"),
-        ("stop", "episode 0: StopIteration"),
+        ("stop", "episode 0: RuntimeError: coroutine raised StopIteration"),
         ("leave", "episode 0: SystemExit: 3"),
         (
             "flood",
