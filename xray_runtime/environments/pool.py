@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.protocol import Start, Step
-from xray_runtime.environments.supervisor import EnvironmentFailure, Supervisor
+from xray_runtime.environments.supervisor import Supervisor
 
 __all__ = ["EnvironmentFailure", "EnvironmentPool"]
 
@@ -101,10 +102,9 @@ def _mapped(source: Future[dict[str, Any]], convert: Callable[[dict[str, Any]], 
     def take(done: Future[dict[str, Any]]) -> None:
         if not target.set_running_or_notify_cancel():
             return
-        error = done.exception()
-        if error is None:
+        try:
             target.set_result(convert(done.result()))
-        else:
+        except Exception as error:
             target.set_exception(error)
 
     source.add_done_callback(take)

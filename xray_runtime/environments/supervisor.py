@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from xray_runtime.environments import worker
+from xray_runtime.environments.calls import CallQueue
+from xray_runtime.environments.episodes import Episode, Sent, fail
 from xray_runtime.environments.process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -33,40 +31,6 @@ log = logging.getLogger(__name__)
 START_S = 120.0
 """For the imports of an environment, on a busy machine."""
 PONG_S = 1.0
-
-
-class EnvironmentFailure(RuntimeError):
-    """An episode has failed; one line that names it and the cause."""
-
-
-@dataclass(eq=False)
-class _Episode:
-    number: int
-    key: int
-    """Its number in the worker, where no two episodes ever share one."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """Requests that were answered."""
-    request: dict[str, Any] | None = None
-    future: Future[dict[str, Any]] | None = None
-    """Of `request`."""
-    is_sent: bool = False
-    """Whether `request` was sent to the process as it is now."""
-    is_present: bool = False
-    """Whether the process as it is now has been told of it."""
-    deaths: int = 0
-    """Of processes while `request` was in flight."""
-
-
-@dataclass
-class _Sent:
-    """A request in flight."""
-
-    episode: _Episode
-    op: str
-    is_replay: bool
-    since: float
-    """When it was sent, or when user code was called."""
-    has_begun: bool = False
 
 
 class Supervisor:
@@ -84,17 +48,15 @@ class Supervisor:
         self._memory_mb, self._log_path = memory_mb, log_path
         self.ready: Future[None] = Future()
         """Of the first start; RuntimeError where it fails."""
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._wake, self._is_over = os.eventfd(0), False
+        self._calls = CallQueue()
         self._selector = selectors.DefaultSelector()
         self._process: WorkerProcess | None = None
         self._is_ready, self._started_at = False, 0.0
         self._pinged_at: float | None = None
         self._stop_at: float | None = None
-        self._episodes: dict[int, _Episode] = {}
-        self._suspects: deque[_Episode] = deque()
-        self._sent: dict[int, _Sent] = {}
+        self._episodes: dict[int, Episode] = {}
+        self._suspects: deque[Episode] = deque()
+        self._sent: dict[int, Sent] = {}
         self._ids, self._keys = itertools.count(), itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"environment {environment}")
         self._thread.start()
@@ -102,13 +64,13 @@ class Supervisor:
     def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """The answer to a reset or a step of an episode; fails with EnvironmentFailure."""
         future: Future[dict[str, Any]] = Future()
-        if not self._call(lambda: self._ask(number, request, future)):
-            _fail(future, number, "the pool was shut down")
+        if not self._calls.put(lambda: self._ask(number, request, future)):
+            fail(future, number, "the pool was shut down")
         return future
 
     def close(self, number: int) -> None:
         """Forget an episode, if there is one; what it is asked fails."""
-        self._call(lambda: self._close(number, "it was closed"))
+        self._calls.put(lambda: self._close(number, "it was closed"))
 
     def stop(self, wait_s: float) -> None:
         """End the process, after at most `wait_s` for episodes that are being closed."""
@@ -118,22 +80,14 @@ class Supervisor:
             for number in list(self._episodes):
                 self._close(number, "the pool was shut down")
 
-        self._call(stop)
+        self._calls.put(stop)
 
     def join(self) -> None:
         """Wait until the process has ended."""
         self._thread.join()
 
-    def _call(self, function: Callable[[], None]) -> bool:
-        with self._lock:
-            if self._is_over:
-                return False
-            self._calls.put(function)
-            os.eventfd_write(self._wake, 1)
-            return True
-
     def _run(self) -> None:
-        self._selector.register(self._wake, selectors.EVENT_READ, self._take_calls)
+        self._selector.register(self._calls.waiting, selectors.EVENT_READ, self._calls.run)
         cause = "the pool was shut down"
         try:
             self._start()
@@ -149,36 +103,24 @@ class Supervisor:
             self._finish(cause)
 
     def _finish(self, cause: str) -> None:
-        with self._lock:
-            self._is_over = True
-            os.close(self._wake)
         if self._process is not None:
             self._end()
         self._selector.close()
-        while True:
-            try:
-                self._calls.get_nowait()()
-            except Empty:
-                break
+        self._calls.close()
         for number in list(self._episodes):
             self._close(number, cause)
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(cause))
 
-    def _take_calls(self) -> None:
-        os.eventfd_read(self._wake)
-        while not self._calls.empty():
-            self._calls.get()()
-
     def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
         if request["op"] == "reset":
             self._close(number, "it was reset before its answer came")
-            self._episodes[number] = _Episode(number, next(self._keys))
+            self._episodes[number] = Episode(number, next(self._keys))
         episode = self._episodes.get(number)
         if episode is None:
-            _fail(future, number, "it was not reset, was closed, or has failed")
+            fail(future, number, "it was not reset, was closed, or has failed")
         elif episode.request is not None:
-            _fail(future, number, "it was asked for a step before its last answer came")
+            fail(future, number, "it was asked for a step before its last answer came")
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 
@@ -189,7 +131,7 @@ class Supervisor:
         if episode in self._suspects:
             self._suspects.remove(episode)
         if episode.future is not None:
-            _fail(episode.future, number, cause)
+            fail(episode.future, number, cause)
         if episode.is_present and self._is_ready:
             self._send(episode, {"op": "close"})
 
@@ -226,10 +168,10 @@ class Supervisor:
         for episode in [episode for episode in self._episodes.values() if episode.request is not None]:
             self._close(episode.number, line)
 
-    def _send(self, episode: _Episode, request: dict[str, Any], is_replay: bool = False) -> None:
+    def _send(self, episode: Episode, request: dict[str, Any], is_replay: bool = False) -> None:
         assert self._process is not None
         id = next(self._ids)
-        self._sent[id] = _Sent(episode, request["op"], is_replay, time.monotonic())
+        self._sent[id] = Sent(episode, request["op"], is_replay, time.monotonic())
         self._process.write(request | {"id": id, "episode": episode.key})
 
     def _send_waiting(self) -> None:
@@ -271,7 +213,7 @@ class Supervisor:
                 self.ready.set_result(None)
         elif "pong" in message:
             self._take_pong()
-        elif "id" not in message:
+        elif not self._is_ready:
             self._fail_start(str(message.get("error")))
         elif sent is not None and "began" in message:
             sent.has_begun, sent.since = True, time.monotonic()
@@ -279,7 +221,7 @@ class Supervisor:
             del self._sent[message["id"]]
             self._take_answer(sent, message)
 
-    def _take_answer(self, sent: _Sent, message: dict[str, Any]) -> None:
+    def _take_answer(self, sent: Sent, message: dict[str, Any]) -> None:
         episode = sent.episode
         if sent.op == "close" or self._episodes.get(episode.number) is not episode:
             return
@@ -296,7 +238,7 @@ class Supervisor:
             if future.set_running_or_notify_cancel():
                 future.set_result(message)
 
-    def _overdue(self) -> list[_Sent]:
+    def _overdue(self) -> list[Sent]:
         now = time.monotonic()
         return [sent for sent in self._sent.values() if now - sent.since > self._timeout_s]
 
@@ -347,7 +289,7 @@ class Supervisor:
         self._suspect(suspects)
         self._start()
 
-    def _fail_late(self, episodes: list[_Episode]) -> None:
+    def _fail_late(self, episodes: list[Episode]) -> None:
         for episode in episodes:
             if self._episodes.get(episode.number) is episode:
                 self._close(episode.number, f"took longer than {self._timeout_s:g} s")
@@ -373,18 +315,13 @@ class Supervisor:
         self._suspect(suspects)
         self._start()
 
-    def _in_flight(self) -> list[_Episode]:
+    def _in_flight(self) -> list[Episode]:
         """Episodes whose code may have been running; where none had begun, all that were asked."""
         begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
         return list(dict.fromkeys(begun or [sent.episode for sent in self._sent.values()]))
 
-    def _suspect(self, episodes: list[_Episode]) -> None:
+    def _suspect(self, episodes: list[Episode]) -> None:
         for episode in episodes:
             is_here = self._episodes.get(episode.number) is episode
             if is_here and episode.request is not None and episode not in self._suspects:
                 self._suspects.append(episode)
-
-
-def _fail(future: Future[dict[str, Any]], number: int, cause: str) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(EnvironmentFailure(f"episode {number}: {cause}"))

@@ -102,7 +102,7 @@ def test_async_episodes_run_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [
-        ("raise", r"episode 0: KeyError: 'no such\\nroom'"),
+        ("raise", r"episode 0: KeyError: 'no such\nroom'"),
         ("stop", "episode 0: RuntimeError: coroutine raised StopIteration"),
         ("leave", "episode 0: SystemExit: 3"),
         (
