@@ -34,15 +34,23 @@ class WorkerProcess:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # Each arena of the C library takes 64 MB of address space, and there are eight a core.
         variables = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
-        with open(os.devnull if log_path is None else log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=variables,
-                start_new_session=True,
-            )
+        theirs, self._held = os.pipe()
+        try:
+            with open(os.devnull if log_path is None else log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", worker.__name__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=variables,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                )
+        except OSError:
+            os.close(self._held)
+            raise
+        finally:
+            os.close(theirs)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -51,7 +59,7 @@ class WorkerProcess:
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
         self._read, self._unsent = bytearray(), bytearray()
-        self.write({"environment": environment, "path": sys.path, "memory_mb": memory_mb})
+        self.write({"environment": environment, "path": sys.path, "memory_mb": memory_mb, "parent": theirs})
 
     @property
     def pid(self) -> int:
@@ -98,6 +106,7 @@ class WorkerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
         os.close(self.exited)
+        os.close(self._held)
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """A process that plays episodes of one environment: `python -m xray_runtime.environments.worker`.
 
-JSON, one object a line. The first line in is {"environment": "module:name", "path": [...], "memory_mb": n}, its answer
-{"ready": true} or {"error": why}. Then
+JSON, one object a line. The first line in is {"environment": "module:name", "path": [...], "memory_mb": n, "parent": p},
+where p is the reading end of a pipe that the parent holds; its answer {"ready": true} or {"error": why}. Then
 
     {"id": n, "episode": k, "op": "reset", "task": {...}, "seed": s}    {"id": n, "start": {...}}
     {"id": n, "episode": k, "op": "step", "reply": text}                {"id": n, "step": {...}}
@@ -10,12 +10,13 @@ JSON, one object a line. The first line in is {"environment": "module:name", "pa
 
 or {"id": n, "error": "TypeName: message"}. {"id": n, "began": true} says that user code is about to be called.
 Episodes run side by side, the requests of one in order: async methods on the event loop, the others in threads. The
-process, and what it has forked, ends when its stdin closes.
+process, and what it has forked, ends when its stdin or that pipe closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib
 import inspect
 import json
@@ -163,6 +164,16 @@ def _end() -> None:
     os._exit(1)
 
 
+def _end_with(pipe: int) -> None:
+    """Have the kernel end this process and its group when the other end of `pipe`, which carries nothing, closes.
+
+    User code that holds the interpreter, as a regular expression may for ever, lets no thread here see it.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
@@ -200,6 +211,8 @@ def main() -> None:
             answers.flush()
 
     first = json.loads(requests.readline())
+    if os.getpgrp() == os.getpid():
+        _end_with(first["parent"])
     sys.path[:] = first["path"]
     size = first["memory_mb"] * 2**20
     try:

@@ -214,7 +214,8 @@ def test_a_constructor_that_fails_and_the_log(tmp_path: Path) -> None:
 def test_nothing_is_left_after_shutdown_and_collection(tmp_path: Path) -> None:
     before = children()
     pool = pool_of(samples.Faulty)
-    started(pool, 0, 1, log=str(tmp_path / "log"))
+    started(pool, 0, log=str(tmp_path / "log"))
+    started(pool, 1)
     hanging = pool.step(1, "hang")
     pool.shutdown()
     assert failure(hanging) == "episode 1: the pool was shut down"
@@ -229,23 +230,30 @@ def test_nothing_is_left_after_shutdown_and_collection(tmp_path: Path) -> None:
     assert children() == before
 
 
-def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["hang", "block"])
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path, last: str) -> None:
     script = f"""
-import sys, time, psutil
+import sys
 from xray_runtime.environments.pool import EnvironmentPool
 pool = EnvironmentPool("environments.samples:Faulty", 1, 100.0, 1024)
-pool.reset(0, {{}}, 0).result()
+[pool.reset(i, {{}}, 0).result() for i in range(2)]
 pool.step(0, "fork {tmp_path / "pid"}")
-time.sleep(1000)
+while sys.stdin.readline():
+    pool.step(1, "{last}")
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdin=subprocess.PIPE)
     try:
         wait_until((tmp_path / "pid").exists)
         wait_until(lambda: (tmp_path / "pid").read_text() != "")
+        assert parent.stdin is not None
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        time.sleep(0.3)  # enough for the last step to begin, most of the time
         below = [process.pid for process in psutil.Process(parent.pid).children(recursive=True)]
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
+        parent.stdin.close()
     assert len(below) == 3
     wait_until(lambda: not any(map(runs, below)))
