@@ -17,10 +17,18 @@ import psutil
 import pytest
 
 from environments import samples
+from xray_runtime.environments import supervisor
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.2
 TASK = {"prompt": "p", "messages": []}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_wait_for_a_pong() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "PONG_S", 0.3)
+        yield
 
 
 def pool_of(kind: type, num_workers: int = 1, **options: Any) -> EnvironmentPool:
@@ -110,8 +118,8 @@ def test_async_episodes_run_side_by_side() -> None:
             "episode 0: ValueError: the content of the messages has 70,000 characters; at most 65,536 are allowed",
         ),
         ("nonsense", "episode 0: ValueError: step returned {'reward': 1.0}: must be a Step"),
-        ("hang", "episode 0: took longer than 1.5 s"),
-        ("block", "episode 0: took longer than 1.5 s"),
+        ("hang", "episode 0: took longer than 1.2 s"),
+        ("block", "episode 0: took longer than 1.2 s"),
         ("exit 9", "episode 0: its process died twice with it: exit code 9"),
         ("eat", "episode 0: its process died twice with it: exit code 86, out of memory: memory_mb = 1024"),
     ],
@@ -174,14 +182,14 @@ def test_a_blocked_loop_costs_the_episode_that_blocks_it() -> None:
     with pool_of(samples.Blocking) as pool:
         started(pool, *range(4))
         steps = [pool.step(i, "block" if i == 2 else "1") for i in range(4)]
-        assert failure(steps[2]) == "episode 2: took longer than 1.5 s"
+        assert failure(steps[2]) == "episode 2: took longer than 1.2 s"
         assert [steps[i].result(20).reward for i in (0, 1, 3)] == [1, 2, 4]
 
 
 def test_forked_children_end_with_a_hanging_episode(faulty: EnvironmentPool, tmp_path: Path) -> None:
     started(faulty, 0, 1)
     before = children()
-    assert failure(faulty.step(0, f"fork {tmp_path / 'pid'}")) == "episode 0: took longer than 1.5 s"
+    assert failure(faulty.step(0, f"fork {tmp_path / 'pid'}")) == "episode 0: took longer than 1.2 s"
     assert faulty.step(1, "1").result(20).reward == 2
     wait_until(lambda: not runs(int((tmp_path / "pid").read_text())))
     wait_until(lambda: len(children()) == len(before))
