@@ -1,7 +1,7 @@
 """A process that plays episodes of one environment: `python -m xray_runtime.environments.worker`.
 
-JSON, one object a line. The first in is {"environment": "module:name", "path": [...], "memory_mb": n, "parent": p}, where
-p is the reading end of a pipe that the parent holds; its answer {"ready": true} or {"error": why}. Then
+JSON, one object a line. The first in is {"environment": "module:name", "path": [...], "memory_mb": n, "parent": p},
+where p is the reading end of a pipe that the parent holds; its answer {"ready": true} or {"error": why}. Then
 
     {"id": n, "episode": k, "op": "reset", "task": {...}, "seed": s}    {"id": n, "start": {...}}
     {"id": n, "episode": k, "op": "step", "reply": text}                {"id": n, "step": {...}}
