@@ -408,3 +408,33 @@ def test_the_gradient_is_the_slope(make_lm: MakeLM, as_rows: AsRows) -> None:
 def test_the_reference_is_never_trained(make_lm: MakeLM, as_rows: AsRows) -> None:
     with pytest.raises(TypeError, match="never trained"):
         ReferenceObjective(1.0).loss(HeadedLM(make_lm(1)), as_rows(PAIRS), {"tokens": 1.0})
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("mean", ["tokens", "replies"])
+def test_what_is_read_between_turns_has_no_gradient(make_lm: MakeLM, as_rows: AsRows, loss: str, mean: str) -> None:
+    """Whatever stands in its columns, and however unlikely its tokens are, the gradient is the same, bit for bit."""
+    config = PPOStageConfig(
+        loss=loss, loss_mean=mean, entropy_coef=0.1, kl={"place": "loss", "coef": 0.3}, whiten_advantages=False
+    )
+    module = headed(make_lm(1))
+    rows = as_rows([([5, 9, 7], [42, 11, 1, 2, 8, 30, 3, 6, 1]), ([8, 100], [3, 1])])
+    mask = torch.tensor([True] * 3 + [False] * 3 + [True] * 5)
+    rows["response_mask"] = mask
+    generator = torch.Generator().manual_seed(0)
+    for name in ("old_logprobs", "ref_logprobs", "advantages", "weights", "values", "returns"):
+        rows[name] = torch.rand(len(mask), generator=generator, dtype=torch.float64)
+    totals = {"tokens": 8.0, "rows": 2.0, "kl_coef": 0.3}
+
+    def found(changed: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        value, stats = PPOObjective(config).loss(module, changed, totals)
+        return value, stats, gradients(module, value)
+
+    loss_before, stats_before, before = found(rows)
+    names = ("old_logprobs", "ref_logprobs", "advantages", "weights", "values", "returns")
+    loss_after, stats_after, after = found(rows | {name: torch.where(mask, rows[name], 7.0) for name in names})
+    assert torch.equal(loss_before, loss_after)
+    assert all(torch.equal(stats_before[name], stats_after[name]) for name in stats_before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    _, _, unmasked = found({name: column for name, column in rows.items() if name != "response_mask"})
+    assert not all(torch.equal(before[name], unmasked[name]) for name in before)

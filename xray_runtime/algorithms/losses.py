@@ -36,7 +36,7 @@ def policy_loss(
             the rollout's first update.
         weights: per-token importance weights of the trainer's old policy to the one that sampled, or None.
         clip_range_high: ε_high; None: ε.
-        replies: which reply each token is of, from 0, for `gspo`; shapes are then [R] and nothing is masked.
+        replies: which reply each token is of, from 0, for `gspo`; shapes are then [R].
 
     Returns:
         (sum of the loss over valid tokens, sums: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)).
@@ -45,7 +45,7 @@ def policy_loss(
     log_ratio = clamp_log_ratio(logprobs - old_logprobs)
     if kind == "gspo":
         assert replies is not None
-        log_ratio = reply_means(log_ratio, replies)
+        log_ratio = reply_means(log_ratio, replies, valid)
     ratio, high = log_ratio.exp(), 1 + (clip_range if clip_range_high is None else clip_range_high)
     plain = ratio * advantages
     if kind == "cispo":
@@ -70,11 +70,13 @@ def policy_loss(
     return (loss * valid).sum(), stats
 
 
-def reply_means(x: Tensor, replies: Tensor) -> Tensor:
-    """Of each token of [R] the mean of `x` over its reply; `replies` [R] are numbers from 0."""
+def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
+    """Of each token of [R] the mean of `x` over the valid tokens of its reply (0 without any); `replies` [R] are
+    numbers from 0, `valid` [R] is 1 or 0."""
     size = int(replies.max()) + 1 if len(replies) else 0
-    sums = x.new_zeros(size).index_add(0, replies, x)
-    return (sums / torch.bincount(replies, minlength=size).clamp(min=1))[replies]
+    sums = x.new_zeros(size).index_add(0, replies, x * valid)
+    counts = x.new_zeros(size).index_add(0, replies, valid)
+    return (sums / counts.clamp(min=1))[replies]
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

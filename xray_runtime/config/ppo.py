@@ -22,6 +22,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
+from xray_runtime.config.environment import EnvironmentConfig
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -109,6 +110,8 @@ class PPOStageConfig(TrainingConfig):
     """Sampling temperature; training log-probabilities are taken at the same temperature."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
+    environment: EnvironmentConfig | None = None
+    """What answers the replies, so that rollouts have many turns; its rewards count too. None: a reply is the end."""
     lag: Literal[0, 1] = 0
     """`1`: the next rollout is sampled by the weights of before this iteration's update, while that is at work. Replies
     are then one update old when they are trained on, which importance weights correct; the first ones are not."""
@@ -187,6 +190,11 @@ class PPOStageConfig(TrainingConfig):
         return self.prompts_per_iteration * self.samples_per_prompt
 
     @property
+    def max_response_tokens(self) -> int:
+        """Tokens that may follow a prompt."""
+        return self.max_new_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """Where values come from."""
         return self.critic if self.advantages == "gae" else "none"
@@ -202,6 +210,8 @@ class PPOStageConfig(TrainingConfig):
                     f"{field} = {given[field]!r} is not allowed: ratios are taken of log-probabilities over the whole "
                     "vocabulary, which replies sampled from a part of it would bias; change temperature"
                 )
+        if given.get("environment") is not None:
+            given = {"reward_scaling": "none", "reward_clip": None, **given}
         return with_method(given)
 
     @model_validator(mode="after")
@@ -239,6 +249,7 @@ class PPOStageConfig(TrainingConfig):
                 f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {self.lag}: replies come from "
                 "the policy before an update"
             )
+        self._check_environment()
         check_one_row_each(self.engine, "minibatch_size", self.minibatch_size)
         if self.critic_engine is not None:
             if self.critic == "shared":
@@ -246,6 +257,27 @@ class PPOStageConfig(TrainingConfig):
             check_one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
             check_whole_layers(self.lora, self.critic_engine, "critic_engine")
         return self
+
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if environment is None:
+            return
+        if environment.max_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"environment.max_tokens = {environment.max_tokens} must be at least max_new_tokens = "
+                f"{self.max_new_tokens}, the limit of one turn"
+            )
+        needed: dict[str, tuple[object, str]] = {
+            "lag": (0, "an episode's turns wait for its environment"),
+            "overlong_buffer": (None, "it is about the length of one reply"),
+            "validation": (None, "it asks for one reply to a prompt"),
+            "stop": ([], "a turn that they end would have no end of turn"),
+            "reward_scaling": ("none", "rewards of single turns count as they are"),
+            "reward_clip": (None, "rewards of single turns count as they are"),
+        }
+        for field, (allowed, why) in needed.items():
+            if getattr(self, field) != allowed:
+                raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
 
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError where `lag` does not go with `runtime`."""

@@ -128,6 +128,21 @@ class ChatFormat:
             known = 1
         return encoded.ids[known:]
 
+    def observations(self, messages: Messages) -> list[int]:
+        """Ids of what is read between two replies, up to where the next one begins; they follow the end of a turn.
+
+        Raises:
+            ValueError: see the class; among others where the template changes what was said in turns before, so that
+                tokens which were sampled would be others when they are read again.
+        """
+        whole = self._render([ASKED, SAID, *messages], True, (1,))
+        _, end = whole.spans[0]
+        before = self._render([ASKED, SAID], False, (1,))
+        if before.text[: before.spans[0][1]] != whole.text[:end]:
+            raise ValueError("the chat template writes a turn in another way once another follows it")
+        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + whole.text[end:]])
+        return encoded.ids[1:]
+
     def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
         """Ids of whole conversations, and where in them stand the replies that are asked for, by their indices."""
         rendered = [self._render(messages, False, replies) for messages, replies in conversations]

@@ -8,6 +8,9 @@
     prompt_ids, reply_ids
     rollout_logprobs   of each token of the reply, by the generator; `logprobs` by the policy before the update,
                        `ref_logprobs` by the reference (nats)
+    turns, response_mask, turn_rewards
+                       of episodes of many turns: how many, which tokens of the reply the policy chose, and what each
+                       turn earned, on its last token
     score/SOURCE       as scored: NaN where the source failed, null where it does not apply
     gold               of the stage's gold score, where it has one; null where others took the row's place
     reward             their weighted sum, `scaled_reward` what was made of it; null where there is none

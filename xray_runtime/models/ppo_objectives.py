@@ -50,22 +50,26 @@ class PPOObjective:
         config, hidden = self.config, last_hidden(module, rows)
         logprobs, entropy = response_logprobs(module, hidden, rows, config.temperature)
         lengths = rows["lengths"] - rows["prompt_lengths"]
-        share = torch.ones_like(logprobs)
+        replies = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        # What an environment said between the turns was not the policy's choice.
+        mask = _counted(logprobs, rows)
+        share = mask
         if config.loss_mean == "replies":
-            share = share / lengths.repeat_interleave(lengths)
+            counts = torch.zeros_like(lengths, dtype=mask.dtype).index_add_(0, replies, mask)
+            share = share / counts[replies].clamp(min=1)
         loss, stats = policy_loss(
             logprobs,
             rows["old_logprobs"],
             rows["advantages"],
-            torch.ones_like(logprobs),
+            mask,
             clip_range=config.clip_range,
             clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
             weights=rows["weights"] * share,
             kind=config.loss,
-            replies=torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths),
+            replies=replies,
         )
-        stats |= {"policy_loss": loss.detach(), "entropy_sum": entropy.sum().detach()}
+        stats |= {"policy_loss": loss.detach(), "entropy_sum": (entropy * mask).sum().detach()}
         loss = loss - config.entropy_coef * (entropy * share).sum()
         if config.kl.place == "loss":
             kl = kl_loss(logprobs, rows["old_logprobs"], rows["ref_logprobs"], config.kl.estimator)
@@ -90,6 +94,11 @@ class CriticObjective:
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         loss, stats = _value_loss(module, last_hidden(module, rows), rows, self.config)
         return loss / totals["tokens"], stats | {"value_loss": loss.detach()}
+
+
+def _counted(like: Tensor, rows: Tensors) -> Tensor:
+    """1 at response tokens that the policy chose, 0 at those that it read in between [R]."""
+    return rows["response_mask"].to(like.dtype) if "response_mask" in rows else torch.ones_like(like)
 
 
 def _as_sampled(rows: Tensors) -> Tensors:
@@ -118,5 +127,5 @@ def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Scores:
 def _value_loss(module: HeadedLM, hidden: Tensor, rows: Tensors, config: PPOStageConfig) -> tuple[Tensor, Tensors]:
     values = module.scalars(hidden[response_positions(rows) - 1])
     return value_loss(
-        values, rows["values"], rows["returns"], torch.ones_like(values), clip_range=config.value_clip_range
+        values, rows["values"], rows["returns"], _counted(values, rows), clip_range=config.value_clip_range
     )

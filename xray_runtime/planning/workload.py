@@ -254,7 +254,7 @@ def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
 
 
 def _longest_reply(config: LifecycleConfig) -> int:
-    replies = [config.evaluate.max_new_tokens, *(stage.max_new_tokens for stage in config.ppo_stages)]
+    replies = [config.evaluate.max_new_tokens, *(stage.max_response_tokens for stage in config.ppo_stages)]
     replies += [config.sft.max_response_tokens] if config.sft is not None else []
     replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
     return max(replies)

@@ -1,9 +1,11 @@
 """What sources answered, on disk before it is used: an attempt that goes on asks nobody twice, and gets the same bytes.
 
     answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …}
+                     {"key": …, "source": "environment", "step": …, "answer": {…}} or with "failure": why
 
-A key is a digest of source, step, row, prompt and reply. A line that a kill cut short is dropped. With a shared store
-the lines lie there first, an object for each time some were written: an attempt on another machine finds them too.
+A key is a digest of source, step, row, prompt and reply, or of an episode so far. A line that a kill cut short is
+dropped. With a shared store the lines lie there first, an object for each time some were written: an attempt on another
+machine finds them too.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Journal:
 
     def __init__(self, directory: Path | None, shared: SharedFolder | None = None) -> None:
         self._path, self._shared = None if directory is None else directory / ANSWERS, shared
-        self._known: dict[str, Score] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         """What attempts before this one left."""
         self._lock = threading.Lock()
         if self._path is not None and self._path.exists():
@@ -62,8 +64,7 @@ class Journal:
                 break
             try:
                 entry = json.loads(line)
-                score = math.nan if entry["score"] is None else float(entry["score"])
-                self._known.setdefault(entry["key"], Score(score, entry["why"]))
+                self._known.setdefault(entry["key"], entry)
             except (ValueError, KeyError, TypeError):
                 break
             whole += len(line)
@@ -79,12 +80,23 @@ class Journal:
         ]
 
     def find(self, key: str) -> Score | None:
-        """What was answered in an attempt before, if it was."""
+        """The score in an attempt before, if there is one."""
+        entry = self.entry(key)
+        if entry is None:
+            return None
+        return Score(math.nan if entry["score"] is None else float(entry["score"]), entry["why"])
+
+    def entry(self, key: str) -> dict[str, Any] | None:
+        """The line of an attempt before, if there is one."""
         return self._known.get(key)
 
     def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]]) -> None:
-        """Keep answers; they are on disk, and in the shared store, when this returns."""
-        lines = [_line(key, source, step, score) for key, score in entries if key not in self._known]
+        """Keep scores, as `write_entries` does."""
+        self.write_entries(step, [_line(key, source, step, score) for key, score in entries])
+
+    def write_entries(self, step: int, entries: Iterable[dict[str, Any]]) -> None:
+        """Keep answers, each with its `key`; they are on disk, and in the shared store, when this returns."""
+        lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
         content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)

@@ -27,6 +27,9 @@ from xray_runtime.stages.independence import check_judges
 
 
 def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+    if getattr(config, "environment", None) is not None:
+        _check_terms(config, inputs)
+        return
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
     if not any(term.weight for term in config.rewards):

@@ -55,6 +55,7 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     """
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int) -> None:
+        self.max_prompt = max_prompt
         self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer)
         self.rows = self._tokens.different_prompts(max_prompt)
         """Where each prompt stands first."""

@@ -50,7 +50,8 @@ def build_experience(
 
     Args:
         rows: prompt and reply tokens.
-        rollout: the generator's `rollout_logprobs` of each response token and `ended` [B].
+        rollout: the generator's `rollout_logprobs` of each response token and `ended` [B]; of episodes of many turns
+            also `response_mask` and `turn_rewards` of each response token (`stages.episodes`).
         scores: `logprobs` and `ref_logprobs` of each response token; of a critic `values` of each, `final_values` [B].
         rewards: of each reply [B], scaled (`scaled_rewards`); NaN where there is none.
         kl_coef: weight of the per-token penalty.
@@ -68,7 +69,9 @@ def build_experience(
     ragged = (rollout["rollout_logprobs"], *(scores[name] for name in ("logprobs", "ref_logprobs")))
     # Advantages run over all replies at a time, from their last tokens to their first: here alone rows are padded.
     rollout_logprobs, logprobs, ref_logprobs = (torch.from_numpy(column.dense()) for column in ragged)
-    mask, offsets = torch.from_numpy(ragged[0].mask()), ragged[0].offsets
+    there, offsets = torch.from_numpy(ragged[0].mask()), ragged[0].offsets
+    # Of an episode of many turns only what the policy chose counts, not what it read in between.
+    mask = torch.from_numpy(rollout["response_mask"].dense()) if "response_mask" in rollout else there
     ended, has_critic = torch.from_numpy(rollout["ended"]), config.critic_in_use != "none"
     values, bootstrap = torch.zeros_like(logprobs), torch.zeros_like(rewards)
     if has_critic:
@@ -86,7 +89,11 @@ def build_experience(
     in_reward = kl_coef if config.kl.place == "reward" else 0.0
     penalties = in_reward * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
     if config.advantages == "gae" or config.advantages == "reinforce++":
-        token_rewards = place_rewards(rewards, penalties, mask)
+        by_turn = torch.zeros_like(logprobs)
+        if "turn_rewards" in rollout:
+            by_turn = torch.from_numpy(rollout["turn_rewards"].dense())
+        # What is no single turn's, of other sources or for a cut, comes with the last token.
+        token_rewards = place_rewards(rewards - by_turn.sum(-1), penalties, mask) + by_turn
         lam = config.gae_lambda if has_critic else 1.0
         advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=lam)
     else:
@@ -129,7 +136,9 @@ def build_experience(
         }
     if config.samples_per_prompt > 1:
         metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
-    made = {name: Ragged(column[mask].float().numpy(), offsets) for name, column in columns.items()}
+    made = {name: Ragged(column[there].float().numpy(), offsets) for name, column in columns.items()}
+    if "response_mask" in rollout:
+        made["response_mask"] = rollout["response_mask"]
     wrong = non_finite(made)
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")

@@ -190,6 +190,9 @@ class Graph:
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         if callable(values.get("gold")):
             values["gold"] = bound.hand_over("gold", reward(values["gold"]))
+        environment = values.get("environment")
+        if isinstance(environment, Mapping) and callable(environment.get("path")):
+            values["environment"] = {**environment, "path": bound.hand_over("environment", reward(environment["path"]))}
         config = kind.validated(values, where=stage)
         if self.shorten:
             config = kind.shorten(config)

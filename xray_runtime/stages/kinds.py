@@ -70,7 +70,9 @@ def _gold(config: Any) -> list[str]:
 
 def _judges(config: Any) -> list[str]:
     terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
-    return _gold(config) + [term.function for term in terms if term.function is not None]
+    environment = getattr(config, "environment", None)
+    answering = [environment.path] if environment is not None else []
+    return _gold(config) + answering + [term.function for term in terms if term.function is not None]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:

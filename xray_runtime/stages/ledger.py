@@ -31,7 +31,7 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.rows import Ragged, num_rows
+from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.stages.artifacts import LEDGER, SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import MANIFEST
 
@@ -134,6 +134,7 @@ class Ledger:
                 "rollout_logprobs": lists(sampled["rollout_logprobs"], pa.float32()),
                 "logprobs": lists(scored.scores["logprobs"], pa.float32()),
                 "ref_logprobs": lists(scored.scores["ref_logprobs"], pa.float32()),
+                **_turns(sampled),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -202,6 +203,17 @@ def _scores(sources: SourceScores) -> dict[str, pa.Array]:
     return {
         SCORE + source: pa.array(values.float().numpy(), pa.float32(), mask=~sources.applies[source].numpy())
         for source, values in sources.values.items()
+    }
+
+
+def _turns(sampled: Rows) -> dict[str, Any]:
+    """Of episodes of many turns which tokens the policy chose, and what each turn earned."""
+    if "response_mask" not in sampled:
+        return {}
+    return {
+        "turns": sampled["turns"],
+        "response_mask": lists(sampled["response_mask"], pa.bool_()),
+        "turn_rewards": lists(sampled["turn_rewards"], pa.float32()),
     }
 
 

@@ -38,6 +38,7 @@ from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
+from xray_runtime.stages.episodes import open_episodes
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.ledger import Ledger
@@ -78,9 +79,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     )
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir)
 
-    with stage.open_models(_models(stage, rewards) | validation.specs()) as models:
+    with (
+        stage.open_models(_models(stage, rewards) | validation.specs()) as models,
+        open_episodes(stage, models["generator"], sampling, prompts, tokenizer, recorder.log_dir) as episodes,
+    ):
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
-        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor)
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
         scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
         keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
@@ -127,6 +131,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             metrics |= {"kl/coef": kl.coef} | probed | clock.metrics()
             metrics |= {"rollout/version": rollout.version, "rollout/lag": iteration - rollout.version}
             metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
+            if config.environment is not None:
+                metrics["rollout/turns"] = float(scored.sampled["turns"].mean())
             if config.resample_rounds:
                 metrics["rollout/resampled_groups"] = replaced / config.samples_per_prompt
             if golds is not None:
@@ -152,7 +158,7 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
     layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
     head = policy / VALUE_HEAD
-    max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_new_tokens
+    max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_response_tokens
     models: dict[str, ModelSpec | GeneratorSpec] = {
         "generator": GeneratorSpec(policy, max_length, config.generator),
         "policy": ModelSpec(

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENVIRONMENT = "environment"
+"""The source whose scores an environment gave, turn by turn."""
 TELLING = 8
 """Different texts to which no working reward model gives one score, bit for bit."""
 
@@ -79,6 +81,8 @@ class RewardSources:
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
         self.weights = {source: term.weight for source, term in self._terms.items()}
+        if field == "rewards" and getattr(config, "environment", None) is not None:
+            self.weights[ENVIRONMENT] = 1.0
 
         models = {f"{field}.{n}": model.path for n, model in enumerate(getattr(stage.inputs, field))}
         used = [role for role in models if any(role in term.roles for term in self._terms.values())]
@@ -153,6 +157,7 @@ class RewardSources:
         messages: Sequence[Messages] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
         step: int = 0,
+        episodes: Sequence[Score] | None = None,
     ) -> SourceScores:
         """What each source says of each reply.
 
@@ -163,6 +168,7 @@ class RewardSources:
             messages: the prompts with their roles; by default one user's message each.
             columns: ground truth of each row, by column of the dataset.
             step: the iteration; what is asked again in another may be answered in another way.
+            episodes: what the environment gave each episode, where there is one.
 
         Raises:
             RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
@@ -170,7 +176,7 @@ class RewardSources:
             NonFiniteError: a reward model computed NaN or infinity, or a score or their sum is infinite.
             ValueError: the dataset lacks a column, or a function returns something else than scores.
         """
-        if not self._terms:
+        if not self.weights:
             return SourceScores({}, {})
         said = messages or [[{"role": "user", "content": text}] for text in prompts]
         batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
@@ -188,10 +194,16 @@ class RewardSources:
         for source, by_row in found.items():
             values[source] = torch.full((len(replies),), math.nan)
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
+        if episodes is not None:
+            values[ENVIRONMENT] = torch.tensor([score.value for score in episodes])
+            applies[ENVIRONMENT] = torch.ones(len(episodes), dtype=torch.bool)
+            failures = {ENVIRONMENT: dict(enumerate(episodes))}
+        else:
+            failures = {}
         apart = {source: given.std(0, correction=0) for source, given in members.items()}
-        scores = SourceScores({source: values[source] for source in self._terms}, applies, apart)
+        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart)
         self._check_models(answered, prompts, replies)
-        self._check(scores, found)
+        self._check(scores, found | failures)
         for source, by_row in found.items():
             # Only now: where the stage fails, its next attempt asks again.
             lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))

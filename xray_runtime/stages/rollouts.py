@@ -33,6 +33,7 @@ from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.data.batching import Cursor
+    from xray_runtime.stages.episodes import Episodes
     from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Stage
 
@@ -64,6 +65,7 @@ class Rollouts:
     Args:
         prompts: every prompt.
         cursor: which prompts are next.
+        episodes: where replies are turns of a conversation with an environment.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Rollouts:
         sampling: Sampling,
         prompts: UniquePrompts,
         cursor: Cursor,
+        episodes: Episodes | None = None,
     ) -> None:
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
-        self._sampling = sampling
+        self._sampling, self._episodes = sampling, episodes
         self._pending: list[Rollout] = []
 
     def ask(self, iteration: int) -> None:
@@ -124,13 +127,18 @@ class Rollouts:
         return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
 
     def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
+        if self._episodes is not None:
+            rows = self._episodes.sample(prompts, version, purpose, number)
+            return Rollout(version, prompts, Ready(rows), rows["seed"])
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
+        rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
         replies = self._generator.generate.remote(rows, sampling, version)
         return Rollout(version, prompts, replies, rows["seed"])
 
     def _checked(self, rollout: Rollout, sampling: Sampling) -> Rows:
         sampled = rollout.sampled()
+        if self._episodes is not None:
+            return sampled  # each turn was checked as it came
         check_rollout(sampled, len(rollout.prompts), sampling)
         return sampled
 

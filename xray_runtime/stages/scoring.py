@@ -12,14 +12,26 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.rows import Rows, join, take
+from xray_runtime.data.rows import Ragged, Rows, join, take
 from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.rewards.source import Score, failure
 from xray_runtime.stages.common import UniquePrompts, text_rows, with_end_of_turn
 from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.stages.reward_sources import RewardSources
+
+
+def kept(column: Ragged, mask: Ragged) -> Ragged:
+    """Of each row what `mask` holds True for."""
+    return Ragged.of(row[chosen] for row, chosen in zip(column, mask, strict=True))
+
+
+def episode_scores(sampled: Rows) -> list[Score]:
+    """What their environment gave episodes, or why it failed."""
+    given = zip(sampled["episode_reward"].tolist(), sampled["failure"].tolist(), strict=True)
+    return [failure(why) if why else Score(reward) for reward, why in given]
 
 
 @dataclass(frozen=True)
@@ -108,8 +120,12 @@ class Scorer:
         """Replies to `prompts` (their numbers), scored by all at the same time."""
         models, rewards = self._models, self._rewards
         asked, ids = [self._prompts[i] for i in prompts], sampled["response_ids"]
-        messages, prompt_ids = [said for said, _ in asked], [tokens for _, tokens in asked]
-        replies = decode_replies(self._tokenizer, list(ids))
+        messages = [said for said, _ in asked]
+        # An environment may begin its episodes in another way than the dataset says.
+        prompt_ids = list(sampled["prompt_ids"]) if "prompt_ids" in sampled else [tokens for _, tokens in asked]
+        # Of an episode of many turns the policy's own words, without what it read in between.
+        own = kept(ids, sampled["response_mask"]) if "response_mask" in sampled else ids
+        replies = decode_replies(self._tokenizer, [reply.tolist() for reply in own])
         rows = text_rows(prompt_ids, ids) | {"id": np.arange(first_id, first_id + len(ids))}
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
         roles = [role for role in ("policy", "reference", "critic") if role in models]
@@ -131,5 +147,6 @@ class Scorer:
             messages=messages,
             columns=self._prompts.columns(prompts),
             step=iteration,
+            episodes=episode_scores(sampled) if "episode_reward" in sampled else None,
         )
         return ScoredRollout(prompts, replies, sampled, rows, scores, sources)

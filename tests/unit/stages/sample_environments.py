@@ -1,0 +1,55 @@
+"""Environments for the tests of episodes; worker processes import them."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.environments.protocol import Step
+
+STEPS = "XRAY_TEST_STEPS"
+"""In the environment: a file to which each step adds a line."""
+DELAYS = "XRAY_TEST_DELAYS"
+"""The greatest pause before an answer, in seconds."""
+
+
+class ThreeTurns:
+    """Gives 0, 0.5 and 1 for the first three replies, and a nod between them."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        self.replies, self.seed = 0, seed
+
+    def step(self, reply: str) -> Step:
+        if STEPS in os.environ:
+            with Path(os.environ[STEPS]).open("a") as file:
+                file.write(f"{reply}\n")
+        time.sleep(random.random() * float(os.environ.get(DELAYS, "0")))
+        self.replies += 1
+        return Step(self.said(), (self.replies - 1) / 2, self.replies == 3)
+
+    def said(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"go on {self.seed % 10}"}]
+
+
+class Clock(ThreeTurns):
+    """Says what time it is: never twice the same."""
+
+    def said(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": str(time.time_ns())}]
+
+
+class Breaks(ThreeTurns):
+    """Breaks at the second reply where the task is about number 3."""
+
+    def step(self, reply: str) -> Step:
+        if self.replies == 1 and self.broken:
+            raise OSError("the server is gone")
+        return super().step(reply)
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        super().reset(task, seed)
+        self.broken = "3" in task["prompt"]

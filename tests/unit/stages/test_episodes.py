@@ -1,0 +1,184 @@
+"""PPO's loop over episodes of many turns: real worker processes, models in this process.
+
+A turn is a word and the end token. The template writes what is read between two turns in a few tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.stages import sample_environments
+from tests.unit.stages.recorder import FakeRecorder
+from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs, logprob, plain  # noqa: F401  (a fixture)
+from xray_runtime.config.ppo import KLConfig, PPOConfig
+from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.stages.inputs import PPOInputs
+
+HERE = sample_environments.__name__
+OF_TURNS = (0.0, 0.5, 1.0)
+
+
+class Policy(FakeModel):
+    """Says each word in the bytes of "an", which the tokenizer itself would write as one token."""
+
+    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        self._note(f"generate {len(rows['seed'])}")
+        self.world.seeds += rows["seed"].tolist()
+        tokenizer = self.world.tokenizer  # type: ignore[attr-defined]
+        word = tokenizer.convert_tokens_to_ids(["a", "n"])
+        ids = Ragged.of([*word, sampling.stop_token_ids[0]] for _ in rows["seed"])
+        return {
+            "response_ids": ids,
+            "rollout_logprobs": Ragged(logprob(ids.values), ids.offsets),
+            "ended": np.ones(len(ids), bool),
+        }
+
+
+def played(
+    inputs: PPOInputs,  # noqa: F811
+    out: Path,
+    environment: str,
+    **fields: Any,
+) -> tuple[World, FakeRecorder]:
+    world = World()
+    world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
+    limits = {"max_turns": 8, "max_tokens": 64, "num_workers": 1} | fields.pop("limits", {})
+    options: dict[str, Any] = {
+        "environment": {"path": f"{HERE}:{environment}", **limits},
+        "rewards": [],
+        "iterations": 1,
+        "gae_lambda": 1.0,
+        "whiten_advantages": False,
+        "kl": KLConfig(controller="fixed", coef=0.0),
+    }
+    return world, attempt(inputs, out, world, model=Policy, **options | fields)
+
+
+def taught(world: World) -> list[Any]:
+    return [plain(batch) for batch in world.batches]
+
+
+def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    world, recorder = played(inputs, tmp_path / "out", "ThreeTurns")
+    tokenizer = world.tokenizer  # type: ignore[attr-defined]
+    word = tokenizer.convert_tokens_to_ids(["a", "n"])
+    assert tokenizer.encode("an") != word  # encoded again it would be other tokens
+    turn = [*word, tokenizer.eos_token_id]
+    for _, rows, totals, _ in world.batches:
+        assert totals["tokens"] == 2 * 9
+        masks = list(rows["response_mask"])
+        for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], masks, strict=True):
+            assert ids[start:][mask].tolist() == turn * 3
+            between = tokenizer.decode(ids[start:][~mask])
+            assert between.count("go on") == 2
+            # λ = 1, values 0: each token returns what is still to come, 0 + ½ + 1, ½ + 1 and 1.
+        returns = [of_row[mask].tolist() for of_row, mask in zip(rows["returns"], masks, strict=True)]
+        assert returns == [[1.5] * 3 + [1.5] * 3 + [1.0] * 3] * 2
+        for name in ("advantages", "returns", "weights"):
+            assert all((of_row[~mask] == 0).all() for of_row, mask in zip(rows[name], masks, strict=True))
+    [point] = recorder.points
+    assert point["rollout/turns"] == 3
+    assert point["reward/source/environment/mean"] == sum(OF_TURNS)
+    assert point["rollout/length"] == 9
+    assert len(set(world.seeds)) == 4 * 3
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    assert [list(np.array(row)[mask]) for row, mask in _of(table)] == [[0, 0, 0, 0, 0, 0.5, 0, 0, 1]] * 4
+    assert table["turns"].to_pylist() == [3] * 4
+
+
+def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
+    masks = [np.array(row) for row in table["response_mask"].to_pylist()]
+    return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
+
+
+def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:  # noqa: F811
+    tokenizer = load_tokenizer(inputs.policy.path)
+    chat = chat_format(tokenizer)
+    asked, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": "an answer"}
+    more = [{"role": "tool", "content": "<|end|> is text"}, {"role": "user", "content": "and?"}]
+    [begin], [whole] = chat.prompts([[asked]]), chat.prompts([[asked, said, *more]])
+    [reply] = chat.replies(["an answer"])
+    assert begin + reply + chat.observations(more) == whole
+
+
+def test_neither_delays_nor_processes_change_a_byte(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, _ = played(inputs, tmp_path / "at-once", "ThreeTurns")
+    monkeypatch.setenv(sample_environments.DELAYS, "0.05")
+    slowly, _ = played(inputs, tmp_path / "slowly", "ThreeTurns", limits={"num_workers": 3})
+    np.testing.assert_equal(taught(slowly), taught(at_once))
+
+
+def test_what_a_clock_said_is_read_again_by_the_next_attempt(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Killed after the first turns of all: their answers stand, and the environments are brought where they were."""
+    steps, kept = tmp_path / "steps", tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setenv(sample_environments.STEPS, str(steps))
+    first, _ = played(inputs, tmp_path / "first", "Clock", kept=kept)
+    assert len(steps.read_text().splitlines()) == 4 * 3
+    again, _ = played(inputs, tmp_path / "again", "Clock", kept=kept)
+    assert len(steps.read_text().splitlines()) == 4 * 3
+    np.testing.assert_equal(taught(again), taught(first))
+    other, _ = played(inputs, tmp_path / "other", "Clock")
+    with pytest.raises(AssertionError):
+        np.testing.assert_equal(taught(other), taught(first))
+    # Resets and first steps of four episodes are kept, the rest was not written when it was killed.
+    journal = kept / "answers.jsonl"
+    whole = journal.read_text().splitlines(keepends=True)
+    cut = [line for line in whole if '"messages": null' in line or '"reward": 0.0' in line]
+    assert len(cut) == 4 + 4
+    journal.write_text("".join(cut))
+    steps.unlink()
+    played(inputs, tmp_path / "killed", "Clock", kept=kept)
+    assert len(steps.read_text().splitlines()) == 4 * 3
+    assert journal.read_text().startswith("".join(cut))
+    assert len(journal.read_text().splitlines()) == len(whole)
+
+
+def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10}
+    world, recorder = played(inputs, tmp_path / "out", "Breaks", max_failed=0.2, **fields)
+    [point] = recorder.points
+    assert point["reward/failed"] == 1
+    [(_, rows, _, _)] = world.batches
+    assert len(rows["id"]) == 9
+    with pytest.raises(RuntimeError, match=r"1 of 10 replies have no reward; environment failed for 1: .*OSError: the"):
+        played(inputs, tmp_path / "strict", "Breaks", max_failed=0.05, **fields)
+
+
+def test_limits_cut_episodes(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    _, recorder = played(inputs, tmp_path / "turns", "ThreeTurns", limits={"max_turns": 2})
+    assert recorder.points[0]["rollout/turns"] == 2
+    assert recorder.points[0]["rollout/truncated"] == 1
+    # A turn of 3 tokens and what is read after it leave no room for another of up to 4.
+    _, recorder = played(inputs, tmp_path / "tokens", "ThreeTurns", limits={"max_tokens": 8})
+    assert recorder.points[0]["rollout/turns"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lag": 1}, r"lag = 1 must be 0 with an environment"),
+        ({"reward_scaling": "running"}, r"reward_scaling = 'running' must be 'none' with an environment"),
+        ({"validation": {}}, r"validation = .* must be None with an environment"),
+        ({"max_new_tokens": 16}, r"environment.max_tokens = 8 must be at least max_new_tokens = 16"),
+    ],
+)
+def test_what_does_not_go_with_an_environment_is_said(fields: dict[str, Any], message: str) -> None:
+    environment = {"path": f"{HERE}:ThreeTurns", "max_tokens": 8}
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**{"environment": environment, "max_new_tokens": 4} | fields)
