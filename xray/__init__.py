@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
     from xray_runtime.config.engines import Section
     from xray_runtime.config.validation import ConfigError
+    from xray_runtime.environments.protocol import Start, Step
     from xray_runtime.stages.artifacts import (
         Artifact,
         Benchmark,
@@ -65,6 +66,7 @@ _WHERE = {
     "xray.tasks.workspace": ("Workspace",),
     "xray_runtime.config.engines": ("Section",),
     "xray_runtime.config.validation": ("ConfigError",),
+    "xray_runtime.environments.protocol": ("Start", "Step"),
     "xray_runtime.stages.artifacts": (
         "Artifact",
         "Benchmark",

@@ -12,8 +12,8 @@ from tests.e2e.conftest import Outcome
 
 SEED = 2322
 """The first from which twelve draws have every target."""
-MUST_HIT = 4
-"""Of the twelve, at the very least. A stage may be over before its target is up."""
+MUST_HIT = 8
+"""Of the twelve, at the very least: some processes heed SIGTERM without ending."""
 
 
 @pytest.fixture(scope="module")

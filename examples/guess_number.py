@@ -1,0 +1,90 @@
+"""A game of several turns by GRPO: guess a number from 0 to 7, with "higher" or "lower" after each guess.
+
+The demonstrations heed what they were told half of the time, so what SFT learns from them does too. Halving what is
+left finds each number in at most four guesses. Minutes on two cores:
+
+    xray run examples.guess_number:guess_number
+    xray rollouts ppo --output runs/guess-number --iteration 39
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+import xray
+
+SIZE, GUESSES = 8, 4
+
+
+class GuessNumber:
+    """1 for the number, 0.1 less for each guess before it; nothing for what is no number."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> xray.Start:
+        self.number, self.guesses = random.Random(seed).randrange(SIZE), 0
+        # A row of the dataset may be the middle of another game.
+        return xray.Start([dict(task["messages"][0])])
+
+    def step(self, reply: str) -> xray.Step:
+        self.guesses += 1
+        guess = reply.strip()
+        if guess == str(self.number):
+            return xray.Step(reward=1.1 - 0.1 * self.guesses, terminated=True)
+        if self.guesses == GUESSES or guess not in map(str, range(SIZE)):
+            return xray.Step(terminated=True)
+        hint = "higher" if int(guess) < self.number else "lower"
+        return xray.Step([{"role": "user", "content": hint}])
+
+
+def write_games(path: Path, count: int = 2000) -> None:
+    """Conversations of somebody who heeds a hint half of the time."""
+    random_ = random.Random(0)
+    lines = []
+    for number in range(count):
+        # Different openings, so that some can be held out.
+        messages = [{"role": "user", "content": f"Game {number}"}]
+        game, said = GuessNumber(), xray.Step()
+        game.reset({"messages": messages}, random_.randrange(2**31))
+        low, high = 0, SIZE - 1
+        while not said.terminated:
+            guess = random_.randint(low, high) if random_.random() < 0.5 else random_.randrange(SIZE)
+            said = game.step(str(guess))
+            messages += [{"role": "assistant", "content": str(guess)}, *said.messages]
+            low, high = (low, min(high, guess - 1)) if guess > game.number else (max(low, guess + 1), high)
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines))
+
+
+@flow(task_runner=xray.task_runner(), persist_result=False)
+def guess_number(
+    output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 40, lr: float = 3e-4
+) -> None:
+    """From guesses at random to a search."""
+    games = Path(output).absolute() / "games.jsonl"
+    write_games(games)
+    with xray.workspace(output, project="guess-number", seed=seed):
+        data = xray.prepare(source=str(games), min_chars=1)
+        base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+        sft = xray.sft(base, data=data, steps=150)
+        xray.ppo(
+            sft,
+            prompts=data,
+            environment={"path": GuessNumber, "max_turns": GUESSES, "max_tokens": 64},
+            method=method,
+            iterations=iterations,
+            prompts_per_iteration=16,
+            samples_per_prompt=8 if method != "ppo" else 1,
+            minibatch_size=64 if method != "ppo" else 16,
+            max_new_tokens=4,
+            lr=lr,
+        )
+
+
+if __name__ == "__main__":
+    guess_number()
