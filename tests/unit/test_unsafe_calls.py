@@ -54,6 +54,8 @@ ALLOWED = {
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
     ("xray_runtime/stages/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it; and "
     "what the process that wrote a graph had imported, through Ray from there (see test_kind.py)",
+    ("xray_runtime/environments/worker.py", "importlib.import_module"): "as in data/gold.py: a graph asks for every "
+    "function that a kind names (see test_episodes.py)",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
     ("xray/cli/runner.py", "importlib.import_module"): "the flow that a person names on the command line",

@@ -293,7 +293,8 @@ def _key(name: str, episode: Episode) -> str:
 
 def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:
     try:
-        return {"answer": asdict(futures[-1].result())}
+        # Of what failed on the way the first is the cause.
+        return {"answer": asdict([future.result() for future in futures][-1])}
     except EnvironmentFailure as error:
         return {"failure": str(error)}
 

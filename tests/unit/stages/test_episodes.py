@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import xray
 from tests.unit.stages import sample_environments
 from tests.unit.stages.recorder import FakeRecorder
 from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs, logprob, plain  # noqa: F401  (a fixture)
 from xray_runtime.config.ppo import KLConfig, PPOConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import PPOInputs
 
 HERE = sample_environments.__name__
@@ -167,6 +170,16 @@ def test_limits_cut_episodes(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa
     # A turn of 3 tokens and what is read after it leave no room for another of up to 4.
     _, recorder = played(inputs, tmp_path / "tokens", "ThreeTurns", limits={"max_tokens": 8})
     assert recorder.points[0]["rollout/turns"] == 1
+
+
+def test_only_what_is_allowed_is_imported() -> None:
+    with recording():
+        data, model = xray.prepare(source="x.jsonl"), xray.base(model="m")
+        with pytest.raises(ConfigError, match=r"'os:getcwd' is not allowed: it would import os"):
+            xray.ppo(model, data, environment={"path": "os:getcwd"})
+        # Who hands over the class itself has imported it.
+        handle = xray.ppo(model, data, environment={"path": sample_environments.ThreeTurns})
+    assert handle.call.config.environment.path == f"{HERE}:ThreeTurns"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
