@@ -128,7 +128,8 @@ class PPOStageConfig(TrainingConfig):
     gradient, weighted by its ratio cut at 1 + `clip_range_high`."""
     loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
     """What the policy's loss, its entropy bonus and its KL term are means over: all tokens of a minibatch; its replies,
-    of each of which the mean over tokens is taken; or replies × `max_new_tokens`, which knows no lengths."""
+    of each of which the mean over tokens is taken; or replies × `max_new_tokens` (with an environment its
+    `max_tokens`), which knows no lengths."""
     advantages: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++"] = "gae"
     """`gae`: by a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
     `reinforce++` takes the rewards still to come."""

@@ -41,6 +41,7 @@ from xray_runtime.files import write_atomic
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """Columns of lists: of token ids, and of numbers of each token of the reply."""
+OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
 SCORE = "score/"
 """Before the name of a source of reward."""
@@ -162,6 +163,8 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             texts[said] = [f"#{digest}" for digest in table[f"{said}_hash"].to_pylist()]
         else:
             texts[said] = decode_replies(tokenizer, table[ids].to_pylist())
+    if not hashed and "response_mask" in table.column_names:
+        texts["reply"] = [_by_turn(tokenizer, *row) for row in zip(*map(table.__getitem__, OF_EPISODES), strict=True)]
     columns = [name for name in table.column_names if not pa.types.is_list(table[name].type)]
     for number, row in enumerate(table.select(columns).to_pylist()):
         if hashed:
@@ -182,6 +185,15 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
         }
+
+
+def _by_turn(tokenizer: Any, ids: pa.Scalar, sampled: pa.Scalar) -> str:
+    """An episode with what was read between its turns in brackets."""
+    tokens, chosen = np.array(ids.as_py(), np.int64), np.array(sampled.as_py(), bool)
+    places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
+    parts = decode_replies(tokenizer, [part.tolist() for part in np.split(tokens, places)])
+    starts = [0, *places.tolist()]
+    return " ".join(text if chosen[start] else f"[{text}]" for text, start in zip(parts, starts, strict=True))
 
 
 def _used(row: Mapping[str, Any]) -> str:

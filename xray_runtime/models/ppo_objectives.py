@@ -116,7 +116,7 @@ def _mean_over(config: PPOStageConfig, totals: dict[str, float]) -> float:
     """What sums over the whole minibatch, of `tokens` tokens in `rows` replies, are divided by."""
     if config.loss_mean == "tokens":
         return totals["tokens"]
-    return totals["rows"] * (config.max_new_tokens if config.loss_mean == "fixed" else 1)
+    return totals["rows"] * (config.max_response_tokens if config.loss_mean == "fixed" else 1)
 
 
 def _values(module: HeadedLM, hidden: Tensor, rows: Tensors) -> Scores:

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from xray_runtime.stages.reward_sources import RewardSources
 
 
-def kept(column: Ragged, mask: Ragged) -> Ragged:
-    """Of each row what `mask` holds True for."""
-    return Ragged.of(row[chosen] for row, chosen in zip(column, mask, strict=True))
+def own_tokens(sampled: Rows) -> Ragged:
+    """What the policy said: of an episode of many turns without what it read in between."""
+    ids: Ragged = sampled["response_ids"]
+    if "response_mask" not in sampled:
+        return ids
+    return Ragged.of(row[chosen] for row, chosen in zip(ids, sampled["response_mask"], strict=True))
 
 
 def episode_scores(sampled: Rows) -> list[Score]:
@@ -123,9 +126,7 @@ class Scorer:
         messages = [said for said, _ in asked]
         # An environment may begin its episodes in another way than the dataset says.
         prompt_ids = list(sampled["prompt_ids"]) if "prompt_ids" in sampled else [tokens for _, tokens in asked]
-        # Of an episode of many turns the policy's own words, without what it read in between.
-        own = kept(ids, sampled["response_mask"]) if "response_mask" in sampled else ids
-        replies = decode_replies(self._tokenizer, [reply.tolist() for reply in own])
+        replies = decode_replies(self._tokenizer, [reply.tolist() for reply in own_tokens(sampled)])
         rows = text_rows(prompt_ids, ids) | {"id": np.arange(first_id, first_id + len(ids))}
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
         roles = [role for role in ("policy", "reference", "critic") if role in models]

@@ -22,6 +22,7 @@ from xray_runtime.files import write_atomic
 from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.experience import metric_name
 from xray_runtime.stages.policy_versions import PolicyVersions
+from xray_runtime.stages.scoring import own_tokens
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Watch:
         """
         if self._config.action == "off":
             return {}
-        ids = sampled["response_ids"]
+        ids = own_tokens(sampled)
         within, common = variety(torch.from_numpy(ids.values), torch.from_numpy(ids.lengths), PHRASE_TOKENS)
         found = {REPEATED: within, COMMON: common}
         point = {name: value for name, value in {**metrics, **found}.items() if name.startswith(WATCHED)}

@@ -5,6 +5,7 @@ A turn is a word and the end token. The template writes what is read between two
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs, l
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages.graph import recording
@@ -94,6 +95,10 @@ def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path
     table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
     assert [list(np.array(row)[mask]) for row, mask in _of(table)] == [[0, 0, 0, 0, 0, 0.5, 0, 0, 1]] * 4
     assert table["turns"].to_pylist() == [3] * 4
+    for row in readable(table, tokenizer):
+        assert re.fullmatch(r"an \[go on (\d)\] an \[go on \1\] an", row["reply"])
+    # Its own nine tokens have eight pairs of neighbours, three of them different; what it read does not count.
+    assert point["rollout/distinct_in_reply"] == pytest.approx(3 / 8)
 
 
 def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
