@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 from xray_runtime.config.base import FreshBase
 from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.workers.workhorse import REPRODUCIBLE
+
+# As Workhorses do: on some processors MKL's small products else depend on where in a batch a row stands.
+os.environ["MKL_CBWR"] = REPRODUCIBLE
 
 TINY = FreshBase(
     vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64

@@ -269,6 +269,24 @@ def test_gspo_by_hand() -> None:
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-0.3683903] * 3)
 
 
+def test_gspo_leaves_out_what_was_read_between_turns() -> None:
+    """A token that is masked is in no mean and has no gradient, however unlikely it is: the values of before."""
+    logprobs = f64([0.1, -9.0, -0.2, 0.4]).requires_grad_()
+    loss, _ = policy_loss(
+        logprobs,
+        f64([0, 0, 0, 0]),
+        f64([1, 1, 1, 1]),
+        f64([1, 0, 1, 1]),
+        clip_range=0.2,
+        dual_clip=None,
+        weights=f64([1 / 3] * 4),
+        kind="gspo",
+        replies=torch.tensor([0, 0, 0, 0]),
+    )
+    assert loss.item() == pytest.approx(-1.1051709)
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-0.3683903, 0, -0.3683903, -0.3683903])
+
+
 def test_cispo_by_hand() -> None:
     old = f64([-1, -2, -0.5])
     logprobs = (old + f64([1.25, 0.5, 6.0]).log()).requires_grad_()
