@@ -3,7 +3,8 @@
     iteration, row     `row` is a reply's own within the iteration
     round              0: of the first rollout; r: sampled by round r of `resample_rounds`
     prompt             row of the dataset's training pairs where the prompt stands first
-    version, seed      of the policy that sampled, and what the reply was drawn with
+    version, seed      of the policy that sampled, and what the reply was drawn with; of an episode of many turns its
+                       environment's, since each turn has one of its own
     ended              False: cut off at `max_new_tokens`
     prompt_ids, reply_ids
     rollout_logprobs   of each token of the reply, by the generator; `logprobs` by the policy before the update,
