@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count, FrozenConfig, GeneratorConfig, Section
+from xray_runtime.config.environment import EnvironmentConfig
 from xray_runtime.config.rewards import Verifier
 from xray_runtime.config.sampling import SamplingConfig
 from xray_runtime.config.sources import Source
@@ -63,5 +64,23 @@ class WordsSuite(SampledSuite):
     """Name → words or phrases, or a text file with one a line."""
 
 
-BenchmarkConfig = Annotated[PerplexitySuite | PassAtKSuite | WordsSuite, Field(discriminator="suite")]
+class EnvironmentSuite(SampledSuite):
+    """How often episodes in an environment succeed; `max_new_tokens` is the limit of one turn."""
+
+    suite: Literal["environment"] = "environment"
+    environment: EnvironmentConfig
+    samples: Count = 1
+    """Episodes that begin with each prompt."""
+    success: float = 1.0
+    """An episode whose rewards come to at least this has succeeded."""
+
+    @model_validator(mode="after")
+    def _turns(self) -> Self:
+        self.environment.check_turns(self.max_new_tokens, self.stop)
+        return self
+
+
+BenchmarkConfig = Annotated[
+    PerplexitySuite | PassAtKSuite | WordsSuite | EnvironmentSuite, Field(discriminator="suite")
+]
 """All that the stage kind `benchmark` reads."""

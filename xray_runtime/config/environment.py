@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -29,3 +30,13 @@ class EnvironmentConfig(Section):
     """A reset or step that takes longer costs its episode."""
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
+
+    def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
+        """Raises ValueError where turns of `max_new_tokens` that `stop` texts may end are not allowed in an episode."""
+        if self.max_tokens < max_new_tokens:
+            raise ValueError(
+                f"environment.max_tokens = {self.max_tokens} must be at least max_new_tokens = {max_new_tokens}, the "
+                "limit of one turn"
+            )
+        if stop:
+            raise ValueError(f"stop = {stop!r} must be [] with an environment: a turn that it ends has no end of turn")

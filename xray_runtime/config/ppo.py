@@ -263,16 +263,10 @@ class PPOStageConfig(TrainingConfig):
         environment = self.environment
         if environment is None:
             return
-        if environment.max_tokens < self.max_new_tokens:
-            raise ValueError(
-                f"environment.max_tokens = {environment.max_tokens} must be at least max_new_tokens = "
-                f"{self.max_new_tokens}, the limit of one turn"
-            )
+        environment.check_turns(self.max_new_tokens, self.stop)
         needed: dict[str, tuple[object, str]] = {
             "lag": (0, "an episode's turns wait for its environment"),
             "overlong_buffer": (None, "it is about the length of one reply"),
-            "validation": (None, "it asks for one reply to a prompt"),
-            "stop": ([], "a turn that they end would have no end of turn"),
             "reward_scaling": ("none", "rewards of single turns count as they are"),
             "reward_clip": (None, "rewards of single turns count as they are"),
         }

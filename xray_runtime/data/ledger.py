@@ -9,9 +9,9 @@
     prompt_ids, reply_ids
     rollout_logprobs   of each token of the reply, by the generator; `logprobs` by the policy before the update,
                        `ref_logprobs` by the reference (nats)
-    turns, response_mask, turn_rewards
-                       of episodes of many turns: how many, which tokens of the reply the policy chose, and what each
-                       turn earned, on its last token
+    turns, response_mask, turn_rewards, info
+                       of episodes of many turns: how many, which tokens of the reply the policy chose, what each turn
+                       earned, on its last token, and other numbers of the environment, summed (JSON)
     score/SOURCE       as scored: NaN where the source failed, null where it does not apply
     gold               of the stage's gold score, where it has one; null where others took the row's place
     reward             their weighted sum, `scaled_reward` what was made of it; null where there is none
@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from xray_runtime.data.rows import Ragged
-from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
@@ -165,7 +165,8 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
         else:
             texts[said] = decode_replies(tokenizer, table[ids].to_pylist())
     if not hashed and "response_mask" in table.column_names:
-        texts["reply"] = [_by_turn(tokenizer, *row) for row in zip(*map(table.__getitem__, OF_EPISODES), strict=True)]
+        rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
+        texts["reply"] = [transcript(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
     columns = [name for name in table.column_names if not pa.types.is_list(table[name].type)]
     for number, row in enumerate(table.select(columns).to_pylist()):
         if hashed:
@@ -186,15 +187,6 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
         }
-
-
-def _by_turn(tokenizer: Any, ids: pa.Scalar, sampled: pa.Scalar) -> str:
-    """An episode with what was read between its turns in brackets."""
-    tokens, chosen = np.array(ids.as_py(), np.int64), np.array(sampled.as_py(), bool)
-    places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
-    parts = decode_replies(tokenizer, [part.tolist() for part in np.split(tokens, places)])
-    starts = [0, *places.tolist()]
-    return " ".join(text if chosen[start] else f"[{text}]" for text, start in zip(parts, starts, strict=True))
 
 
 def _used(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
 
@@ -82,3 +84,17 @@ def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
         return []  # transformers would answer one empty text
     texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
     return texts
+
+
+def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
+    """An episode of many turns as text, with what was read between its turns in brackets.
+
+    Args:
+        ids: its tokens [T].
+        sampled: which of them the policy chose [T].
+    """
+    chosen = sampled.astype(bool)
+    places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
+    parts = decode_replies(tokenizer, [part.tolist() for part in np.split(ids.astype(np.int64), places)])
+    starts = [0, *places.tolist()]
+    return " ".join(text if chosen[start] else f"[{text}]" for text, start in zip(parts, starts, strict=True))

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,25 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, bootstrap_ratio, pass_at_k, wilson_interval
-from xray_runtime.config.benchmark import PassAtKSuite, PerplexitySuite, SampledSuite, SideConfig, WordsSuite
+from xray_runtime.config.benchmark import (
+    EnvironmentSuite,
+    PassAtKSuite,
+    PerplexitySuite,
+    SampledSuite,
+    SideConfig,
+    WordsSuite,
+)
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.data.tokens import Tokens
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, tokenizing
+from xray_runtime.stages.episodes import episode_means, open_episodes
 from xray_runtime.stages.sampled_replies import sample_replies
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
@@ -152,10 +163,51 @@ def _words(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> Fou
     return Found(numbers, asked, shown)
 
 
+def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> Found:
+    config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
+    found = UniquePrompts(tokenizer, side, limit)
+    chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
+    rows = [prompt for prompt in chosen for _ in range(config.samples)]
+    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
+    spec = GeneratorSpec(policy, limit + config.environment.max_tokens, config.generator)
+    with (
+        stage.open_models({"generator": spec}) as models,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
+    ):
+        assert episodes is not None
+        done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
+        prompts, columns = [found[row] for row in rows], found.columns(rows)
+        played = episodes.sample_all(prompts, columns, group_size=config.samples, done=done)
+    rewards = torch.from_numpy(played["episode_reward"]).view(-1, config.samples)
+    there = ~rewards.isnan()
+    if not there.any():
+        raise RuntimeError(f"{stage.name}: every episode failed; {played['failure'][0]}")
+    numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~there).double().mean())}
+    by_prompt = there.any(1)
+    for name, values in {"success": (rewards >= config.success).double(), "reward": rewards}.items():
+        means = torch.where(there, values, torch.nan).nanmean(1)[by_prompt]
+        mean, low, high = bootstrap_interval(means, config.bootstrap_samples, _resamples(stage))
+        numbers |= {name: mean, f"{name}_ci95": [low, high]}
+    numbers |= {"ended": float(played["ended"][there.view(-1).numpy()].mean())} | episode_means(played)
+    asked = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
+    told = zip(played["response_ids"], played["response_mask"], played["episode_reward"].tolist(), strict=True)
+    shown = [
+        {
+            "prompt": prompt,
+            "episode": transcript(tokenizer, ids, sampled),
+            "reward": None if math.isnan(reward) else reward,
+        }
+        for prompt, (ids, sampled, reward) in zip(asked, islice(told, None, None, config.samples), strict=True)
+    ]
+    return Found(numbers, asked, shown[: config.num_samples_shown])
+
+
 SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder], Found]] = {
     "perplexity": _perplexity,
     "pass_at_k": _pass_at_k,
     "words": _words,
+    "environment": _environment,
 }
 
 

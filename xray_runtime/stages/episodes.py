@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,29 +26,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.rows import Ragged, Rows, join, num_rows
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import UniquePrompts
 from xray_runtime.stages.finite import check_rollout
+from xray_runtime.stages.sampled_replies import GENERATION_BATCH
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.environment import EnvironmentConfig
-    from xray_runtime.config.ppo import PPOConfig
-    from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Stage
 
 log = logging.getLogger(__name__)
 
+Prompt = tuple[Messages, list[int]]
+"""As messages and as tokens."""
 LOG = "environments.log"
 """What environments print."""
 FAILURE_CHARS = 500
+METRIC_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers that its environment gave beside the rewards, each summed over the turns."""
     ended: bool = False
     """By its environment."""
     over: bool = False
@@ -96,49 +100,66 @@ class Episode:
         """Put a reward on the last token of the last turn."""
         self.rewards[max(place for place, sampled in enumerate(self.sampled) if sampled)] += reward
 
+    def inform(self, info: Mapping[str, Any]) -> None:
+        """Add up the numbers in `info` of a turn, True as 1; names that no metric can have are left out."""
+        for name, value in info.items():
+            if isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name):
+                self.info[name] = self.info.get(name, 0.0) + value
+
     def fail(self, why: str) -> None:
         self.failure, self.over = " ".join(why.split())[:FAILURE_CHARS], True
 
 
 class Episodes:
-    """Samples the rollouts of one stage.
+    """Samples the rollouts of one stage whose config has an `environment`.
 
     Args:
         pool: where its environments work.
         sampling: of one turn.
-        prompts: every prompt.
+        max_prompt: tokens that an episode may begin with.
     """
 
     def __init__(
         self,
         generator: ModelHandle,
-        stage: Stage[PPOConfig, PPOInputs],
+        stage: Stage[Any, Any],
         sampling: Sampling,
-        prompts: UniquePrompts,
         tokenizer: Any,
+        max_prompt: int,
         pool: EnvironmentPool,
     ) -> None:
-        assert stage.config.environment is not None
         self._generator, self._stage, self._sampling, self._pool = generator, stage, sampling, pool
         self._config: EnvironmentConfig = stage.config.environment
-        self._prompts, self._tokenizer, self._format = prompts, tokenizer, chat_format(tokenizer)
+        self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
         self._journal = Journal(stage.kept, stage.kept_shared)
         # What no template can write is refused before anything is sampled.
         self._format.observations([{"role": "user", "content": "a"}])
 
-    def sample(self, prompts: list[int], version: int, purpose: str, number: int) -> Rows:
-        """One episode a prompt, by policy version `version`.
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        columns: Mapping[str, Sequence[Any]],
+        version: int,
+        purpose: str,
+        number: int = 0,
+        group_size: int = 1,
+        first_row: int = 0,
+    ) -> Rows:
+        """One episode a prompt, by policy version `version`; purpose, number and row seed it.
 
         Returns the columns of `Generation.generate` over whole episodes, and `prompt_ids`; of each response token
-        `response_mask` and `turn_rewards`; `seed`, `turns`, `episode_reward` (NaN: it failed) and `failure` [B] (why,
-        or empty).
+        `response_mask` and `turn_rewards`; `seed`, `turns`, `episode_reward` (NaN: it failed), `failure` [B] (why, or
+        empty), and `info` [B]: the sums of `Episode.info`, as JSON.
+
+        Args:
+            columns: of the dataset, a value for each prompt.
+            group_size: so many prompts in a row are one, whose episodes meet the same environment.
+            first_row: of these among all that are sampled for this purpose.
         """
-        columns, stage = self._prompts.columns(prompts), self._stage
-        group_size = stage.config.samples_per_prompt
-        episodes = []
-        for row, prompt in enumerate(prompts):
-            messages, ids = self._prompts[prompt]
-            task = {name: values[row] for name, values in columns.items()}
+        stage, episodes = self._stage, []
+        for place, (messages, ids) in enumerate(prompts):
+            row = first_row + place
+            task = {name: values[place] for name, values in columns.items()}
             task |= {"prompt": prompt_text(messages), "messages": messages}
             seed = derive_seed(stage.seed, stage.name, purpose, "environment", number, row // group_size)
             episodes.append(Episode(row, row, task, seed, list(ids)))
@@ -150,9 +171,33 @@ class Episodes:
                 cohort.result()
         return self._rows(episodes)
 
+    def sample_all(
+        self,
+        prompts: Sequence[Prompt],
+        columns: Mapping[str, Sequence[Any]],
+        version: int = 0,
+        group_size: int = 1,
+        done: Callable[[int], None] = lambda count: None,
+    ) -> Rows:
+        """The same batch by batch, for evaluations.
+
+        Args:
+            done: told how many episodes are over.
+        """
+        parts, places = [], []
+        for start in range(0, len(prompts), GENERATION_BATCH):
+            batch = slice(start, start + GENERATION_BATCH)
+            of_batch = {name: values[batch] for name, values in columns.items()}
+            part = self.sample(prompts[batch], of_batch, version, "sample", 0, group_size, start)
+            parts.append(part)
+            places.append(range(start, start + num_rows(part)))
+            done(places[-1].stop)
+        return join(parts, places)
+
     def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
         """Take the turns of a cohort until all its episodes are over."""
-        name = f"{purpose}-{number}"
+        # The version too: another one that says the same is answered anew.
+        name = f"{purpose}-{number}-{version}"
         for episode, start in self._answers(episodes, name, number):
             self._begin(episode, Start(**start))
         turn = 0
@@ -185,16 +230,16 @@ class Episodes:
         if start.tools is not None:
             messages = [{**messages[0], "tools": start.tools}, *messages[1:]]
         [episode.prompt] = self._format.prompts([messages])
-        limit = self._prompts.max_prompt
-        if len(episode.prompt) > limit:
+        if len(episode.prompt) > self._max_prompt:
             raise ValueError(
                 f"{self._stage.name}.environment: an episode begins with {len(episode.prompt)} tokens, more than the "
-                f"{limit} of data.max_prompt_tokens"
+                f"{self._max_prompt} of data.max_prompt_tokens"
             )
 
     def _follow(self, episode: Episode, step: Step) -> None:
         """What an answer makes of an episode."""
         episode.reward_turn(step.reward)
+        episode.inform(step.info)
         episode.ended = step.terminated
         episode.over = step.terminated or step.truncated or len(episode.replies) >= self._config.max_turns
         if episode.over:
@@ -263,16 +308,17 @@ class Episodes:
             "turns": np.array([len(e.replies) for e in episodes], np.int32),
             "episode_reward": np.array(rewards, np.float64),
             "failure": np.array([e.failure for e in episodes], f"<U{FAILURE_CHARS}"),
+            "info": np.array([json.dumps(e.info, sort_keys=True) for e in episodes]),
         }
 
 
 @contextmanager
 def open_episodes(
-    stage: Stage[PPOConfig, PPOInputs],
+    stage: Stage[Any, Any],
     generator: ModelHandle,
     sampling: Sampling,
-    prompts: UniquePrompts,
     tokenizer: Any,
+    max_prompt: int,
     log_dir: Any,
 ) -> Iterator[Episodes | None]:
     """The episodes of a stage, with processes for its environments; None where it has no environment."""
@@ -282,7 +328,17 @@ def open_episodes(
         return
     limits = config.num_workers, config.timeout_s, config.memory_mb
     with EnvironmentPool(config.path, *limits, log_dir / LOG) as pool:
-        yield Episodes(generator, stage, sampling, prompts, tokenizer, pool)
+        yield Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
+
+
+def episode_means(sampled: Rows) -> dict[str, float]:
+    """Means over episodes that did not fail: `turns`, and `info/NAME` of each number that environments gave beside
+    rewards, summed over an episode (0 where it gave none)."""
+    there = sampled["failure"] == ""
+    infos = [json.loads(text) for text in sampled["info"][there].tolist()]
+    names = sorted({name for info in infos for name in info})
+    means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
+    return {"turns": float(sampled["turns"][there].mean()), **means} if infos else {}
 
 
 def _key(name: str, episode: Episode) -> str:

@@ -356,6 +356,7 @@ BENCHMARK = register(
         "xray_runtime.stages.benchmark:run",
         models=_benchmark_models,
         outside=_benchmark_reads,
+        functions=_judges,
         check=checks.check_benchmark,
         shorten=_fewer_rows,
         results="benchmark.json",

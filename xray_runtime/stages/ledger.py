@@ -212,6 +212,7 @@ def _turns(sampled: Rows) -> dict[str, Any]:
         return {}
     return {
         "turns": sampled["turns"],
+        "info": sampled["info"],
         "response_mask": lists(sampled["response_mask"], pa.bool_()),
         "turn_rewards": lists(sampled["turn_rewards"], pa.float32()),
     }

@@ -38,7 +38,7 @@ from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
-from xray_runtime.stages.episodes import open_episodes
+from xray_runtime.stages.episodes import episode_means, open_episodes
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.ledger import Ledger
@@ -81,7 +81,9 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 
     with (
         stage.open_models(_models(stage, rewards) | validation.specs()) as models,
-        open_episodes(stage, models["generator"], sampling, prompts, tokenizer, recorder.log_dir) as episodes,
+        open_episodes(
+            stage, models["generator"], sampling, tokenizer, max_prompt_tokens(dataset), recorder.log_dir
+        ) as episodes,
     ):
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
@@ -96,7 +98,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                     sent = get(models["generator"].follow.remote(models["policy"], iteration))
                 probed = {"sync/mismatch": rollouts.probe(models["policy"], iteration)} if config.lag else {}
             with clock.phase("generate"), _asleep(trained if stage.runtime.trainer_sleeps else {}):
-                looked = validation.sample(models["generator"], iteration)
+                looked = validation.sample(models["generator"], iteration, episodes)
                 rollouts.ask(iteration)
                 rollout, sampled = rollouts.take()
             with clock.phase("score"):
@@ -132,7 +134,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             metrics |= {"rollout/version": rollout.version, "rollout/lag": iteration - rollout.version}
             metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
             if config.environment is not None:
-                metrics["rollout/turns"] = float(scored.sampled["turns"].mean())
+                metrics |= {f"rollout/{name}": mean for name, mean in episode_means(scored.sampled).items()}
             if config.resample_rounds:
                 metrics["rollout/resampled_groups"] = replaced / config.samples_per_prompt
             if golds is not None:
@@ -150,7 +152,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             watch.keep(models, iteration + 1)
             state.step_done(iteration + 1, config.iterations)
         ledger.show(recorder, tokenizer)
-        return watch.finish(out) or validation.finish(models, out, config.iterations)
+        return watch.finish(out) or validation.finish(models, out, config.iterations, episodes)
 
 
 def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:

@@ -194,7 +194,7 @@ class RewardSources:
         for source, by_row in found.items():
             values[source] = torch.full((len(replies),), math.nan)
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
-        if episodes is not None:
+        if episodes is not None and ENVIRONMENT in self.weights:
             values[ENVIRONMENT] = torch.tensor([score.value for score in episodes])
             applies[ENVIRONMENT] = torch.ones(len(episodes), dtype=torch.bool)
             failures = {ENVIRONMENT: dict(enumerate(episodes))}

@@ -128,7 +128,9 @@ class Rollouts:
 
     def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
         if self._episodes is not None:
-            rows = self._episodes.sample(prompts, version, purpose, number)
+            asked, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
+            columns = self._prompts.columns(prompts)
+            rows = self._episodes.sample(asked, columns, version, purpose, number, group_size)
             return Rollout(version, prompts, Ready(rows), rows["seed"])
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
         rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}

@@ -31,8 +31,15 @@ def own_tokens(sampled: Rows) -> Ragged:
     return Ragged.of(row[chosen] for row, chosen in zip(ids, sampled["response_mask"], strict=True))
 
 
-def episode_scores(sampled: Rows) -> list[Score]:
-    """What their environment gave episodes, or why it failed."""
+def prompt_tokens(sampled: Rows, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """`prompts`, or what an environment began its episodes with in their place."""
+    return list(sampled["prompt_ids"]) if "prompt_ids" in sampled else prompts
+
+
+def episode_scores(sampled: Rows) -> list[Score] | None:
+    """What their environment gave episodes, or why it failed; None where replies are no episodes."""
+    if "episode_reward" not in sampled:
+        return None
     given = zip(sampled["episode_reward"].tolist(), sampled["failure"].tolist(), strict=True)
     return [failure(why) if why else Score(reward) for reward, why in given]
 
@@ -124,8 +131,7 @@ class Scorer:
         models, rewards = self._models, self._rewards
         asked, ids = [self._prompts[i] for i in prompts], sampled["response_ids"]
         messages = [said for said, _ in asked]
-        # An environment may begin its episodes in another way than the dataset says.
-        prompt_ids = list(sampled["prompt_ids"]) if "prompt_ids" in sampled else [tokens for _, tokens in asked]
+        prompt_ids = prompt_tokens(sampled, [tokens for _, tokens in asked])
         replies = decode_replies(self._tokenizer, [reply.tolist() for reply in own_tokens(sampled)])
         rows = text_rows(prompt_ids, ids) | {"id": np.arange(first_id, first_id + len(ids))}
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
@@ -148,6 +154,6 @@ class Scorer:
             messages=messages,
             columns=self._prompts.columns(prompts),
             step=iteration,
-            episodes=episode_scores(sampled) if "episode_reward" in sampled else None,
+            episodes=episode_scores(sampled),
         )
         return ScoredRollout(prompts, replies, sampled, rows, scores, sources)

@@ -30,10 +30,12 @@ from xray_runtime.stages.common import (
 )
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.stages.scoring import episode_scores, own_tokens, prompt_tokens
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.stages.episodes import Episodes
     from xray_runtime.stages.inputs import PPOInputs
     from xray_runtime.stages.kind import Stage
     from xray_runtime.workers.model_spec import ModelSpec
@@ -79,12 +81,18 @@ class Validation:
         """The judges that are models, to be opened with the stage's others."""
         return self._sources.specs() if self._own and self._config is not None else {}
 
-    def sample(self, generator: ModelHandle, iteration: int) -> Rows | None:
-        """Replies of the version that the generator holds, after `iteration` updates; None where none is due."""
-        due = self._config is not None and iteration % self._config.every == 0
-        return self._replies(generator, iteration) if due else None
+    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rows | None:
+        """Replies of the version that the generator holds, after `iteration` updates; None where none is due.
 
-    def _replies(self, generator: ModelHandle, version: int) -> Rows:
+        Args:
+            episodes: where replies are turns of a conversation with an environment.
+        """
+        due = self._config is not None and iteration % self._config.every == 0
+        return self._replies(generator, iteration, episodes) if due else None
+
+    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rows:
+        if episodes is not None:
+            return episodes.sample(self._prompts, self._columns, version, "validation")
         name = self._stage.seed, self._stage.name, "validation"
         seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
         rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
@@ -95,18 +103,19 @@ class Validation:
         if replies is None:
             return {}
         assert self._config is not None
-        score, length = self._mean(models, replies, iteration), float(replies["response_ids"].lengths.mean())
+        score, length = self._mean(models, replies, iteration), float(own_tokens(replies).lengths.mean())
         self.best.saw(models, iteration, score)
         return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
-        ids = replies["response_ids"]
-        texts, messages = decode_replies(self._tokenizer, list(ids)), [said for said, _ in self._prompts]
-        whole = text_rows([p for _, p in self._prompts], [with_end_of_turn(reply, self._stops) for reply in ids])
+        ids, messages = replies["response_ids"], [said for said, _ in self._prompts]
+        texts = decode_replies(self._tokenizer, [reply.tolist() for reply in own_tokens(replies)])
+        begun = prompt_tokens(replies, [p for _, p in self._prompts])
+        whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
         answers = get_all(self._sources.requests(models, messages, texts, whole))
         branches: Rows = {}
         if self._sources.branches:
-            said = text_rows([p for _, p in self._prompts], ids)
+            said = text_rows(begun, ids)
             added = {"added_ends": said["input_ids"].lengths < whole["input_ids"].lengths}
             branches = get(models["policy"].score.remote(said | whole | added))
         scores = self._sources.scores(
@@ -117,15 +126,18 @@ class Validation:
             messages=messages,
             columns=self._columns,
             step=iteration,
+            episodes=episode_scores(replies),
         )
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 
-    def finish(self, models: Mapping[str, ModelHandle], out: Path, iterations: int) -> int:
+    def finish(
+        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: Episodes | None = None
+    ) -> int:
         """Save the policy that is kept into `out`; returns after how many iterations it is."""
         if self._config is None:
             save_policy(models, out)
             return iterations
         get(models["generator"].follow.remote(models["policy"], iterations))
-        self.score(models, self._replies(models["generator"], iterations), iterations)
+        self.score(models, self._replies(models["generator"], iterations, episodes), iterations)
         record = {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}
         return self.best.save(models, out, iterations, record)

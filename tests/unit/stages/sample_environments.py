@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,12 @@ class Breaks(ThreeTurns):
     def reset(self, task: Mapping[str, Any], seed: int) -> None:
         super().reset(task, seed)
         self.broken = "3" in task["prompt"]
+
+
+class Tells(Breaks):
+    """Breaks as `Breaks`; gives two more for the word "yes", and numbers beside the rewards."""
+
+    def step(self, reply: str) -> Step:
+        step = super().step(reply)
+        info = {"tool_errors": 1, "is_last": step.terminated, "said": reply, "no name": 7}
+        return replace(step, reward=step.reward + 2 * (reply == "yes"), info=info)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import xray
+from tests.unit.stages import sample_environments
 from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
@@ -45,7 +46,9 @@ class Answering(FakeModel):
             text = self.said(question, self.count)
             self.count += 1
             replies.append([*self.tokenizer(text, add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]])
-        return {"response_ids": Ragged.of(replies), "ended": np.ones(len(replies), bool)}
+        ids = Ragged.of(replies)
+        logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
+        return {"response_ids": ids, "rollout_logprobs": logprobs, "ended": np.ones(len(replies), bool)}
 
     def do_score(self, rows: Rows) -> Rows:
         tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
@@ -157,6 +160,31 @@ def test_words_are_whole_whatever_their_case(root: Path) -> None:
     assert found["insults_ci95"][0] < 0.5 < found["insults_ci95"][1]
     with pytest.raises(ValueError, match=r"^stage.lists.none: there is no word in it$"):
         attempt(root, suite="words", lists={"none": [" "]})
+
+
+def test_episodes_of_an_environment(root: Path) -> None:
+    limits = {"max_turns": 8, "max_tokens": 200, "num_workers": 2, "cohorts": 1}
+    fields: dict[str, Any] = {
+        "suite": "environment",
+        "environment": {"path": f"{sample_environments.__name__}:Tells", **limits},
+        "samples": 2,
+        "success": 2.5,
+    }
+    # Each turn all episodes that go on say something: the even ones "yes", in their first turn.
+    said = attempt(root, lambda question, row: "yes" if row < 2 * ASKED and row % 2 == 0 else "no", **fields)
+    # Those about question 3 fail in their second turn. Of the others the rewards are 0 + ½ + 1, and 2 for a yes.
+    assert (said["episodes"], said["failed"], said["samples"]) == (2 * ASKED, 1 / ASKED, ASKED)
+    assert (said["success"], said["reward"], said["ended"]) == (0.5, 2.5, 1.0)
+    assert (said["turns"], said["info/tool_errors"], said["info/is_last"]) == (3.0, 3.0, 1.0)
+    assert [name for name in said if name.startswith("info/")] == ["info/is_last", "info/tool_errors"]
+    # Each prompt has one of each kind, so resampling prompts changes nothing.
+    assert said["success_ci95"] == [0.5, 0.5]
+    short = attempt(root, **fields | {"environment": fields["environment"] | {"max_turns": 1}})
+    assert (short["success"], short["ended"], short["failed"]) == (0.0, 0.0, 0.0)
+    samples = json.loads((root / "out-2" / "samples.json").read_text())
+    assert {tuple(sample) for sample in samples} == {("prompt", "episode", "reward")}
+    failed = [sample for sample in samples if sample["prompt"] == "question 3"]
+    assert [sample["reward"] for sample in failed] == [None]
 
 
 def test_a_dataset_without_validation_rows_says_so(root: Path) -> None:
