@@ -13,6 +13,7 @@ from xray_runtime.config.engines import (
     Section,
     UnitInterval,
 )
+from xray_runtime.config.environment import EnvironmentConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import ExternalReward, RewardTerm, source_names
 from xray_runtime.config.sampling import SamplingConfig
@@ -26,6 +27,19 @@ class EvaluateConfig(SamplingConfig):
     """Resamples behind the 95% intervals."""
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     """Sample pairs in the report's table."""
+    environment: EnvironmentConfig | None = None
+    """What answers the policies turn by turn; its rewards are shown and judge nothing."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens that may follow a prompt."""
+        return self.max_new_tokens if self.environment is None else self.environment.max_tokens
+
+    @model_validator(mode="after")
+    def _turns(self) -> Self:
+        if self.environment is not None:
+            self.environment.check_turns(self.max_new_tokens, self.stop)
+        return self
 
 
 class EvaluateSection(EvaluateConfig):

@@ -86,8 +86,8 @@ def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     return texts
 
 
-def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
-    """An episode of many turns as text, with what was read between its turns in brackets.
+def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
+    """An episode of many turns as texts: (whether the policy said it, or read it, what).
 
     Args:
         ids: its tokens [T].
@@ -96,5 +96,9 @@ def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
     parts = decode_replies(tokenizer, [part.tolist() for part in np.split(ids.astype(np.int64), places)])
-    starts = [0, *places.tolist()]
-    return " ".join(text if chosen[start] else f"[{text}]" for text, start in zip(parts, starts, strict=True))
+    return list(zip(chosen[[0, *places.tolist()]].tolist(), parts, strict=True))
+
+
+def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
+    """The same for people: what was read stands in brackets."""
+    return " ".join(text if said else f"[{text}]" for said, text in turns(tokenizer, ids, sampled))

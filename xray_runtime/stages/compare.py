@@ -13,12 +13,12 @@ import numpy as np
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import decode_replies, encode_prompts
+from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies
-from xray_runtime.stages.sampled_replies import sample_replies
+from xray_runtime.stages.policy_replies import PolicyReplies, ask_policy
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:
@@ -41,21 +41,25 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
     prompts, columns = asked_prompts(stage, tokenizers)
     asked = [prompt_text(messages) for messages in prompts]
-    max_length = max_prompt_tokens(inputs.prompts.path) + config.max_new_tokens
-    texts: dict[str, list[str]] = {}
-    lengths: dict[str, list[int]] = {}
+    limit = max_prompt_tokens(inputs.prompts.path)
+    replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
-        tokenizer = tokenizers[side]
-        with stage.open_models({"generator": GeneratorSpec(paths[side], max_length, config.generator)}) as models:
-            asked_ids = encode_prompts(tokenizer, prompts)
-            replies = sample_replies(models["generator"], stage, paths[side], tokenizer, asked_ids)
-        texts[side], lengths[side] = decode_replies(tokenizer, replies), [len(ids) for ids in replies]
+        tokenizer, path = tokenizers[side], paths[side]
+        spec = GeneratorSpec(path, limit + config.max_response_tokens, config.generator)
+        with stage.open_models({"generator": spec}) as models:
+            begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
+            replies[side] = ask_policy(
+                stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir
+            )
         recorder.progress(number, 3, "steps", f"asked the {side}")
-    panel = _judged(stage, prompts, asked, texts, columns)
+    panel = _judged(stage, prompts, asked, replies, columns)
     comparison: dict[str, Any] = {"samples": len(asked)}
     comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel)
-    comparison |= {f"length_{side}": float(np.mean(lengths[side])) for side in SIDES}
-    record_replies(out, recorder, "comparison", "compare", comparison, asked, texts, panel, config)
+    for side in SIDES:
+        comparison[f"length_{side}"] = float(np.mean([len(ids) for ids in replies[side].own]))
+        comparison |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
+    shown = {side: replies[side].shown for side in SIDES}
+    record_replies(out, recorder, "comparison", "compare", comparison, asked, shown, panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
@@ -87,12 +91,13 @@ def _judged(
     stage: Stage[EvaluationConfig, CompareInputs],
     prompts: list[Messages],
     asked: list[str],
-    texts: dict[str, list[str]],
+    replies: dict[str, PolicyReplies],
     columns: dict[str, list[Any]],
 ) -> Panel:
     """What is said of each reply, texts encoded as each model reads them."""
     scoring = Scoring(stage)
     with stage.open_models(scoring.specs()) as models:
         for side in SIDES:
-            scoring.score(side, models, prompts, asked, texts[side], columns)
+            said = replies[side]
+            scoring.score(side, models, prompts, asked, said.texts, columns, episodes=said.scores)
     return scoring.panel

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.rows import Rows
+    from xray_runtime.rewards.source import Score
     from xray_runtime.stages.kind import Recorder, Stage
     from xray_runtime.workers.model_spec import ModelSpec
 
@@ -72,12 +73,14 @@ class Scoring:
         replies: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
         tokens: Rows | None = None,
+        episodes: Sequence[Score] | None = None,
     ) -> None:
         """Take a side's replies into the panel.
 
         Args:
             asked: the prompts as text.
             tokens: as `RewardSources.requests` takes them.
+            episodes: what the environment gave, where there is one.
         """
         if self._gold is not None:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(asked, replies)).double()
@@ -87,7 +90,9 @@ class Scoring:
         answers = get_all([call for of_source in calls for call in of_source])
         of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
         if self._rewards.weights:
-            scores = self._rewards.scores(of_rewards, asked, replies, messages=prompts, columns=columns)
+            scores = self._rewards.scores(
+                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes
+            )
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
             scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns)

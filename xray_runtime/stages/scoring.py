@@ -13,7 +13,7 @@ from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, join, take
-from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.data.tokenizing import decode_replies, turns
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.stages.common import UniquePrompts, text_rows, with_end_of_turn
 from xray_runtime.workers.protocols import ModelHandle, get_all
@@ -29,6 +29,15 @@ def own_tokens(sampled: Rows) -> Ragged:
     if "response_mask" not in sampled:
         return ids
     return Ragged.of(row[chosen] for row, chosen in zip(ids, sampled["response_mask"], strict=True))
+
+
+def own_texts(tokenizer: Any, sampled: Rows) -> list[str]:
+    """The same as texts; of an episode a line or more a turn."""
+    ids = sampled["response_ids"]
+    if "response_mask" not in sampled:
+        return decode_replies(tokenizer, [reply.tolist() for reply in ids])
+    episodes = (turns(tokenizer, *row) for row in zip(ids, sampled["response_mask"], strict=True))
+    return ["\n".join(text for said, text in of_row if said) for of_row in episodes]
 
 
 def prompt_tokens(sampled: Rows, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -132,7 +141,7 @@ class Scorer:
         asked, ids = [self._prompts[i] for i in prompts], sampled["response_ids"]
         messages = [said for said, _ in asked]
         prompt_ids = prompt_tokens(sampled, [tokens for _, tokens in asked])
-        replies = decode_replies(self._tokenizer, [reply.tolist() for reply in own_tokens(sampled)])
+        replies = own_texts(self._tokenizer, sampled)
         rows = text_rows(prompt_ids, ids) | {"id": np.arange(first_id, first_id + len(ids))}
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
         roles = [role for role in ("policy", "reference", "critic") if role in models]

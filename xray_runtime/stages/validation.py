@@ -17,7 +17,6 @@ import torch
 
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import (
@@ -30,7 +29,7 @@ from xray_runtime.stages.common import (
 )
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reward_sources import RewardSources
-from xray_runtime.stages.scoring import episode_scores, own_tokens, prompt_tokens
+from xray_runtime.stages.scoring import episode_scores, own_texts, own_tokens, prompt_tokens
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class Validation:
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
         ids, messages = replies["response_ids"], [said for said, _ in self._prompts]
-        texts = decode_replies(self._tokenizer, [reply.tolist() for reply in own_tokens(replies)])
+        texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
         answers = get_all(self._sources.requests(models, messages, texts, whole))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.stages import sample_environments
 from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
@@ -41,7 +42,9 @@ class Judged(FakeModel):
     def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         reply = [*self.tokenizer(SAID[version], add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]]
         count = len(rows["seed"])
-        return {"response_ids": Ragged.of([reply] * count), "ended": np.ones(count, bool)}
+        ids = Ragged.of([reply] * count)
+        logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
+        return {"response_ids": ids, "rollout_logprobs": logprobs, "ended": np.ones(count, bool)}
 
     def do_load_weights(self, update: Any) -> int:
         assert list(update[0]) == ["w"]
@@ -134,3 +137,21 @@ def test_a_judge_may_lack_few_scores(root: Path) -> None:
         evaluated(root, [{"function": "f"}], sometimes, max_failed=0.1)
     found, _ = evaluated(root, [{"function": "f"}], sometimes, max_failed=0.2)
     assert (found["judges"]["f"]["samples"], found["win_rate"]) == (7, 0.5)
+
+
+def test_episodes_with_an_environment(root: Path) -> None:
+    path = f"{sample_environments.__name__}:Tells"
+    fields: dict[str, Any] = {"environment": {"path": path, "num_workers": 1}, "rewards": [], "max_failed": 0.2}
+    found, recorder = evaluated(root, [{"function": "f"}], **fields)
+    # Three turns earn 0 + ½ + 1, and each yes two more. That about question 3 fails, and its pair is left out.
+    assert (found["reward_before"], found["reward_after"], found["reward_delta_ci95"]) == (1.5, 7.5, [6.0, 6.0])
+    assert (found["turns_before"], found["info/tool_errors_after"], found["samples"]) == (3.0, 3.0, PROMPTS)
+    # The environment rewards; who wins is the judge's to say, of what the policy itself said, a line a turn.
+    assert (found["judge"], found["judges"]["f"]["score_after"]) == ("f", (7 * 11 + 7) / PROMPTS)
+    # What it read between its turns is neither in the length nor in the KL: 7 × 3 turns and 2 of two tokens each.
+    assert found["length_after"] == (7 * 3 + 2) * 2 / PROMPTS
+    assert found["kl"] == pytest.approx(0.5 * found["length_after"])
+    assert {shown["before"] for shown in found["shown"] if shown["reward_before"]} <= {
+        f"no [go on {number}] no [go on {number}] no" for number in range(10)
+    }
+    assert recorder.points[-1]["evaluate/turns_after"] == 3.0

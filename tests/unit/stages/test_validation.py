@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import xray
+from tests.unit.stages import sample_environments
 from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs  # noqa: F401  (a fixture)
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.validation import ConfigError
@@ -124,6 +125,17 @@ def test_without_judges_the_rewards_score(validated: PPOInputs, tmp_path: Path) 
     _, recorder, record = trained(validated, tmp_path / "out", None)
     assert record["scored_by"] == ["rewards.0"]
     assert {point["validation/score"] for point in recorder.points} == {record["scores"]["0"]}  # the same seeds
+
+
+def test_in_an_environment_its_episodes_are_looked_at(validated: PPOInputs, tmp_path: Path) -> None:
+    """Whichever version: the same seeds begin the same episodes, each with its rewards 0, ½ and 1."""
+    environment = {"path": f"{sample_environments.__name__}:ThreeTurns", "num_workers": 1}
+    fields: dict[str, Any] = {"environment": environment, "rewards": [], "iterations": 1}
+    _, recorder, record = trained(validated, tmp_path / "out", None, **fields)
+    assert record == {"kept": 0, "prompts": 3, "scored_by": ["environment"], "scores": {"0": 1.5, "1": 1.5}}
+    assert recorder.points[0]["validation/score"] == 1.5
+    _, _, judged = trained(validated, tmp_path / "judged", Judge([1.0, 2.0]), kept=tmp_path / "other", **fields)
+    assert (judged["scored_by"], judged["scores"]) == (["judge"], {"0": 1.0, "1": 2.0})
 
 
 def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, tmp_path: Path) -> None:
