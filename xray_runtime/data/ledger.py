@@ -12,14 +12,15 @@
     turns, response_mask, turn_rewards, info
                        of episodes of many turns: how many, which tokens of the reply the policy chose, what each turn
                        earned, on its last token, and other numbers of the environment, summed (JSON)
+    answers            what the environment answered to being reset and to each turn (JSON)
     score/SOURCE       as scored: NaN where the source failed, null where it does not apply
     gold               of the stage's gold score, where it has one; null where others took the row's place
     reward             their weighted sum, `scaled_reward` what was made of it; null where there is none
     advantages         of each token of the reply; `weights` by the generator's mismatch, 0: the token is masked
     times_trained      optimizer steps that the reply was in; 0: it was left out, or others took its place
 
-Rows that others took the place of come last. Where tokens are hashed, each column of lists is gone: of C there are
-`C_hash`, a salted digest of the row, and, where C holds numbers, `C_mean`. Equal rollouts are equal bytes.
+Rows that others took the place of come last. Where tokens are hashed, `answers` and each column of lists are gone: of C
+there are `C_hash`, a salted digest of the row, and, where C holds numbers, `C_mean`. Equal rollouts are equal bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from xray_runtime.data.rows import Ragged
-from xray_runtime.data.tokenizing import decode_replies, transcript
+from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """Columns of lists: of token ids, and of numbers of each token of the reply."""
+ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
 SCORE = "score/"
@@ -187,6 +189,14 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
         }
+
+
+def reply_texts(table: pa.Table, tokenizer: Any) -> list[str]:
+    """What the policy itself said in each row, as the rewards were given it; tokens are not hashed."""
+    if "response_mask" not in table.column_names:
+        return decode_replies(tokenizer, table["reply_ids"].to_pylist())
+    rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
+    return [own_text(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
 
 
 def _used(row: Mapping[str, Any]) -> str:

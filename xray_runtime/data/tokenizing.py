@@ -99,6 +99,11 @@ def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bo
     return list(zip(chosen[[0, *places.tolist()]].tolist(), parts, strict=True))
 
 
+def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
+    """What the policy said in it, each turn on a line of its own."""
+    return "\n".join(text for said, text in turns(tokenizer, ids, sampled) if said)
+
+
 def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The same for people: what was read stands in brackets."""
     return " ".join(text if said else f"[{text}]" for said, text in turns(tokenizer, ids, sampled))

@@ -1,21 +1,27 @@
-"""What services and judges answered, out of a ledger: a replay asks nobody again, who may not answer twice alike."""
+"""What services, judges and environments answered, out of a ledger: a replay asks nobody again, for they may not answer
+twice alike."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import SCORE, read_shard, shard_path, sources_of
+from xray_runtime.data.ledger import ANSWERS, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
-from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.stages.artifacts import LEDGER
+from xray_runtime.stages.episodes import answer_key, rollout_name
+from xray_runtime.stages.reward_sources import ENVIRONMENT
+from xray_runtime.stages.rollouts import purpose_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.stages.inputs import PPOInputs
 
@@ -28,34 +34,63 @@ def servers(config: PPOConfig) -> list[int]:
 
 
 def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, directory: Path) -> list[str]:
-    """Have what servers answered lie in `directory` as an attempt before would have left it; returns their names.
+    """Have what servers and environments answered lie in `directory` as an attempt before would have left it; returns
+    their names.
 
     Args:
-        iteration: up to which the ledger in `checkpoint` has every one, with its tokens.
+        iteration: up to which the ledger in `checkpoint` has every one, with its tokens, where there are servers. Of an
+            environment what the ledger has is taken.
 
     Raises:
         ConfigError: a shard is damaged.
     """
-    from xray_runtime.models.causal_lm import load_tokenizer
-
-    if not servers(config):
+    if not servers(config) and config.environment is None:
         return []
     journal, taken = Journal(directory), set[str]()
-    tokenizer, pairs = load_tokenizer(checkpoint), Pairs(inputs.prompts.path / TRAIN, Example)
     for number in range(iteration + 1):
+        path = shard_path(checkpoint / LEDGER, number)
+        if not path.exists() and not servers(config):
+            continue
         try:
-            table = read_shard(shard_path(checkpoint / LEDGER, number)).table.sort_by("row")
+            table = read_shard(path).table.sort_by("row")
         except ValueError as error:
             raise ConfigError(f"REF: {error}") from None
-        replies = decode_replies(tokenizer, table["reply_ids"].to_pylist())
-        messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
-        rounds = table["round"].to_numpy()
-        for source in (sources_of(table)[n] for n in servers(config)):
-            taken.add(source)
-            scores = table[SCORE + source].to_pylist()
-            for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
-                # Rows of one round were scored together, in order.
-                batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
-                keyed = zip(journal.keys(f"rewards/{source}", batch), asked, strict=True)
-                journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
+        if ANSWERS in table.column_names:
+            taken.add(ENVIRONMENT)
+            journal.write_entries(number, _of_environment(table, number, config.rollout_size))
+        if servers(config):
+            taken |= _take_scores(checkpoint, config, inputs, table, number, journal)
     return sorted(taken)
+
+
+def _take_scores(
+    checkpoint: Path, config: PPOConfig, inputs: PPOInputs, table: pa.Table, number: int, journal: Journal
+) -> set[str]:
+    from xray_runtime.models.causal_lm import load_tokenizer
+
+    replies, pairs = reply_texts(table, load_tokenizer(checkpoint)), Pairs(inputs.prompts.path / TRAIN, Example)
+    messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
+    rounds, sources = table["round"].to_numpy(), {sources_of(table)[n] for n in servers(config)}
+    for source in sources:
+        scores = table[SCORE + source].to_pylist()
+        for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
+            # Rows of one round were scored together, in order.
+            batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
+            keyed = zip(journal.keys(f"rewards/{source}", batch), asked, strict=True)
+            journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
+    return sources
+
+
+def _of_environment(table: pa.Table, number: int, rollout_size: int) -> list[dict[str, Any]]:
+    """The lines of the journal for the episodes of an iteration."""
+    columns = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
+    lines = []
+    for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in columns), strict=True):
+        rollout = rollout_name(purpose_of(attempt), number, version)
+        # It answered to being reset, before any token, then to each turn, after its last.
+        sampled = np.array(mask, bool)
+        ends = [0, *(np.flatnonzero(sampled & ~np.append(sampled[1:], False)) + 1).tolist()]
+        for end, answer in zip(ends, json.loads(answers), strict=False):
+            key = answer_key(rollout, row - attempt * rollout_size, ids[:end])
+            lines.append({"key": key, "source": ENVIRONMENT, "step": number, **answer})
+    return lines

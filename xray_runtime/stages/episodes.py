@@ -71,6 +71,8 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """What its environment answered, to being reset and to each turn: {"answer": …} or {"failure": why}."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers that its environment gave beside the rewards, each summed over the turns."""
     ended: bool = False
@@ -149,7 +151,7 @@ class Episodes:
 
         Returns the columns of `Generation.generate` over whole episodes, and `prompt_ids`; of each response token
         `response_mask` and `turn_rewards`; `seed`, `turns`, `episode_reward` (NaN: it failed), `failure` [B] (why, or
-        empty), and `info` [B]: the sums of `Episode.info`, as JSON.
+        empty), and as JSON `info`, the sums of `Episode.info`, and `answers` [B].
 
         Args:
             columns: of the dataset, a value for each prompt.
@@ -196,8 +198,7 @@ class Episodes:
 
     def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
         """Take the turns of a cohort until all its episodes are over."""
-        # The version too: another one that says the same is answered anew.
-        name = f"{purpose}-{number}-{version}"
+        name = rollout_name(purpose, number, version)
         for episode, start in self._answers(episodes, name, number):
             self._begin(episode, Start(**start))
         turn = 0
@@ -256,7 +257,7 @@ class Episodes:
 
     def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
         """What the environments answer to the last replies, or to being reset; episodes that fail are left out."""
-        keys = {episode.row: _key(name, episode) for episode in episodes}
+        keys = {episode.row: answer_key(name, episode.row, episode.ids) for episode in episodes}
         found = {row: self._journal.entry(key) for row, key in keys.items()}
         asked = {e.row: self._ask(e) for e in episodes if found[e.row] is None}
         fresh = []
@@ -271,6 +272,7 @@ class Episodes:
         self._journal.write_entries(step, fresh)
         for episode in episodes:
             entry = found[episode.row] or {}
+            episode.answers.append({name: entry[name] for name in ("answer", "failure") if name in entry})
             if "failure" in entry:
                 log.warning("%s, row %d: %s", name, episode.row, entry["failure"])
                 episode.fail(entry["failure"])
@@ -308,7 +310,8 @@ class Episodes:
             "turns": np.array([len(e.replies) for e in episodes], np.int32),
             "episode_reward": np.array(rewards, np.float64),
             "failure": np.array([e.failure for e in episodes], f"<U{FAILURE_CHARS}"),
-            "info": np.array([json.dumps(e.info, sort_keys=True) for e in episodes]),
+            "info": np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),
+            "answers": np.array([json.dumps(e.answers, sort_keys=True) for e in episodes], object),
         }
 
 
@@ -341,10 +344,14 @@ def episode_means(sampled: Rows) -> dict[str, float]:
     return {"turns": float(sampled["turns"][there].mean()), **means} if infos else {}
 
 
-def _key(name: str, episode: Episode) -> str:
-    """Of the answer that comes next: by all that was said before it."""
-    said = [name, episode.row, episode.seed, episode.task, episode.prompt, episode.ids]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+def rollout_name(purpose: str, number: int, version: int) -> str:
+    """Of what is sampled at a time; of two versions each is answered by itself, also where they say the same."""
+    return f"{purpose}-{number}-{version}"
+
+
+def answer_key(rollout: str, row: int, ids: Sequence[int]) -> str:
+    """Of what the environment answers when `ids`, all tokens after the prompt, have been said and read."""
+    return hashlib.sha256(json.dumps([rollout, row, list(ids)]).encode()).hexdigest()[:32]
 
 
 def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.ledger import (
+    ANSWERS,
     GOLD,
     NUMBERS,
     SCORE,
@@ -148,6 +149,8 @@ class Ledger:
         """The same without lists: who has the policy could tell tokens by their log-probabilities."""
         columns: dict[str, Any] = {}
         for name in table.column_names:
+            if name == ANSWERS:
+                continue
             if name not in (*TOKENS, *NUMBERS):
                 columns[name] = table[name].combine_chunks()
                 continue
@@ -213,6 +216,7 @@ def _turns(sampled: Rows) -> dict[str, Any]:
     return {
         "turns": sampled["turns"],
         "info": sampled["info"],
+        ANSWERS: sampled["answers"],
         "response_mask": lists(sampled["response_mask"], pa.bool_()),
         "turn_rewards": lists(sampled["turn_rewards"], pa.float32()),
     }

@@ -41,6 +41,11 @@ PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Replies that a probe asks for, and their length: few, since nothing is sampled and learned meanwhile."""
 
 
+def purpose_of(round: int) -> str:
+    """What a rollout's seeds derive from: round 0 is the first of an iteration, r the r-th of other prompts."""
+    return f"resample-{round - 1}" if round else "sample"
+
+
 @dataclass(frozen=True)
 class Rollout:
     """The replies to an iteration's prompts, sampled or being sampled; those to one prompt follow one another."""
@@ -89,7 +94,7 @@ class Rollouts:
         for number in range(iteration + len(self._pending), end):
             asked = self._cursor.take(config.prompts_per_iteration)
             prompts = [prompt for prompt in asked for _ in range(config.samples_per_prompt)]
-            self._pending.append(self._sample(prompts, self._sampling, iteration, "sample", number))
+            self._pending.append(self._sample(prompts, self._sampling, iteration, purpose_of(0), number))
 
     def wait(self) -> None:
         """Wait until all that was asked for is sampled."""
@@ -109,7 +114,7 @@ class Rollouts:
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        others = self._sample(prompts, self._sampling, iteration, f"resample-{attempt}", iteration)
+        others = self._sample(prompts, self._sampling, iteration, purpose_of(attempt + 1), iteration)
         return prompts, self._checked(others, self._sampling)
 
     def probe(self, policy: ModelHandle, version: int) -> float:

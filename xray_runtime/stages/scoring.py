@@ -13,7 +13,7 @@ from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, join, take
-from xray_runtime.data.tokenizing import decode_replies, turns
+from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.stages.common import UniquePrompts, text_rows, with_end_of_turn
 from xray_runtime.workers.protocols import ModelHandle, get_all
@@ -32,12 +32,11 @@ def own_tokens(sampled: Rows) -> Ragged:
 
 
 def own_texts(tokenizer: Any, sampled: Rows) -> list[str]:
-    """The same as texts; of an episode a line or more a turn."""
+    """The same as texts."""
     ids = sampled["response_ids"]
     if "response_mask" not in sampled:
         return decode_replies(tokenizer, [reply.tolist() for reply in ids])
-    episodes = (turns(tokenizer, *row) for row in zip(ids, sampled["response_mask"], strict=True))
-    return ["\n".join(text for said, text in of_row if said) for of_row in episodes]
+    return [own_text(tokenizer, *row) for row in zip(ids, sampled["response_mask"], strict=True)]
 
 
 def prompt_tokens(sampled: Rows, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

@@ -21,6 +21,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.lineage.recorded_answers import take_answers
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import PPOInputs
@@ -155,6 +156,28 @@ def test_what_a_clock_said_is_read_again_by_the_next_attempt(
     assert len(steps.read_text().splitlines()) == 4 * 3
     assert journal.read_text().startswith("".join(cut))
     assert len(journal.read_text().splitlines()) == len(whole)
+
+
+@pytest.mark.parametrize("environment", ["Clock", "Breaks"])
+def test_a_replay_reads_the_answers_in_the_ledger(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: str,
+) -> None:
+    steps, scratch = tmp_path / "steps", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv(sample_environments.STEPS, str(steps))
+    fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10, "max_failed": 0.2}
+    first, _ = played(inputs, tmp_path / "first", environment, **fields)
+    steps.unlink()
+    config = PPOConfig(environment={"path": f"{HERE}:{environment}"}, rewards=[], **fields)  # type: ignore[arg-type]
+    assert take_answers(tmp_path / "first", config, inputs, 0, scratch) == ["environment"]
+    again, _ = played(inputs, tmp_path / "again", environment, kept=scratch, **fields)
+    assert not steps.exists()
+    np.testing.assert_equal(taught(again), taught(first))
+    shards = [shard_path(tmp_path / name / "ledger", 0).read_bytes() for name in ("first", "again")]
+    assert shards[0] == shards[1]
 
 
 def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
