@@ -265,7 +265,6 @@ class PPOStageConfig(TrainingConfig):
             return
         environment.check_turns(self.max_new_tokens, self.stop)
         needed: dict[str, tuple[object, str]] = {
-            "lag": (0, "an episode's turns wait for its environment"),
             "overlong_buffer": (None, "it is about the length of one reply"),
             "reward_scaling": ("none", "rewards of single turns count as they are"),
             "reward_clip": (None, "rewards of single turns count as they are"),

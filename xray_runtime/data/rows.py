@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike, DTypeLike
 Rows = dict[str, Any]
 """Column name → array [B, …] or `Ragged` of B rows; every column has the same B."""
 OFFSETS = ".offsets"
-"""In files, of a ragged column."""
+"""In files, of a ragged column; `TEXTS` of one of texts."""
+TEXTS = ".texts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,14 +135,18 @@ def non_finite(rows: Rows) -> str | None:
 
 
 def save_rows(path: Path, rows: Rows) -> None:
-    """Write `rows` to a file from which `load_rows` reads the same bytes."""
+    """Write `rows` to a file from which `load_rows` reads the same bytes; a column of texts as their bytes."""
     from safetensors.numpy import save_file
 
     arrays: dict[str, np.ndarray] = {}
     for name, column in rows.items():
-        if isinstance(column, Ragged):
-            arrays |= {f"{name}{OFFSETS}": column.offsets}
-        arrays[name] = np.ascontiguousarray(column.values if isinstance(column, Ragged) else column)
+        stored, suffix = column, OFFSETS
+        if not isinstance(column, Ragged) and column.dtype == object:
+            stored = Ragged.of((np.frombuffer(text.encode(), np.uint8) for text in column), np.uint8)
+            suffix = TEXTS
+        if isinstance(stored, Ragged):
+            arrays |= {f"{name}{suffix}": stored.offsets}
+        arrays[name] = np.ascontiguousarray(stored.values if isinstance(stored, Ragged) else stored)
     save_file(arrays, path)
 
 
@@ -150,8 +155,17 @@ def load_rows(path: Path) -> Rows:
     from safetensors.numpy import load_file
 
     arrays = load_file(path)
-    offsets = {name.removesuffix(OFFSETS): arrays.pop(name) for name in list(arrays) if name.endswith(OFFSETS)}
-    return {name: Ragged(array, offsets[name]) if name in offsets else array for name, array in arrays.items()}
+    rows: Rows = {}
+    for name, array in arrays.items():
+        if name.endswith((OFFSETS, TEXTS)):
+            continue
+        rows[name] = array
+        if f"{name}{OFFSETS}" in arrays:
+            rows[name] = Ragged(array, arrays[f"{name}{OFFSETS}"])
+        if f"{name}{TEXTS}" in arrays:
+            texts = Ragged(array, arrays[f"{name}{TEXTS}"])
+            rows[name] = np.array([bytes(text).decode() for text in texts], object)
+    return rows
 
 
 def _concatenate(columns: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.gold import load_gold
+from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.recorded_answers import servers, take_answers
@@ -126,7 +126,7 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
     for name in kind.functions(config):
         try:
-            load_gold(name, {})
+            import_function(name, "function")
         except ValueError as error:
             raise ConfigError(f"REF: {node.name}: {error}") from None
     paths = {role: graph.nodes[sha256].directory.absolute() for role, sha256 in manifest.parents.items()}

@@ -134,6 +134,8 @@ class Episodes:
         self._config: EnvironmentConfig = stage.config.environment
         self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
         self._journal = Journal(stage.kept, stage.kept_shared)
+        # One at a time: their episodes have the same numbers.
+        self._rollouts, self._is_closed = ThreadPoolExecutor(1), False
         # What no template can write is refused before anything is sampled.
         self._format.observations([{"role": "user", "content": "a"}])
 
@@ -172,6 +174,16 @@ class Episodes:
             for cohort in running:
                 cohort.result()
         return self._rows(episodes)
+
+    def begin(self, *of_sample: Any) -> Future[Rows]:
+        """Have another thread `sample`, after what it was told to before."""
+        return self._rollouts.submit(self.sample, *of_sample)
+
+    def close(self) -> None:
+        """End what other threads play, whose turn is not waited for beyond its end. Nothing more is kept of it: what
+        environments answer while they are shut down is no answer."""
+        self._is_closed = True
+        self._rollouts.shutdown(cancel_futures=True)
 
     def sample_all(
         self,
@@ -268,6 +280,8 @@ class Episodes:
                 entry |= _outcome(asked[episode.row])
                 fresh.append(entry)
                 found[episode.row] = entry
+        if self._is_closed:
+            raise RuntimeError(f"{self._stage.name}: ended in the middle of episodes")
         # On disk before it is used: a clock or a service would say something else the next time.
         self._journal.write_entries(step, fresh)
         for episode in episodes:
@@ -309,7 +323,7 @@ class Episodes:
             "seed": np.array([e.seed for e in episodes]),
             "turns": np.array([len(e.replies) for e in episodes], np.int32),
             "episode_reward": np.array(rewards, np.float64),
-            "failure": np.array([e.failure for e in episodes], f"<U{FAILURE_CHARS}"),
+            "failure": np.array([e.failure for e in episodes], object),
             "info": np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),
             "answers": np.array([json.dumps(e.answers, sort_keys=True) for e in episodes], object),
         }
@@ -331,7 +345,11 @@ def open_episodes(
         return
     limits = config.num_workers, config.timeout_s, config.memory_mb
     with EnvironmentPool(config.path, *limits, log_dir / LOG) as pool:
-        yield Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
+        episodes = Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
+        try:
+            yield episodes
+        finally:
+            episodes.close()
 
 
 def episode_means(sampled: Rows) -> dict[str, float]:

@@ -28,7 +28,7 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, text_rows
 from xray_runtime.stages.finite import check_rollout
-from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get, get_all
+from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -55,13 +55,14 @@ class Rollout:
     prompts: list[int]
     """Which prompt each reply is to."""
     replies: Ref[Rows]
-    """What `Generation.generate` returns."""
-    seeds: np.ndarray
-    """What each reply is drawn with [B]."""
+    """What `Generation.generate` returns, or `Episodes.sample`."""
+    seeds: np.ndarray | None
+    """What each reply is drawn with [B]; None: `replies` says it."""
 
     def sampled(self) -> Rows:
         """The replies, once they are there, with their `seed` and `version`."""
-        return get(self.replies) | {"seed": self.seeds, "version": np.full(len(self.prompts), self.version)}
+        seeds = {} if self.seeds is None else {"seed": self.seeds}
+        return get(self.replies) | seeds | {"version": np.full(len(self.prompts), self.version)}
 
 
 class Rollouts:
@@ -94,7 +95,7 @@ class Rollouts:
         for number in range(iteration + len(self._pending), end):
             asked = self._cursor.take(config.prompts_per_iteration)
             prompts = [prompt for prompt in asked for _ in range(config.samples_per_prompt)]
-            self._pending.append(self._sample(prompts, self._sampling, iteration, purpose_of(0), number))
+            self._pending.append(self._sample(prompts, iteration, purpose_of(0), number))
 
     def wait(self) -> None:
         """Wait until all that was asked for is sampled."""
@@ -103,7 +104,7 @@ class Rollouts:
     def take(self) -> tuple[Rollout, Rows]:
         """The rollout that was asked for first, and its replies."""
         rollout = self._pending.pop(0)
-        return rollout, self._checked(rollout, self._sampling)
+        return rollout, self._checked(rollout)
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> tuple[list[int], Rows]:
         """Replies to the next `count` prompts, by the version that `iteration` samples with: (which prompt each is to,
@@ -114,8 +115,7 @@ class Rollouts:
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        others = self._sample(prompts, self._sampling, iteration, purpose_of(attempt + 1), iteration)
-        return prompts, self._checked(others, self._sampling)
+        return prompts, self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
@@ -127,26 +127,29 @@ class Rollouts:
         num_rows = max(PROBE_ROWS, *ranks)
         asked = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = self._checked(self._sample(asked, sampling, version, "probe", version), sampling)
+        replies = self._generate(asked, sampling, version, "probe", version).sampled()
+        check_rollout(replies, num_rows, sampling)
         scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies["response_ids"])))
         return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
 
-    def _sample(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
-        if self._episodes is not None:
-            asked, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
-            columns = self._prompts.columns(prompts)
-            rows = self._episodes.sample(asked, columns, version, purpose, number, group_size)
-            return Rollout(version, prompts, Ready(rows), rows["seed"])
+    def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> Rollout:
+        if self._episodes is None:
+            return self._generate(prompts, self._sampling, version, purpose, number)
+        asked, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
+        columns = self._prompts.columns(prompts)
+        played = self._episodes.begin(asked, columns, version, purpose, number, group_size)
+        return Rollout(version, prompts, Local(played), None)
+
+    def _generate(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
+        rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
         replies = self._generator.generate.remote(rows, sampling, version)
         return Rollout(version, prompts, replies, rows["seed"])
 
-    def _checked(self, rollout: Rollout, sampling: Sampling) -> Rows:
+    def _checked(self, rollout: Rollout) -> Rows:
         sampled = rollout.sampled()
-        if self._episodes is not None:
-            return sampled  # each turn was checked as it came
-        check_rollout(sampled, len(rollout.prompts), sampling)
+        if self._episodes is None:  # of an episode each turn was checked as it came
+            check_rollout(sampled, len(rollout.prompts), self._sampling)
         return sampled
 
     def save_state(self, directory: Path) -> None:

@@ -7,6 +7,7 @@ WholeModels, and in a test over plain objects whose answers are `Ready`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
@@ -29,7 +30,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A reference to an answer that may not be there yet: `ray.ObjectRef`, or `Ready`."""
+    """A reference to an answer that may not be there yet: `ray.ObjectRef`, `Ready` or `Local`."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,19 @@ class Ready(Ref[T_co]):
     value: T_co
 
 
+@dataclass(frozen=True)
+class Local(Ref[T_co]):
+    """An answer that a thread of this process works out."""
+
+    future: Future[T_co]
+
+
 def get(ref: Ref[T]) -> T:
     """Wait for an answer. Raises what the call raised."""
     if isinstance(ref, Ready):
         return ref.value
+    if isinstance(ref, Local):
+        return ref.future.result()
     import ray
 
     answer: T = ray.get(ref)
@@ -51,7 +61,7 @@ def get(ref: Ref[T]) -> T:
 
 def get_all(refs: Sequence[Ref[T]]) -> list[T]:
     """Wait for several answers, in order. Raises what one of the calls raised, as soon as it did."""
-    if all(isinstance(ref, Ready) for ref in refs):
+    if all(isinstance(ref, Ready | Local) for ref in refs):
         return [get(ref) for ref in refs]
     import ray
 

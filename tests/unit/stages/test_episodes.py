@@ -5,6 +5,7 @@ A turn is a word and the end token. The template writes what is read between two
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,45 @@ def test_a_replay_reads_the_answers_in_the_ledger(
     assert shards[0] == shards[1]
 
 
+def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    """With a lag; and an attempt that goes on has those that were played and not trained on, failed ones too."""
+    fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10, "max_failed": 0.2, "lag": 1}
+    whole, first = played(inputs, tmp_path / "whole", "Breaks", **fields | {"iterations": 3})
+    assert [point["rollout/version"] for point in first.points] == [0, 0, 1]
+    assert [point["reward/failed"] for point in first.points] == [1, 1, 1]
+    resumed, second = played(
+        inputs, tmp_path / "resumed", "Breaks", newest=first.snapshots[-1], **fields | {"iterations": 3}
+    )
+    np.testing.assert_equal(taught(resumed), taught(whole)[-len(resumed.batches) :])
+    assert len(second.points) == 1
+    shards = [shard_path(tmp_path / name / "ledger", 2).read_bytes() for name in ("whole", "resumed")]
+    assert shards[0] == shards[1]
+
+
+def test_what_environments_say_while_they_are_ended_is_no_answer(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update fails while the next episodes are played: what is kept of them are whole answers alone."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.setenv(sample_environments.DELAYS, "0.3")
+
+    class Failing(Policy):
+        def _train(self, *args: Any) -> Any:
+            raise OSError("the learner is gone")
+
+    world = World()
+    world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"environment": {"path": f"{HERE}:ThreeTurns"}, "rewards": [], "lag": 1}
+    with pytest.raises(OSError, match="the learner is gone"):
+        attempt(inputs, tmp_path / "out", world, model=Failing, kept=kept, iterations=3, **options)
+    lines = [json.loads(line) for line in (kept / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) >= 4 * 4  # the first rollout's
+    assert not [line for line in lines if "failure" in line]
+
+
 def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
     fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10}
     world, recorder = played(inputs, tmp_path / "out", "Breaks", max_failed=0.2, **fields)
@@ -213,7 +253,6 @@ def test_only_what_is_allowed_is_imported() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lag": 1}, r"lag = 1 must be 0 with an environment"),
         ({"reward_scaling": "running"}, r"reward_scaling = 'running' must be 'none' with an environment"),
         ({"max_new_tokens": 16}, r"environment.max_tokens = 8 must be at least max_new_tokens = 16"),
     ],

@@ -67,6 +67,7 @@ def test_ragged_by_hand() -> None:
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path, count: int) -> None:
     rows = table(count) | {"part": np.arange(2 * count)[::2]}
+    rows["said"] = np.array(["é" * row for row in range(count)], object)
     save_rows(tmp_path / "rows.safetensors", rows)
     found = load_rows(tmp_path / "rows.safetensors")
     assert found.keys() == rows.keys()
