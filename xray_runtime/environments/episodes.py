@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EnvironmentFailure(RuntimeError):
-    """An episode has failed; one line that names it and the cause."""
+    """An episode has failed, by what it did; one line that names it and the cause."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Episode:
     is_present: bool = False
     """Whether the process as it is now has been told of it."""
     deaths: int = 0
-    """Of processes while `request` was in flight."""
+    """Processes that were lost while `request` was in flight."""
 
 
 @dataclass
@@ -41,7 +41,12 @@ class Sent:
     has_begun: bool = False
 
 
-def fail(future: Future[dict[str, Any]], number: int, cause: str) -> None:
-    """End what waits for an answer of episode `number`."""
+def failure(number: int, cause: str) -> EnvironmentFailure:
+    """That of episode `number`."""
+    return EnvironmentFailure(f"episode {number}: {cause}")
+
+
+def fail(future: Future[dict[str, Any]], error: Exception) -> None:
+    """End what waits for an answer."""
     if future.set_running_or_notify_cancel():
-        future.set_exception(EnvironmentFailure(f"episode {number}: {cause}"))
+        future.set_exception(error)

@@ -49,7 +49,8 @@ class EnvironmentPool:
     def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> Future[Start]:
         """Begin an episode; one of this number that was not closed is closed.
 
-        The future fails with EnvironmentFailure.
+        The future fails with EnvironmentFailure where the episode is to blame, and with RuntimeError where no episode
+        is: its process does not start again, or the pool was shut down.
 
         Raises:
             ValueError: `task` is no JSON.
@@ -64,7 +65,7 @@ class EnvironmentPool:
     def step(self, episode: int, reply: str) -> Future[Step]:
         """Give an episode the policy's reply, after its last answer has come.
 
-        The future fails with EnvironmentFailure; the episode is then over.
+        The future fails as that of `reset` does; the episode is then over.
         """
         request = {"op": "step", "reply": reply}
         return _mapped(self._of(episode).ask(episode, request), lambda answer: Step(**answer["step"]))

@@ -3,27 +3,31 @@
 All state belongs to one thread, which waits for the process, the clock and the pool's calls. After a restart an episode
 is brought back when it is asked for the next time: its reset and steps are sent again and their answers dropped.
 
-Who is to blame when a process is lost:
+Who is to blame:
     an answer is late and the process answers a ping: the late episode, which fails
-    it answers no ping, since user code blocks it, or it has died: it cannot be told among the episodes in flight. Each
-    of them is asked again alone, before the others, and fails if it is late, or if the process dies a second time
+    the process has died, or answers no ping, since user code blocks it: one of the episodes in flight, or nobody here.
+    They are asked again. Where it happens again each of them is asked alone, and fails if it happens then; one that
+    was alone both times fails at once
+    a process does not start: no episode. What was asked fails with another error than EnvironmentFailure
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.environments import worker
 from xray_runtime.environments.calls import CallQueue
-from xray_runtime.environments.episodes import Episode, Sent, fail
+from xray_runtime.environments.episodes import Episode, Sent, fail, failure
 from xray_runtime.environments.process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 START_S = 120.0
 """For the imports of an environment, on a busy machine."""
 PONG_S = 1.0
+SHUT_DOWN = "the pool was shut down"
 
 
 class Supervisor:
@@ -62,15 +67,15 @@ class Supervisor:
         self._thread.start()
 
     def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The answer to a reset or a step of an episode; fails with EnvironmentFailure."""
+        """The answer to a reset or a step of an episode; fails as those of the pool's methods do."""
         future: Future[dict[str, Any]] = Future()
         if not self._calls.put(lambda: self._ask(number, request, future)):
-            fail(future, number, "the pool was shut down")
+            fail(future, RuntimeError(SHUT_DOWN))
         return future
 
     def close(self, number: int) -> None:
         """Forget an episode, if there is one; what it is asked fails."""
-        self._calls.put(lambda: self._close(number, "it was closed"))
+        self._calls.put(lambda: self._fail(number, "it was closed"))
 
     def stop(self, wait_s: float) -> None:
         """End the process, after at most `wait_s` for episodes that are being closed."""
@@ -78,7 +83,7 @@ class Supervisor:
         def stop() -> None:
             self._stop_at = time.monotonic() + wait_s
             for number in list(self._episodes):
-                self._close(number, "the pool was shut down")
+                self._close(number, RuntimeError(SHUT_DOWN))
 
         self._calls.put(stop)
 
@@ -88,13 +93,15 @@ class Supervisor:
 
     def _run(self) -> None:
         self._selector.register(self._calls.waiting, selectors.EVENT_READ, self._calls.run)
-        cause = "the pool was shut down"
+        cause = SHUT_DOWN
         try:
             self._start()
             while self._stop_at is None or (self._is_closing() and time.monotonic() < self._stop_at):
                 for key, _ in self._selector.select(self._wait_s()):
                     key.data()
-                self._check_time()
+                end, act = self._limit()
+                if time.monotonic() > end:
+                    act()
                 self._send_waiting()
         except BaseException as error:
             log.exception("the thread of an environment failed")
@@ -108,30 +115,33 @@ class Supervisor:
         self._selector.close()
         self._calls.close()
         for number in list(self._episodes):
-            self._close(number, cause)
+            self._close(number, RuntimeError(cause))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(cause))
 
     def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
         if request["op"] == "reset":
-            self._close(number, "it was reset before its answer came")
+            self._fail(number, "it was reset before its answer came")
             self._episodes[number] = Episode(number, next(self._keys))
         episode = self._episodes.get(number)
         if episode is None:
-            fail(future, number, "it was not reset, was closed, or has failed")
+            fail(future, failure(number, "it was not reset, was closed, or has failed"))
         elif episode.request is not None:
-            fail(future, number, "it was asked for a step before its last answer came")
+            fail(future, failure(number, "it was asked for a step before its last answer came"))
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 
-    def _close(self, number: int, cause: str) -> None:
+    def _fail(self, number: int, cause: str) -> None:
+        self._close(number, failure(number, cause))
+
+    def _close(self, number: int, error: Exception) -> None:
         episode = self._episodes.pop(number, None)
         if episode is None:
             return
         if episode in self._suspects:
             self._suspects.remove(episode)
         if episode.future is not None:
-            fail(episode.future, number, cause)
+            fail(episode.future, error)
         if episode.is_present and self._is_ready:
             self._send(episode, {"op": "close"})
 
@@ -166,7 +176,7 @@ class Supervisor:
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(line))
         for episode in [episode for episode in self._episodes.values() if episode.request is not None]:
-            self._close(episode.number, line)
+            self._close(episode.number, RuntimeError(line))
 
     def _send(self, episode: Episode, request: dict[str, Any], is_replay: bool = False) -> None:
         assert self._process is not None
@@ -223,10 +233,10 @@ class Supervisor:
 
     def _take_answer(self, sent: Sent, message: dict[str, Any]) -> None:
         episode = sent.episode
-        if sent.op == "close" or self._episodes.get(episode.number) is not episode:
+        if sent.op == "close" or not self._is_here(episode):
             return
         if "error" in message:
-            self._close(episode.number, f"{'it cannot be brought back: ' * sent.is_replay}{message['error']}")
+            self._fail(episode.number, f"{'it cannot be brought back: ' * sent.is_replay}{message['error']}")
         elif not sent.is_replay:
             assert episode.request is not None
             assert episode.future is not None
@@ -243,56 +253,39 @@ class Supervisor:
         return [sent for sent in self._sent.values() if now - sent.since > self._timeout_s]
 
     def _wait_s(self) -> float | None:
-        ends = [sent.since + self._timeout_s for sent in self._sent.values()] if self._pinged_at is None else []
-        if self._pinged_at is not None:
-            ends.append(self._pinged_at + PONG_S)
-        if self._process is not None and not self._is_ready:
-            ends.append(self._started_at + START_S)
-        if self._stop_at is not None:
-            ends.append(self._stop_at)
-        return max(min(ends) - time.monotonic(), 0.0) + 0.001 if ends else None
+        end = min(self._limit()[0], math.inf if self._stop_at is None else self._stop_at)
+        return None if end == math.inf else max(end - time.monotonic(), 0.0) + 0.001
 
-    def _check_time(self) -> None:
-        now = time.monotonic()
-        if self._process is None:
-            return
-        if not self._is_ready:
-            if now - self._started_at > START_S:
-                self._fail_start(f"it is not ready within {START_S:g} s")
-        elif self._pinged_at is None:
-            overdue = self._overdue()
-            if overdue and len({sent.episode for sent in self._sent.values()}) == 1:
-                self._end_blocked()
-            elif overdue:
-                self._pinged_at = now
-                self._process.write({"op": "ping", "id": -1})
-        elif now - self._pinged_at > PONG_S:
-            self._pinged_at = None
-            if self._overdue():
-                self._end_blocked()
+    def _limit(self) -> tuple[float, Callable[[], None]]:
+        """How long is waited for the process, and what is done then."""
+        if self._process is not None and not self._is_ready:
+            return self._started_at + START_S, lambda: self._fail_start(f"it is not ready within {START_S:g} s")
+        if self._pinged_at is not None:
+            return self._pinged_at + PONG_S, self._miss_pong
+        return min((sent.since for sent in self._sent.values()), default=math.inf) + self._timeout_s, self._ping
+
+    def _ping(self) -> None:
+        assert self._process is not None
+        self._pinged_at = time.monotonic()
+        self._process.write({"op": "ping", "id": -1})
+
+    def _miss_pong(self) -> None:
+        self._pinged_at = None
+        if self._overdue():
+            self._end()
+            self._start_after_loss("answers no ping", f"took longer than {self._timeout_s:g} s")
 
     def _take_pong(self) -> None:
         self._pinged_at = None
-        late = [sent for sent in self._overdue() if sent.has_begun]
+        late = [sent.episode for sent in self._overdue() if sent.has_begun]
         for sent in self._overdue():
             sent.since = time.monotonic()  # of those that wait for a thread
         if late:
             self._end()
-            self._fail_late([sent.episode for sent in late])
+            for episode in late:
+                if self._is_here(episode):
+                    self._fail(episode.number, f"took longer than {self._timeout_s:g} s")
             self._start()
-
-    def _end_blocked(self) -> None:
-        self._end()
-        suspects = self._in_flight()
-        if len(suspects) == 1:
-            self._fail_late(suspects)
-        self._suspect(suspects)
-        self._start()
-
-    def _fail_late(self, episodes: list[Episode]) -> None:
-        for episode in episodes:
-            if self._episodes.get(episode.number) is episode:
-                self._close(episode.number, f"took longer than {self._timeout_s:g} s")
 
     def _take_death(self) -> None:
         process = self._process
@@ -303,25 +296,31 @@ class Supervisor:
         cause = f"exit code {code}"
         if code == worker.OUT_OF_MEMORY:
             cause += f", out of memory: memory_mb = {self._memory_mb}"
-        if not was_ready:
+        if was_ready:
+            self._start_after_loss(f"died, {cause}", f"its process died twice with it: {cause}")
+        else:
             self._fail_start(f"its process ended while it started: {cause}")
-            return
-        suspects = self._in_flight()
-        log.warning("a process of %s died with %d episodes in flight: %s", self._environment, len(suspects), cause)
-        for episode in suspects:
+
+    def _start_after_loss(self, what: str, cause: str) -> None:
+        """Start the process again.
+
+        Args:
+            what: happened to it.
+            cause: of the failure of an episode that is to blame.
+        """
+        # Episodes whose code may have been running; where none had begun, all that were asked.
+        begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
+        in_flight = dict.fromkeys(begun or [sent.episode for sent in self._sent.values()])
+        log.warning("a process of %s %s, with %d episodes in flight", self._environment, what, len(in_flight))
+        for episode in in_flight:
             episode.deaths += 1
-            if len(suspects) == 1 and episode.deaths > 1 and self._episodes.get(episode.number) is episode:
-                self._close(episode.number, f"its process died twice with it: {cause}")
-        self._suspect(suspects)
+            if not self._is_here(episode):
+                continue
+            if len(in_flight) == 1 and episode.deaths > 1:
+                self._fail(episode.number, cause)
+            elif episode.deaths > 1 and episode.request is not None and episode not in self._suspects:
+                self._suspects.append(episode)
         self._start()
 
-    def _in_flight(self) -> list[Episode]:
-        """Episodes whose code may have been running; where none had begun, all that were asked."""
-        begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
-        return list(dict.fromkeys(begun or [sent.episode for sent in self._sent.values()]))
-
-    def _suspect(self, episodes: list[Episode]) -> None:
-        for episode in episodes:
-            is_here = self._episodes.get(episode.number) is episode
-            if is_here and episode.request is not None and episode not in self._suspects:
-                self._suspects.append(episode)
+    def _is_here(self, episode: Episode) -> bool:
+        return self._episodes.get(episode.number) is episode

@@ -160,6 +160,39 @@ def test_a_process_that_dies_once_costs_nothing(faulty: EnvironmentPool, tmp_pat
     assert faulty.step(1, "4").result(20).reward == 5
 
 
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("in_flight", [0, 1, 3])
+def test_what_others_do_to_a_process_costs_no_episode(blow: signal.Signals, in_flight: int) -> None:
+    before = children()
+    with pool_of(samples.Faulty) as pool:
+        started(pool, 0, 1, 2)
+        for i in range(3):
+            pool.step(i, "10").result(20)
+        [pid] = children() - before
+        answers = [pool.step(i, "slow") for i in range(in_flight)]
+        os.kill(pid, blow)
+        assert [future.result(20).reward for future in answers] == [10.0 + i for i in range(in_flight)]
+        # A process that stands still is noticed when it is asked.
+        assert [pool.step(i, "1").result(20).reward for i in range(3)] == [11, 12, 13]
+        assert pid not in children()
+
+
+def test_a_process_that_does_not_start_again_is_no_fault_of_an_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fickle.py").write_text(f"from {samples.__name__} import Faulty")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = children()
+    with EnvironmentPool("fickle:Faulty", 1, TIMEOUT_S, 1024) as pool:
+        started(pool, 0)
+        (tmp_path / "fickle.py").unlink()
+        [pid] = children() - before
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="'fickle:Faulty' does not start: ModuleNotFoundError") as caught:
+            pool.step(0, "1").result(20)
+        assert not isinstance(caught.value, EnvironmentFailure)
+
+
 def test_an_episode_in_flight_is_asked_for_nothing_else(faulty: EnvironmentPool) -> None:
     started(faulty, 0)
     first = faulty.step(0, "slow")
@@ -226,8 +259,10 @@ def test_nothing_is_left_after_shutdown_and_collection(tmp_path: Path) -> None:
     started(pool, 1)
     hanging = pool.step(1, "hang")
     pool.shutdown()
-    assert failure(hanging) == "episode 1: the pool was shut down"
-    assert failure(pool.step(0, "1")) == "episode 0: the pool was shut down"
+    for future in (hanging, pool.step(0, "1")):
+        with pytest.raises(RuntimeError, match=r"^the pool was shut down$") as caught:
+            future.result(20)
+        assert not isinstance(caught.value, EnvironmentFailure)
     assert (tmp_path / "log").read_text() == "closed at 0"
     assert children() == before
     pool = pool_of(samples.Faulty)

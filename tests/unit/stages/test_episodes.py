@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import xray
@@ -22,6 +23,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.environments import worker
 from xray_runtime.lineage.recorded_answers import take_answers
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages.graph import recording
@@ -56,6 +58,7 @@ def played(
     world = World()
     world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
     limits = {"max_turns": 8, "max_tokens": 64, "num_workers": 1} | fields.pop("limits", {})
+    model = fields.pop("model", Policy)
     options: dict[str, Any] = {
         "environment": {"path": f"{HERE}:{environment}", **limits},
         "rewards": [],
@@ -64,7 +67,7 @@ def played(
         "whiten_advantages": False,
         "kl": KLConfig(controller="fixed", coef=0.0),
     }
-    return world, attempt(inputs, out, world, model=Policy, **options | fields)
+    return world, attempt(inputs, out, world, model=model, **options | fields)
 
 
 def taught(world: World) -> list[Any]:
@@ -218,6 +221,40 @@ def test_what_environments_say_while_they_are_ended_is_no_answer(
     lines = [json.loads(line) for line in (kept / "answers.jsonl").read_text().splitlines()]
     assert len(lines) >= 4 * 4  # the first rollout's
     assert not [line for line in lines if "failure" in line]
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 6])
+def test_what_dies_in_mid_episode_changes_no_byte(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+    call: int,
+) -> None:
+    """At one of six calls of the generator, three turns of two cohorts, it is lost, with the environment's process;
+    the next attempt loses that process once more."""
+    calm, _ = played(inputs, tmp_path / "calm", "ThreeTurns")
+    kept, killed = tmp_path / "kept", list[int]()
+    kept.mkdir()
+
+    class Struck(Policy):
+        calls, generator_dies = 0, True
+
+        def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+            Struck.calls += 1
+            if Struck.calls == call:
+                [process] = [p for p in psutil.Process().children() if worker.__name__ in p.cmdline()]
+                process.kill()
+                killed.append(process.pid)
+                if Struck.generator_dies:
+                    raise RuntimeError("the generator has died")
+            return super()._generate(rows, sampling, version)
+
+    with pytest.raises(RuntimeError, match="the generator has died"):
+        played(inputs, tmp_path / "first", "ThreeTurns", kept=kept, model=Struck)
+    Struck.calls, Struck.generator_dies = 0, False
+    again, recorder = played(inputs, tmp_path / "again", "ThreeTurns", kept=kept, model=Struck)
+    assert len(set(killed)) == 2
+    assert recorder.points[0]["reward/failed"] == 0
+    np.testing.assert_equal(taught(again), taught(calm))
 
 
 def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
