@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,8 @@ OVERRIDES = (
     "runtime.restarts=10",
     f"runtime.stall_timeout_s={STALL_SECONDS}",
 )
-CONCURRENT = ("evaluate.heldout_reward_model=0.5",)
-"""Overrides of the long form: two reward models train at the same time, and a blow meets either."""
-LIMIT_SECONDS = 1200
-APPEAR_SECONDS = 120.0
+LIMIT_SECONDS = 2400
+APPEAR_SECONDS = 300.0
 """How long the target of a case may take to start, also again after the blow before, while its stage goes on."""
 MAX_DELAY_SECONDS = 4.0
 """From then on, to the blow: a tiny stage is not much longer."""
@@ -106,11 +105,34 @@ def draw(seed: int, stage: str) -> Case:
 
 
 @dataclass(frozen=True)
+class Lifecycle:
+    """What is disturbed."""
+
+    config: str = "configs/tiny.yaml"
+    overrides: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment."""
+    stages: tuple[str, ...] = STAGES
+    """In order; each of them is struck, `blows` times."""
+    blows: int = 1
+    targets: Mapping[str, str] = field(default_factory=lambda: TARGETS)
+    draw: Callable[[int, str], Case] = draw
+    """(seed, stage) → a case."""
+    moment: Callable[[Path, str], str | None] = lambda output, stage: ""
+    """(output, stage) → what makes this a moment for a blow whose delay is over; None: it has to wait."""
+
+
+TINY = Lifecycle()
+CONCURRENT = Lifecycle(overrides=("evaluate.heldout_reward_model=0.5",))
+"""That of the long form: two reward models train at the same time, and a blow meets either."""
+
+
+@dataclass(frozen=True)
 class Command:
-    """The real command on the tiny lifecycle, in `output`."""
+    """The real command on a tiny lifecycle, in `output`."""
 
     output: Path
-    overrides: tuple[str, ...]
+    lifecycle: Lifecycle
     mark: str
     """In the environment of all its processes."""
 
@@ -120,16 +142,17 @@ class Command:
 
     def start(self) -> subprocess.Popen[bytes]:
         hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)} | {MARK: self.mark}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        environment |= {MARK: self.mark, **self.lifecycle.variables}
         # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
         environment["RAY_worker_niceness"] = "0"
-        line = [sys.executable, "-m", "xray.cli.main", "run", "configs/tiny.yaml", "--output", str(self.output)]
-        line += [part for override in self.overrides for part in ("--set", override)]
+        line = [sys.executable, "-m", "xray.cli.main", "run", self.lifecycle.config, "--output", str(self.output)]
+        line += [part for override in OVERRIDES + self.lifecycle.overrides for part in ("--set", override)]
         with self.log.open("ab") as log:
             return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
-def run(output: Path, cases: list[Case], overrides: tuple[str, ...] = ()) -> list[Blow]:
+def run(output: Path, cases: list[Case], lifecycle: Lifecycle = TINY) -> list[Blow]:
     """One lifecycle under `cases`, in the order of their stages; returns what became of each.
 
     Raises:
@@ -141,7 +164,7 @@ def run(output: Path, cases: list[Case], overrides: tuple[str, ...] = ()) -> lis
     if small:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", output], check=True)
     try:
-        return _run(Command(output, OVERRIDES + overrides, uuid.uuid4().hex), cases)
+        return _run(Command(output, lifecycle, uuid.uuid4().hex), cases)
     finally:
         if small:
             _onto_the_large_disk(output)
@@ -151,15 +174,17 @@ def _run(command: Command, cases: list[Case]) -> list[Blow]:
     output, met = command.output, list[Blow]()
     process = command.start()
     deadline = time.monotonic() + LIMIT_SECONDS
-    for case in sorted(cases, key=lambda c: STAGES.index(c.stage)):
+    stages = command.lifecycle.stages
+    for case in sorted(cases, key=lambda c: stages.index(c.stage)):
         process = _await_stage(process, command, case.stage, deadline)
         if case.target == "disk":
             time.sleep(case.delay_s)
             met.append(Blow(case, *_fill(process, output)))
             process = _again_if_ended(process, command)
             continue
-        process, victim = _await_target(process, command, case)
-        met.append(Blow(case, *_strike(victim, case.action)) if victim else Blow(case, False, "no such process"))
+        process, victim, moment = _await_target(process, command, case)
+        hit, what = _strike(victim, case.action) if victim else (False, "no such process")
+        met.append(Blow(case, hit, what + moment))
         if case.target == "supervisor" and case.action != "kill":
             if case.action == "stop":
                 time.sleep(1)
@@ -264,39 +289,43 @@ def _await_stage(
 
 def _await_target(
     process: subprocess.Popen[bytes], command: Command, case: Case
-) -> tuple[subprocess.Popen[bytes], psutil.Process | None]:
-    """The target of `case`, up for `delay_s` where its stage takes so long, else when the stage began to end. None
-    where it did not come up in time, or not before the stage after it."""
+) -> tuple[subprocess.Popen[bytes], psutil.Process | None, str]:
+    """The target of `case`, and what `Lifecycle.moment` said: up for `delay_s` where its stage takes so long, else when
+    the stage began to end. None where it did not come up in time, or not before the stage after it."""
     deadline = time.monotonic() + APPEAR_SECONDS
     due, seen = 0.0, None
     while time.monotonic() < deadline:
         process = _again_if_ended(process, command)
-        if (found := _find(process, case)) is None:
+        is_over = process.poll() == 0 or _is_over(command, case.stage)
+        if (found := _find(process, command, case)) is None:
             # A worker that is about to leave still takes the blow, where it is the one seen before.
             due, seen = 0.0, None
         elif seen is None or found.pid != seen.pid:
             due, seen = time.monotonic() + case.delay_s, found
-        elif time.monotonic() >= due:
-            return process, found
-        if process.poll() == 0 or _is_over(command.output, case.stage):
-            return process, found
+        if found is not None and (is_over or time.monotonic() >= due):
+            moment = command.lifecycle.moment(command.output, case.stage)
+            if moment is not None:
+                return process, found, moment
+        if is_over:
+            break
         time.sleep(0.05)
-    return process, None
+    return process, None, ""
 
 
-def _is_over(output: Path, stage: str) -> bool:
+def _is_over(command: Command, stage: str) -> bool:
     """Whether a later stage has begun."""
-    later = STAGES[STAGES.index(stage) + 1 :]
-    return any((output / "logs" / name / "stage.log").exists() for name in later)
+    stages = command.lifecycle.stages
+    later = stages[stages.index(stage) + 1 :]
+    return any((command.output / "logs" / name / "stage.log").exists() for name in later)
 
 
-def _find(supervisor: subprocess.Popen[bytes], case: Case) -> psutil.Process | None:
+def _find(supervisor: subprocess.Popen[bytes], command: Command, case: Case) -> psutil.Process | None:
     """The process of this run that the case is about."""
     try:
         root = psutil.Process(supervisor.pid)
         if case.target == "supervisor":
             return root
-        pattern = TARGETS[case.target].format(stage=case.stage)
+        pattern = command.lifecycle.targets[case.target].format(stage=case.stage)
         return next((p for p in root.children(recursive=True) if pattern in " ".join(_command(p))), None)
     except psutil.Error:
         return None
@@ -360,6 +389,39 @@ def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     return found
 
 
+def storms(lifecycle: Lifecycle, output: Path, num_cases: int, done: int, seed: int) -> tuple[int, int, int]:
+    """Lifecycles under blows until `num_cases` of these have hit, each beside the undisturbed one; prints what became
+    of them. Returns (blows that hit, blows, lifecycles that lost something).
+
+    Args:
+        done: go on after so many cases.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    calm = output / "calm"
+    if not (calm / "lifecycle.json").exists():
+        run(calm, [], lifecycle)
+    expected, bad, hits = outcome(calm), 0, done
+    # A target that does not come up in its stage is no reason to go on for ever.
+    while hits < num_cases and done < 3 * num_cases:
+        stages = (lifecycle.stages * lifecycle.blows)[: num_cases - hits]
+        cases = [lifecycle.draw(seed * 1_000_003 + done + i, stage) for i, stage in enumerate(stages)]
+        begin = time.monotonic()
+        storm = output / f"storm-{done}"
+        met: list[Blow] = []
+        try:
+            met = run(storm, cases, lifecycle)
+            found = differences(expected, outcome(storm))
+        except (OSError, RuntimeError, TimeoutError) as error:
+            found = [str(error)]
+        done += len(cases)
+        hits += sum(blow.hit for blow in met)
+        bad += bool(found)
+        print(f"{hits}/{num_cases} blows hit, {time.monotonic() - begin:.0f} s: {found or 'nothing lost'}")
+        print("\n".join(f"    {line}" for line in met), flush=True)
+    print(f"{hits} of {done} blows hit; {bad} lifecycles lost something", flush=True)
+    return hits, done, bad
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100)
@@ -367,29 +429,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    calm = options.output / "calm"
-    if not (calm / "lifecycle.json").exists():
-        run(calm, [], CONCURRENT)
-    expected, bad, done, hits = outcome(calm), 0, options.done, options.done
-    # A target that does not come up in its stage is no reason to go on for ever.
-    while hits < options.cases and done < 3 * options.cases:
-        stages = STAGES[: options.cases - hits]
-        cases = [draw(options.seed * 1_000_003 + done + i, stage) for i, stage in enumerate(stages)]
-        begin = time.monotonic()
-        output = options.output / f"storm-{done}"
-        met: list[Blow] = []
-        try:
-            met = run(output, cases, CONCURRENT)
-            found = differences(expected, outcome(output))
-        except (OSError, RuntimeError, TimeoutError) as error:
-            found = [str(error)]
-        done += len(cases)
-        hits += sum(blow.hit for blow in met)
-        bad += bool(found)
-        print(f"{hits}/{options.cases} blows hit, {time.monotonic() - begin:.0f} s: {found or 'nothing lost'}")
-        print("\n".join(f"    {line}" for line in met), flush=True)
-    print(f"{hits} of {done} blows hit; {bad} lifecycles lost something")
+    hits, _, bad = storms(CONCURRENT, options.output, options.cases, options.done, options.seed)
     sys.exit(1 if bad or hits < options.cases else 0)
 
 

@@ -1,4 +1,5 @@
-"""Twelve disturbances of one lifecycle, two a stage: nothing is lost, nothing differs, nothing is left running."""
+"""Twelve disturbances of one lifecycle, two a stage: nothing is lost, nothing differs, nothing is left running. And
+four in mid-episode, with an environment that never says the same again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import STAGES, TARGETS, differences, draw, outcome, run
+from tests.chaos.episodes import Journals, clock, lost_answers
+from tests.chaos.harness import STAGES, TARGETS, Case, differences, draw, outcome, run
 from tests.e2e.conftest import Outcome
 
 SEED = 2322
@@ -31,3 +33,15 @@ def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path) -> None:
     said = "\n".join([*map(str, met), log])
     assert differences(calm, outcome(tmp_path / "storm")) == [], said
     assert sum(blow.hit for blow in met) >= MUST_HIT, said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_no_answer_of_an_open_episode_is_lost(tmp_path: Path) -> None:
+    """The short form of `tests.chaos.episodes`; in unit tests `stages/test_episodes.py` kills in mid-episode too."""
+    journals, targets = Journals(), ("environment", "generator", "learner", "driver")
+    cases = [Case(n, target, "kill", f"ppo-{1 + n // 2}", 1.0) for n, target in enumerate(targets)]
+    met = run(tmp_path / "clock", cases, clock(tmp_path, journals))
+    assert [blow.hit for blow in met] == [True] * 4, "\n".join(map(str, met))
+    assert sum(map(len, journals.answers.values())) > 0
+    assert lost_answers(tmp_path / "clock", journals) == []
