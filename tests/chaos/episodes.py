@@ -1,8 +1,9 @@
 """Disturb a lifecycle in the middle of episodes of many turns.
 
 `python -m tests.chaos.episodes --cases 20 --seed 0` strikes as `tests.chaos.harness` does, and only while an episode is
-open: its environment has answered, and not for the last time. Then it strikes a lifecycle whose environment tells the
-time, so that no two of them are alike: what was answered before a blow must be what was learned from in the end.
+open: its environment has answered, and not for the last time, or the next attempt begins to go on with it. Then it
+strikes a lifecycle whose environment tells the time, so that no two of them are alike: what was answered before a blow
+must be what was learned from in the end.
 """
 
 from __future__ import annotations
