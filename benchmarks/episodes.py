@@ -262,7 +262,7 @@ def main() -> None:
         line((count, case, *columns))
     for count in options.episodes:
         digests = {r.digest for (of, _), found in results.items() if of == count for r in found}
-        print(f"\n{count} episodes: {len(digests)} different rollouts, however many cohorts")
+        print(f"\n{count} episodes: {len(digests)} different rollouts in {len(CASES)} cases")
 
 
 if __name__ == "__main__":
