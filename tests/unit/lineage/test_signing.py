@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.keys import read_rotations, rotate, trusted_keys
+from xray_runtime.lineage.keys import adopt, read_rotations, root_keys, rotate, trusted_keys
 from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
     SignatureProblem,
     TrustedKey,
     Verifier,
     envelope,
     fingerprint,
+    has_signing_key,
     make_key,
     public_bytes,
     public_key,
@@ -129,20 +131,51 @@ def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: P
     assert sorted(path.name for path in private.parent.iterdir()) == ["signing.pem", "signing.pub"]
 
 
-def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
-    rsa_like = tmp_path / "key.pem"
-    from cryptography.hazmat.primitives.asymmetric import ed25519
+def test_a_key_that_was_handed_over_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_signing_key(tmp_path)
+    signing_key(tmp_path)
+    assert has_signing_key(tmp_path)
+    make_key(tmp_path / "own.pem")
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "own.pem"))
+    assert has_signing_key(tmp_path / "other")
+    assert signing_key(tmp_path / "other") == tmp_path / "own.pem"
+    assert not (tmp_path / "other" / "keys" / "signing.pem").exists()
+    # Of one directory there is one key.
+    with pytest.raises(ConfigError, match=r"own\.pem' is not the key "):
+        signing_key(tmp_path)
 
-    rsa_like.write_bytes(
+
+def test_keys_of_what_was_imported_are_trusted_beside_the_own(tmp_path: Path) -> None:
+    own, other = public_key(tmp_path), tmp_path / "elsewhere" / "other.pub"
+    other.parent.mkdir()
+    make_key(tmp_path / "other.pem")
+    other.write_bytes(public_bytes(tmp_path / "other.pem"))
+    # There is none yet; the name is where it will be.
+    assert root_keys(tmp_path) == [own]
+    adopt(tmp_path, [other], [])
+    [imported] = (tmp_path / "keys" / "trusted").iterdir()
+    assert root_keys(tmp_path) == [imported]
+    signing_key(tmp_path)
+    assert root_keys(tmp_path) == [own, imported]
+    assert {key.sha256 for key in trusted_keys(tmp_path)} == {fingerprint(own), fingerprint(other)}
+    # Whoever can put a link there cannot have other keys trusted.
+    shutil.rmtree(imported.parent)
+    imported.parent.symlink_to(other.parent)
+    assert root_keys(tmp_path) == [own]
+
+
+def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    path.write_bytes(
         ed25519.Ed25519PrivateKey.generate().private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
     )
     with pytest.raises(ConfigError, match=r"key\.pem' is not an elliptic-curve key$"):
-        public_bytes(rsa_like)
-    rsa_like.write_text("no key")
+        public_bytes(path)
+    path.write_text("no key")
     with pytest.raises(ConfigError, match=r"cannot be used: not an unencrypted PEM private key$"):
-        public_bytes(rsa_like)
+        public_bytes(path)
     with pytest.raises(ConfigError, match=r"cannot be used: No such file or directory$"):
         public_bytes(tmp_path / "none.pem")
 
@@ -205,6 +238,11 @@ def test_a_retired_key_is_trusted_until_it_was_taken_over_from(rotated: Path) ->
     keys = {key.sha256: key.until for key in trusted_keys(rotated)}
     assert keys == {rotation.retired: rotation.at, rotation.successor: None}
     assert rotation.successor == fingerprint(public_key(rotated))
-    # From a copy of the old key one comes to the new one.
+    # Of two keys that are elsewhere, a stranger's leads to none of these…
+    stranger = rotated / "stranger.pub"
+    make_key(rotated / "stranger.pem")
+    stranger.write_bytes(public_bytes(rotated / "stranger.pem"))
+    assert [key.sha256 for key in trusted_keys(rotated, stranger)] == [fingerprint(stranger)]
+    # …and from a copy of the old one of these one comes to the new one.
     old = shutil.copy(retired_file(rotated, ".pub"), rotated / "old.pub")
     assert {key.sha256: key.until for key in trusted_keys(rotated, Path(old))} == keys
