@@ -85,7 +85,8 @@ def test_a_run_that_ended_has_signed(tmp_path: Path, status: str, codes: int) ->
 
 def test_a_run_that_goes_on_has_no_end_on_record(tmp_path: Path) -> None:
     ended(tmp_path)
-    begin_run(tmp_path, "run-1")
+    for _ in range(2):
+        begin_run(tmp_path, "run-1")
     assert found(tmp_path) == [("lifecycle.json", "run-unsigned")]
     ended(tmp_path)
     assert found(tmp_path) == []
@@ -98,6 +99,16 @@ def test_the_last_run_counts_whatever_its_name(tmp_path: Path) -> None:
     (tmp_path / "attestations" / "b.sig").unlink()
     assert found(tmp_path) == [("attestations/b.json", "run-unsigned")]
     assert found(tmp_path, last_only=True) == []
+
+
+def test_what_an_earlier_run_alone_left_is_held_too(tmp_path: Path) -> None:
+    ended(tmp_path, "a")
+    (tmp_path / REPORT).write_text("of b")
+    said(tmp_path, "completed", "b")
+    sign_run(tmp_path, "b", [tmp_path / REPORT, tmp_path / "lifecycle.json"], {}, signing_key(tmp_path))
+    assert found(tmp_path) == []
+    (tmp_path / METRICS).write_text("other")
+    assert found(tmp_path) == [(METRICS, "run-changed")]
 
 
 def test_a_statement_of_another_run_is_none(tmp_path: Path) -> None:
