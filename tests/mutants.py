@@ -79,14 +79,14 @@ def change(mutant: str) -> str:
 
 
 def decides(mutant: str) -> bool:
-    """Whether it changes an operator, a number or a constant, and no mere text or argument: those that put None in
-    place of a value or leave an argument out crash or show in what is said."""
+    """Whether it changes an operator, a number or a constant, or leaves out an argument by name. Another text, or None
+    in place of a value, mostly crashes or shows in what is said."""
 
     def words(text: str) -> Counter[str]:
         return Counter(re.findall(r"\w+|[<>=!+\-*/%&|^]+", re.sub(r'"(?:[^"\\]|\\.)*"', "", text)))
 
     before, after = map(words, lines(mutant))
-    return "not" in before - after or not set(after - before) <= {"None"}
+    return bool({"not", "="} & set(before - after)) or not set(after - before) <= {"None"}
 
 
 def drawn(mutant: str) -> bool:
