@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.unit.stages import test_ppo_loop, test_preference_loops
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, plain
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, plain
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import RewardTerm
@@ -68,7 +68,7 @@ class Faulty(World):
     """Which of the role's calls of the method it is, from 0."""
 
 
-class Broken(FakeModel):
+class Broken(PPOModel):
     """A fake WholeModel whose answer is changed."""
 
     calls = 0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, FakeModel, World, attempt, inputs, plain
+from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, PPOModel, World, attempt, inputs, plain
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
@@ -357,7 +357,7 @@ def test_ground_truth_comes_with_the_prompts(inputs: PPOInputs, tmp_path: Path) 
 GOOD = ":"
 
 
-class Wordier(FakeModel):
+class Wordier(PPOModel):
     """Each version replies with one good sign less and three others more."""
 
     tokenizer: Any = None

@@ -12,7 +12,7 @@ import pytest
 
 import xray
 from tests.unit.stages import sample_environments
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs  # noqa: F401  (a fixture)
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs  # noqa: F401  (a fixture)
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
@@ -26,7 +26,7 @@ JUDGED = [1.0, 5.0, 5.0, 2.0]
 """What the judge says of all replies of each version."""
 
 
-class Saving(FakeModel):
+class Saving(PPOModel):
     """Saves which version it is."""
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:

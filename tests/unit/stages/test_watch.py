@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.stages import test_ppo_loop
 from tests.unit.stages.recorder import FakeRecorder
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, logprob
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, logprob
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.stages.answer import Answer
@@ -23,7 +23,7 @@ inputs = test_ppo_loop.inputs
 ITERATIONS = 12
 
 
-class Longer(FakeModel):
+class Longer(PPOModel):
     """Replies have a token more each iteration, and no two pairs of tokens alike."""
 
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
