@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.run_statement import begin_run, check_runs, sign_run
 from xray_runtime.lineage.signing import Verifier, sign, signing_key
 
@@ -34,13 +34,13 @@ def found(output: Path, **options: Any) -> list[tuple[str, str]]:
     return [(f.subject, f.code) for f in check_runs(output, Verifier(trusted_keys(output)), **options)]
 
 
-def signed_again(output: Path, change: Callable[[dict[str, Any]], object], run: str = "run-1") -> None:
-    path = output / "attestations" / f"{run}.json"
+def signed_again(output: Path, change: Callable[[dict[str, Any]], object], key: Path | None = None) -> None:
+    path = output / "attestations" / "run-1.json"
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
     path.with_suffix(".sig").unlink()
-    sign(path, path.with_suffix(".sig"), signing_key(output))
+    sign(path, path.with_suffix(".sig"), key or signing_key(output))
 
 
 def _linked(path: Path) -> None:
@@ -116,6 +116,17 @@ def test_a_statement_of_another_run_is_none(tmp_path: Path) -> None:
     for suffix in (".json", ".sig"):
         (tmp_path / "attestations" / f"a{suffix}").rename(tmp_path / "attestations" / f"b{suffix}")
     assert found(tmp_path) == [("lifecycle.json", "run-unsigned"), ("attestations/b.json", "run-unsigned")]
+
+
+def test_a_retired_key_vouches_for_runs_that_ended_before(tmp_path: Path) -> None:
+    ended(tmp_path)
+    old = tmp_path / "old.pem"
+    old.write_bytes(signing_key(tmp_path).read_bytes())
+    rotate(tmp_path, by="a person", note="")
+    assert found(tmp_path) == []
+    later = {"at": "2099-01-01T00:00:00+00:00"}
+    signed_again(tmp_path, lambda content: content["predicate"].update(later), key=old)
+    assert found(tmp_path) == [("attestations/run-1.json", "run-unsigned")]
 
 
 @pytest.mark.parametrize("name", ["../outside", "records/../../outside", "{outside}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,17 @@ def test_only_checkpoints_are_parents(policy: Path) -> None:
         dependencies.append({"name": "policy", "uri": uri, "digest": {"sha256": OTHER}})
     dependencies.append({"name": "without", "uri": "xray:x"})
     assert Statement.model_validate(text).parents == before
+
+
+def test_its_one_text_is_in_the_names_of_in_toto_and_slsa(policy: Path) -> None:
+    text = read_statement(policy).to_bytes()
+    assert text == (policy / "attestation" / "statement.json").read_bytes()
+    content = json.loads(text)
+    assert text.decode() == json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+    assert set(content) == {"_type", "subject", "predicateType", "predicate"}
+    assert content["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert set(content["predicate"]) == {"buildDefinition", "runDetails"}
+    assert set(content["predicate"]["runDetails"]) == {"builder", "metadata", "xray_run"}
 
 
 def test_a_statement_with_nan_is_not_written(policy: Path) -> None:
