@@ -44,10 +44,10 @@ GUARDS = {
     "lineage/signing": "lineage/test_signing.py",
     "lineage/statement": "lineage/test_statement.py",
     "lineage/terms": "lineage/test_terms.py",
-    "stages/checks": "stages/test_graph.py stages/test_validation.py",
+    "stages/checks": "stages/test_graph.py stages/test_validation.py stages/test_benchmark.py",
     "stages/finite": "stages/test_non_finite.py",
     "stages/independence": "stages/test_independence.py",
-    "stages/judging": "stages/test_judging.py stages/test_evaluate.py",
+    "stages/judging": "stages/test_judging.py stages/test_evaluate.py stages/test_compare.py",
     "stages/ledger": "stages/test_ledger.py",
     "stages/policy_versions": "stages/test_validation.py stages/test_watch.py",
     "stages/reward_sources": "stages/test_reward_sources.py",
@@ -59,7 +59,7 @@ GUARDS = {
     "store/identity": "store/test_identity.py",
     "store/manifest": "store/test_identity.py",
     "store/shared": "test_shared.py",
-    "store/snapshots": "test_snapshots.py",
+    "store/snapshots": "test_snapshots.py test_shared.py",
 }
 """Module → its tests below tests/unit."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,22 @@ def test_another_build_of_the_same_key_is_left_alone(tmp_path: Path) -> None:
         ref = publish(tmp_path)
         assert (first / "half").read_bytes() == b"x"
     assert list(tmp_path.iterdir()) == [ref.path]
+
+
+def test_only_what_lies_beside_the_files_at_the_top_is_no_part_of_them(tmp_path: Path) -> None:
+    ref = publish(tmp_path)
+    for name in ("README.md", "attestation.sig", "attestation/statement.json", "attestation/deep/x"):
+        (ref.path / name).parent.mkdir(exist_ok=True)
+        (ref.path / name).write_text("x")
+    assert verify(ref.path, ref.sha256) == []
+    for name in ("head/README.md", "head/attestation/x", "head/deep/attestation/x"):
+        (ref.path / name).parent.mkdir(exist_ok=True, parents=True)
+        (ref.path / name).write_text("x")
+        assert verify(ref.path) == [f"{name} was added"]
+        (ref.path / name).unlink()
+    shutil.rmtree(ref.path / "attestation")
+    (ref.path / "attestation").symlink_to(tmp_path)
+    assert verify(ref.path) == ["attestation was added"]
 
 
 def test_a_record_is_read_up_to_its_bound_and_no_link_or_pipe_is(tmp_path: Path) -> None:

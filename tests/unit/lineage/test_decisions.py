@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -77,6 +78,24 @@ def test_the_same_registration_again_is_one_decision(tmp_path: Path, unsigned: N
     for number, name in ((1, "a"), (1, "a"), (2, "b"), (1, "a"), (2, "a"), (1, "a")):
         register(tmp_path, number, name)
     assert [(d["name"], d["version"]) for d in chain(tmp_path)] == [("a", "1"), ("b", "2"), ("a", "2"), ("a", "1")]
+
+
+def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        **{"action": "promote", "name": "policy", "alias": "champion", "version": "3", "checkpoint": f"{3:064x}"},
+        **{"by": "Ada", "note": "as agreed", "gates": [{"name": "max_kl", "passed": True, "reason": "KL 1.0"}]},
+        **{"gates_from": "the defaults", "evidence": {"evaluation": f"{4:064x}"}},
+    }
+    decide(tmp_path, signing_key(tmp_path), **given)
+    register(tmp_path, 4, "other")
+    [first, second] = chain(tmp_path)
+    assert {name: first[name] for name in given} == given
+    assert first["previous"] == "0" * 64
+    assert second["previous"] == hashlib.sha256((tmp_path / FOLDER / "000001.json").read_bytes()).hexdigest()
+    subject = json.loads((tmp_path / FOLDER / "000001.json").read_text())["subject"]
+    assert subject == [{"name": "policy/3", "digest": {"sha256": f"{3:064x}"}}]
+    assert broken(tmp_path) == []
+    assert current(tmp_path)["policy", "champion"].version == "3"
 
 
 def _sql(*statements: str) -> Callable[[Path], object]:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.keys import adopt, read_rotations, root_keys, rotate, trusted_keys
+from xray_runtime.lineage.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
     SignatureProblem,
@@ -154,6 +154,8 @@ def test_keys_of_what_was_imported_are_trusted_beside_the_own(tmp_path: Path) ->
     assert root_keys(tmp_path) == [own]
     adopt(tmp_path, [other], [])
     [imported] = (tmp_path / "keys" / "trusted").iterdir()
+    for folder in (imported.parent, imported.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
     assert root_keys(tmp_path) == [imported]
     signing_key(tmp_path)
     assert root_keys(tmp_path) == [own, imported]
@@ -231,6 +233,21 @@ def test_a_rotation_under_the_name_of_another_key_is_none(rotated: Path) -> None
     rotations, problems = read_rotations(rotated)
     assert rotations == []
     assert sorted(name for name, _ in problems)[0] == f"keys/retired/{'0' * 16}.json"
+
+
+def test_links_among_what_was_retired_are_not_read(rotated: Path) -> None:
+    folder, elsewhere = rotated / "keys" / "retired", rotated / "elsewhere"
+    (folder / "folder.json").mkdir()
+    assert len(retirement_files(rotated)) == 4
+    for path in retirement_files(rotated):
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        assert path not in retirement_files(rotated)
+        path.unlink()
+        elsewhere.rename(path)
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert retirement_files(rotated) == []
 
 
 def test_a_retired_key_is_trusted_until_it_was_taken_over_from(rotated: Path) -> None:
