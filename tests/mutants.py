@@ -37,7 +37,7 @@ NOTICED = {"killed", "timeout"}
 ONE_IN = 6
 GUARDS = {
     "lineage/decisions": "lineage/test_decisions.py",
-    "lineage/gates": "lineage/test_custody.py lineage/test_judgements.py",
+    "lineage/gates": "lineage/test_independence.py lineage/test_custody.py lineage/test_judgements.py",
     "lineage/independence": "lineage/test_independence.py",
     "lineage/keys": "lineage/test_signing.py lineage/test_keys.py test_shared.py",
     "lineage/run_statement": "lineage/test_run_statement.py",
@@ -50,7 +50,7 @@ GUARDS = {
     "stages/judging": "stages/test_judging.py stages/test_evaluate.py stages/test_compare.py",
     "stages/ledger": "stages/test_ledger.py",
     "stages/policy_versions": "stages/test_validation.py stages/test_watch.py",
-    "stages/reward_sources": "stages/test_reward_sources.py",
+    "stages/reward_sources": "stages/test_reward_sources.py stages/test_episodes.py",
     "stages/validation": "stages/test_validation.py",
     "stages/watch": "stages/test_watch.py",
     "store/checkpoints": "test_store.py test_shared.py",
@@ -123,7 +123,8 @@ def tried(mutants: dict[str, list[str]]) -> dict[str, bool]:
     os.chdir(MUTANTS)
     sys.path.insert(0, str(MUTANTS))
     set_mutant_under_test("")
-    if run_tests("--collect-only", *sorted({path for tests in mutants.values() for path in tests})):
+    every = sorted({path for tests in mutants.values() for path in tests})
+    if run_tests("--collect-only", *every):
         raise SystemExit("the tests of the guards cannot be collected")
     running: dict[int, str] = {}
     noticed: dict[str, bool] = {}
@@ -133,7 +134,7 @@ def tried(mutants: dict[str, list[str]]) -> dict[str, bool]:
         # No test at all notices nothing.
         noticed[running.pop(pid)] = os.waitstatus_to_exitcode(status) not in (0, 5)
 
-    for mutant, tests in mutants.items():
+    for mutant, tests in {"": every, **mutants}.items():
         if len(running) == os.cpu_count():
             wait()
         child = os.fork()
@@ -144,11 +145,14 @@ def tried(mutants: dict[str, list[str]]) -> dict[str, bool]:
     while running:
         wait()
     os.chdir(ROOT)
+    if noticed.pop(""):
+        raise SystemExit("a test of the guards fails where nothing is changed")
     return noticed
 
 
 def main() -> int:
-    subprocess.run([MUTMUT, "run", *(sys.argv[1:] or ["xray_runtime.algorithms.*"])], cwd=ROOT, check=True)
+    os.chdir(ROOT)
+    subprocess.run([MUTMUT, "run", *(sys.argv[1:] or ["xray_runtime.algorithms.*"])], check=True)
     codes = codes_in((CHANGED / "algorithms").rglob("*.meta"))
     noticed = {name: status_by_exit_code[code] in NOTICED for name, code in codes.items()} | tried(sample())
     survivors = {change(name) for name, was_noticed in noticed.items() if not was_noticed}

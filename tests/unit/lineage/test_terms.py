@@ -90,9 +90,9 @@ def test_the_path_is_the_shortest(tmp_path: Path) -> None:
     life.add("between", "sft", WEIGHTS, {"base": "base"})
     life.add("sft", "sft", WEIGHTS, {"base": "between"})
     life.add("aside", "sft", WEIGHTS, {"base": "base"})
-    ppo = life.add("ppo", "ppo", WEIGHTS, {"policy": "sft", "reference": "between"})
-    reason = check_licenses(open_lineage_store(life.output, None).graph, ppo.sha256, ["MIT"]).reason
-    way = " → ".join(f"{name} {life.done[name].sha256[:12]}" for name in ("base", "between", "ppo"))
+    tuned = life.add("tuned", "ppo", WEIGHTS, {"policy": "sft", "reference": "between"})
+    reason = check_licenses(open_lineage_store(life.output, None).graph, tuned.sha256, ["MIT"]).reason
+    way = " → ".join(f"{name} {life.done[name].sha256[:12]}" for name in ("base", "between", "tuned"))
     assert reason.startswith(f"some/base (base.model) has no licence on record: {way}; ")
 
 

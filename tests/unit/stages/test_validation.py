@@ -23,6 +23,7 @@ from tests.unit.stages.test_ppo_loop import (  # noqa: F401  (a fixture)
 )
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import Route
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
@@ -70,7 +71,10 @@ def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
     for path in inputs.prompts.path.iterdir():
         if path.is_file():
             (data / path.name).write_bytes(path.read_bytes())
-    rows = [Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x") for i in range(ASKED)]
+    rows = [
+        Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x", columns=f'{{"task": "task {i}"}}')
+        for i in range(ASKED)
+    ]
     write_pairs(data / "validation.arrow", Example, rows)
     return replace(inputs, prompts=Dataset(data))
 
@@ -147,6 +151,18 @@ def test_in_an_environment_its_episodes_are_looked_at(validated: PPOInputs, tmp_
     assert recorder.points[0]["validation/score"] == 1.5
     _, _, judged = trained(validated, tmp_path / "judged", Judge([1.0, 2.0]), kept=tmp_path / "other", **fields)
     assert (judged["scored_by"], judged["scores"]) == (["judge"], {"0": 1.0, "1": 2.0})
+
+
+def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def judge(prompts: Sequence[str], replies: Sequence[str], task: Sequence[str]) -> list[float]:
+        asked.append([f"{prompt[-1]} {name}" for prompt, name in zip(prompts, task, strict=True)])
+        return [1.0] * len(replies)
+
+    term = RewardTerm(function="judge", when=Route(column="task", equals="task 1"))
+    trained(validated, tmp_path / "out", judge, judges=[term], iterations=1)
+    assert asked == [["1 task 1"]] * 2
 
 
 class OnTrunk(Saving):
