@@ -1,9 +1,12 @@
 """Which changes of the code does no test notice? `make mutants`, with mutmut.
 
 Of `algorithms` every change that mutmut knows is tried. Of the guards in `lineage`, `store` and `stages` (`GUARDS`) one
-in `ONE_IN` is: of those that change what is decided, an operator, a number or a constant. Which ones is drawn by the
-digest of the mutant's name, so that an edit of another function changes nothing. Tests of a guard are those of its own
-files, so that what fails says where.
+in `ONE_IN` is, of those that decide something: an operator, a number, a constant, an argument by name. The digest of
+the mutant's name draws them: an edit of another function changes nothing. Each is run against the tests of its module.
+
+No guard here: modules whose tests read the code of X-ray itself (`function_digest`, `module_graph`) or share what was
+made once for all of them (`attestation`, `provenance`); and those that nobody has gone through yet (`bundle`,
+`promotion`, `replay`, `retention`, `scoring`, `experience`, `episodes`).
 
 Fails where a change survives that tests/survivors.toml does not list, with why no test can tell it from the code, and
 where one is listed that does not survive.
