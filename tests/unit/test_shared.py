@@ -16,7 +16,7 @@ from tests.unit.test_store import KEY, publish
 from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.keys import exchange_keys, trusted_keys
+from xray_runtime.lineage.keys import exchange_keys, read_rotations, rotate, trusted_keys
 from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
 from xray_runtime.stages.identify import identify
 from xray_runtime.stages.kinds import FRESH_BASE
@@ -364,6 +364,19 @@ def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_pat
     second.clear()
     assert objects(shared) == []
     assert Snapshots(tmp_path / "c" / "ppo-1", 1).kept is None
+
+
+def test_a_retired_key_comes_along_as_one_that_is_retired(shared: SharedStore, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    for output in (ours, theirs):
+        signing_key(output)
+    rotate(ours, by="a person", note="")
+    for output in (ours, theirs):
+        exchange_keys(output, shared)
+    [rotation] = read_rotations(ours)[0]
+    assert read_rotations(theirs) == ([rotation], [])
+    until = {key.sha256: key.until for key in trusted_keys(theirs)}
+    assert until == {rotation.retired: rotation.at, rotation.successor: None, fingerprint(public_key(theirs)): None}
 
 
 def test_directories_that_share_a_store_trust_each_others_keys(shared: SharedStore, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.store.checkpoints import Store, load_manifest, verify
+from xray_runtime.store.checkpoints import Store, load_manifest, read_bounded, verify
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
@@ -104,6 +105,60 @@ def test_a_sound_checkpoint_stays_and_a_damaged_one_is_kept_aside(tmp_path: Path
     assert again == ref
     assert verify(again.path, again.sha256) == []
     assert ref.path.with_name(ref.path.name + ".damaged-1").is_dir()
+
+
+def test_what_was_damaged_is_kept_each_time(tmp_path: Path) -> None:
+    ref = publish(tmp_path)
+    for content in (b"first", b"second"):
+        (ref.path / "model.bin").write_bytes(content)
+        publish(tmp_path)
+    kept = [ref.path.with_name(f"{ref.path.name}.damaged-{number}") / "model.bin" for number in (1, 2)]
+    assert [path.read_bytes() for path in kept] == [b"first", b"second"]
+
+
+def test_a_name_is_not_enough_to_be_found(tmp_path: Path) -> None:
+    """A directory is named by the first digits of its key."""
+    ref, store = publish(tmp_path), Store(tmp_path)
+    assert store.find("sft", KEY) == ref
+    assert store.find("sft", KEY[:12] + "0" * 52) is None
+    assert store.find("dpo", KEY) is None
+    flip(ref.path / "model.bin")
+    assert store.find("sft", KEY) is None
+
+
+def test_another_build_of_the_same_key_is_left_alone(tmp_path: Path) -> None:
+    with Store(tmp_path).building("sft", KEY) as first:
+        (first / "half").write_bytes(b"x")
+        ref = publish(tmp_path)
+        assert (first / "half").read_bytes() == b"x"
+    assert list(tmp_path.iterdir()) == [ref.path]
+
+
+def test_only_what_lies_beside_the_files_at_the_top_is_no_part_of_them(tmp_path: Path) -> None:
+    ref = publish(tmp_path)
+    for name in ("README.md", "attestation.sig", "attestation/statement.json", "attestation/deep/x"):
+        (ref.path / name).parent.mkdir(exist_ok=True)
+        (ref.path / name).write_text("x")
+    assert verify(ref.path, ref.sha256) == []
+    for name in ("head/README.md", "head/attestation/x", "head/deep/attestation/x"):
+        (ref.path / name).parent.mkdir(exist_ok=True, parents=True)
+        (ref.path / name).write_text("x")
+        assert verify(ref.path) == [f"{name} was added"]
+        (ref.path / name).unlink()
+    shutil.rmtree(ref.path / "attestation")
+    (ref.path / "attestation").symlink_to(tmp_path)
+    assert verify(ref.path) == ["attestation was added"]
+
+
+def test_a_record_is_read_up_to_its_bound_and_no_link_or_pipe_is(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_bytes(b"12345")
+    assert read_bounded(path, 5) == b"12345"
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe")
+    for name, limit in (("record", 4), ("link", 5), ("pipe", 5)):
+        with pytest.raises(ValueError, match=f"{name}: a link, not a file, or larger than {limit} bytes"):
+            read_bounded(tmp_path / name, limit)
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:

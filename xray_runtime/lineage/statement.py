@@ -24,7 +24,8 @@ P = TypeVar("P", bound=BaseModel)
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # Else pydantic writes null for NaN, which then nobody refuses.
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants")
 
 
 class Digests(_Model):
@@ -57,7 +58,7 @@ class InTotoRecord(_Model, Generic[P]):
     def to_text(self) -> str:
         """The one text of this record."""
         content = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class External(_Model):

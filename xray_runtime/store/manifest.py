@@ -32,7 +32,8 @@ class FileEntry(BaseModel):
 class Manifest(BaseModel):
     """Everything here follows from the inputs alone: no time, no host, no path, no run id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Else pydantic writes null for NaN, which then nobody refuses.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     format: int = 2
     stage: str

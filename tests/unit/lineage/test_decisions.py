@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -79,6 +80,24 @@ def test_the_same_registration_again_is_one_decision(tmp_path: Path, unsigned: N
     assert [(d["name"], d["version"]) for d in chain(tmp_path)] == [("a", "1"), ("b", "2"), ("a", "2"), ("a", "1")]
 
 
+def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        **{"action": "promote", "name": "policy", "alias": "champion", "version": "3", "checkpoint": f"{3:064x}"},
+        **{"by": "Ada", "note": "as agreed", "gates": [{"name": "max_kl", "passed": True, "reason": "KL 1.0"}]},
+        **{"gates_from": "the defaults", "evidence": {"evaluation": f"{4:064x}"}},
+    }
+    decide(tmp_path, signing_key(tmp_path), **given)
+    register(tmp_path, 4, "other")
+    [first, second] = chain(tmp_path)
+    assert {name: first[name] for name in given} == given
+    assert first["previous"] == "0" * 64
+    assert second["previous"] == hashlib.sha256((tmp_path / FOLDER / "000001.json").read_bytes()).hexdigest()
+    subject = json.loads((tmp_path / FOLDER / "000001.json").read_text())["subject"]
+    assert subject == [{"name": "policy/3", "digest": {"sha256": f"{3:064x}"}}]
+    assert broken(tmp_path) == []
+    assert current(tmp_path)["policy", "champion"].version == "3"
+
+
 def _sql(*statements: str) -> Callable[[Path], object]:
     def change(index: Path) -> None:
         with sqlite3.connect(index) as database:
@@ -115,7 +134,8 @@ WRONG: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_index_gives_no_wrong_decision(wrong: str, tmp_path: Path, unsigned: None) -> None:
-    for number, name in ((1, "a"), (2, "b"), (2, "a")):
+    # The last one is read anew whatever the index says: what it may be wrong about lies before.
+    for number, name in ((1, "a"), (2, "b"), (2, "a"), (3, "b")):
         register(tmp_path, number, name)
     WRONG[wrong](tmp_path / FOLDER / INDEX)
     # Version 1 was the candidate before version 2: to register it again is a decision.
@@ -126,7 +146,7 @@ def test_a_wrong_index_gives_no_wrong_decision(wrong: str, tmp_path: Path, unsig
     found = [(d["name"], d["version"]) for d in chain(tmp_path)]
     # Where the index knows no last decision about an alias, a registration may stand there twice.
     assert [pair for i, pair in enumerate(found) if i == 0 or found[i - 1] != pair] == [
-        ("a", "1"), ("b", "2"), ("a", "2"), ("a", "1"), ("b", "5"),
+        ("a", "1"), ("b", "2"), ("a", "2"), ("b", "3"), ("a", "1"), ("b", "5"),
     ]  # fmt: skip
     assert list(check_chain(tmp_path, None)) == []
     assert {pair: d.version for pair, d in current(tmp_path).items()} == {

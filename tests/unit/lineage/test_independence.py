@@ -42,10 +42,12 @@ def evaluated(
     people: float | None = None,
     verdicts: str | None = None,
     policy: str = "ppo-2",
+    second: str | None = None,
     **sources: Any,
 ) -> tuple[Any, Any]:
-    """(graph, evaluation) with the judge `judges.0` and what else judges; `people` say that score difference."""
-    terms = [{"model": "judges.0"}] if judge else []
+    """(graph, evaluation) with one or two reward models and what else judges; `people` say that much."""
+    models = {f"judges.{number}": model for number, model in enumerate((judge, second)) if model}
+    terms = [{"model": role} for role in models]
     config = EvaluationConfig.model_validate({"judges": terms, "gold": gold, "num_prompts": 8, **sources})
     files = {"evaluation.json": b"", "samples.json": b"[]", "prompts.json": b"[]"}
     said = {name: judged(0.6, 0.2) for name in config.judging}
@@ -53,7 +55,7 @@ def evaluated(
     numbers = {"samples": 6, "kl": 1.0, "length_before": 8.0, "length_after": 8.0, "judges": said}
     files["evaluation.json"] = json.dumps(numbers | {"reward_before": 0.0, "reward_after": 1.0}).encode()
     roles = {"policy": policy, "against": "sft", "prompts": "prepare", "rewards.0": "reward"}
-    roles |= {"judges.0": judge} if judge else {}
+    roles |= models
     roles |= {"verdicts": verdicts} if verdicts else {}
     dumped = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
     ref = life.add("evaluate-2", "evaluate", files, roles, dumped)
@@ -137,6 +139,15 @@ def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
     assert why.endswith("is not in the store")
 
 
+def test_every_judge_is_looked_at(life: Lifecycle) -> None:
+    """The first shows in the graph, the second in what stands in its pairs alone."""
+    pairs(life, "overlapping", range(18, 40))
+    reward_model(life, "other", "overlapping")
+    found = not_independent(*evaluated(life, "reward", second="other"))
+    assert found["judges.0"].endswith("was trained against it")
+    assert found["judges.1"].startswith("2 of the pairs in overlapping ")
+
+
 def test_a_judge_beside_one_that_does_not_count_still_counts(life: Lifecycle) -> None:
     graph, evaluation = evaluated(life, "reward", gold="vader")
     assert list(not_independent(graph, evaluation)) == ["judges.0"]
@@ -161,6 +172,34 @@ def test_people_count_where_their_verdicts_are_an_input(life: Lifecycle) -> None
     gates = failed(*evaluated(life, None, people=0.2, num_prompts=10))
     assert set(gates) == {"min_win_rate", "max_judge_drop"}
     assert all("nothing judges evaluate-2" in gate.reason for gate in gates.values())
+
+
+@pytest.mark.parametrize("judges", [None, [], "gold", {"gold": None}, {"gold": {"judges": 1}}])
+def test_what_is_no_word_of_a_judge_opens_no_gate(life: Lifecycle, judges: Any) -> None:
+    _, evaluation = evaluated(life, None, gold="vader")
+    assert failed(*said_anew(life, evaluation)) == {}
+    gates = failed(*said_anew(life, evaluation, judges=judges))
+    assert set(gates) == {"min_win_rate", "max_judge_drop"}
+    assert all("nothing judges evaluate-2" in gate.reason for gate in gates.values())
+
+
+@pytest.mark.parametrize("rewarded", [True, False])
+@pytest.mark.parametrize(("delta", "holds"), [(0.2, True), (0.0, True), (-0.01, False), (None, False)])
+def test_a_judge_sees_a_fall_with_and_without_a_reward(
+    life: Lifecycle, delta: float | None, holds: bool, rewarded: bool
+) -> None:
+    _, evaluation = evaluated(life, None, gold="vader")
+    reward = {} if rewarded else {"reward_before": None, "reward_after": None}
+    found = said_anew(life, evaluation, judges={"gold": judged(0.6, 0.0) | {"delta": delta}}, **reward)
+    assert set(failed(*found)) == (set() if holds else {"max_judge_drop"})
+
+
+def said_anew(life: Lifecycle, evaluation: Any, **numbers: Any) -> tuple[Any, Any]:
+    """The same evaluation with other numbers."""
+    path = evaluation.directory / "evaluation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | numbers))
+    graph = open_lineage_store(life.output, None).graph
+    return graph, graph.nodes[evaluation.sha256]
 
 
 def test_where_nothing_judges_the_gates_are_closed(life: Lifecycle) -> None:

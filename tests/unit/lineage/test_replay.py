@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.test_commands import xray
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
 from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError
@@ -48,7 +48,7 @@ class WorldOfFiles(World):
     """What the policy is made from."""
 
 
-class SavingModel(FakeModel):
+class SavingModel(PPOModel):
     """Its weights are what it has learned, its other files its parent's."""
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:
@@ -72,7 +72,7 @@ class Published:
 
     output: Path
     inputs: PPOInputs
-    model: type[FakeModel] = SavingModel
+    model: type[PPOModel] = SavingModel
 
     def make(self, scratch: Path, **fields: Any) -> Published:
         lifecycle = Lifecycle(self.output, tracking=False)

@@ -84,6 +84,18 @@ def test_the_path_leads_over_every_checkpoint_between(tmp_path: Path) -> None:
     assert reason == f"some/base (base.model) has the licence Apache-2.0: {way}; allowed: MIT, CC-BY-NC-4.0"
 
 
+def test_the_path_is_the_shortest(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path / "out", tracking=False)
+    life.add("base", "base", WEIGHTS, {}, outside=source("base.model", "some/base"))
+    life.add("between", "sft", WEIGHTS, {"base": "base"})
+    life.add("sft", "sft", WEIGHTS, {"base": "between"})
+    life.add("aside", "sft", WEIGHTS, {"base": "base"})
+    tuned = life.add("tuned", "ppo", WEIGHTS, {"policy": "sft", "reference": "between"})
+    reason = check_licenses(open_lineage_store(life.output, None).graph, tuned.sha256, ["MIT"]).reason
+    way = " → ".join(f"{name} {life.done[name].sha256[:12]}" for name in ("base", "between", "tuned"))
+    assert reason.startswith(f"some/base (base.model) has no licence on record: {way}; ")
+
+
 def test_no_licence_on_record_and_no_record_are_conflicts(tmp_path: Path) -> None:
     life = Lifecycle(tmp_path / "out", tracking=False)
     life.add("base", "base", WEIGHTS, {}, outside=source("base.model", "some/base"))

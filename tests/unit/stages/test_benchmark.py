@@ -209,5 +209,14 @@ def test_what_cannot_be_measured_is_refused_as_the_graph_is_written(fields: dict
     with recording(), pytest.raises(ConfigError) as caught:
         xray.benchmark(xray.base(model="m"), xray.prepare(source="x.jsonl"), **fields)
     assert reason in str(caught.value)
+    with recording():
+        known = xray.prepare(source="x.jsonl", columns=["answer"], validation_fraction=0.1)
+        # Of a checkpoint nothing is known before it is opened.
+        for data in (known, xray.checkpoint("out/checkpoints/prepare-1")):
+            for measured in (
+                {"suite": "pass_at_k", "verifier": {"kind": "math", "column": "answer"}},
+                {"suite": "pass_at_k", "verifier": {"kind": "regex", "pattern": "x"}, "split": "validation"},
+            ):
+                xray.benchmark(xray.base(model="m"), data, **measured)
     with recording(), pytest.raises(ConfigError, match=r"benchmark\.prompts: is required: a Dataset"):
         xray.benchmark(xray.base(model="m"), suite="perplexity")

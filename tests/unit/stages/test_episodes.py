@@ -17,7 +17,7 @@ import pytest
 import xray
 from tests.unit.stages import sample_environments
 from tests.unit.stages.recorder import FakeRecorder
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs, logprob, plain  # noqa: F401  (a fixture)
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs, logprob, plain  # noqa: F401  (a fixture)
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
@@ -33,7 +33,7 @@ HERE = sample_environments.__name__
 OF_TURNS = (0.0, 0.5, 1.0)
 
 
-class Policy(FakeModel):
+class Policy(PPOModel):
     """Says each word in the bytes of "an", which the tokenizer itself would write as one token."""
 
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:

@@ -447,8 +447,28 @@ def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
     xray.ppo(base, data, rewards=[judge], method="grpo")
     xray.best_of_n(base, data, rewards=[judge])
     xray.preferences(policy=base, data=data, source="rewards", rewards=[judge])
+    xray.ppo(base, data, rewards=[judge], method="grpo", samples_per_prompt=2)
     message = refused(lambda: xray.evaluate(base, base, data, rewards=[judge]))
     assert message.startswith("evaluate: rewards.0.judge.opponents: is not allowed where each prompt has one reply")
+
+
+def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> None:
+    data, base = xray.prepare(source="math.jsonl", validation_fraction=0.1), xray.base(model="x")
+    judge: dict[str, Any] = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r"}}
+    given = {"rewards": [brevity], "method": "grpo", "validation": {"every": 1}}
+    xray.ppo(base, data, judges=[judge], **given)
+    judge["judge"]["opponents"] = 2
+    message = refused(lambda: xray.ppo(base, data, judges=[judge], **given))
+    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed where each prompt has one reply")
+
+
+def test_a_reference_is_for_losses_that_have_one(graph: Graph) -> None:
+    data, base = xray.prepare(source="math.jsonl"), xray.base(model="x")
+    pairs = xray.preferences(data=data, source="dataset", path="pairs.jsonl")
+    xray.dpo(base, pairs, reference=base)
+    xray.dpo(base, pairs, loss="simpo", beta=2.0)
+    message = refused(lambda: xray.dpo(base, pairs, reference=base, loss="simpo", beta=2.0))
+    assert message == "dpo-3: reference: is not allowed with loss 'simpo', which has none"
 
 
 def test_a_single_source_needs_no_list(graph: Graph) -> None:

@@ -96,8 +96,10 @@ def test_a_reply_without_a_score_and_a_source_that_does_not_apply(inputs: PPOInp
         assert row["times_trained"] == 1
 
 
-def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", ["kept", "hashed"])
+def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs, tmp_path: Path, tokens: Any) -> None:
     calls: list[int] = []
+    (inputs.prompts.path / MANIFEST).write_text("one")
 
     def late(prompts: list[str], replies: list[str]) -> list[float]:
         calls.append(len(replies))
@@ -112,6 +114,7 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
         functions={"late": late, "own:length": lambda prompts, replies: [len(reply) for reply in replies]},
         resample_rounds=2,
         iterations=1,
+        ledger=LedgerConfig(tokens=tokens),
         **GROUPS,
     )
     rows = shards(tmp_path / "out")[0].table.to_pylist()
@@ -125,6 +128,10 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
     assert all(row["gold"] > 0 for row in rows[:4])
     assert [row["gold"] for row in rows[4:]] == [None] * 4
     assert len({row["seed"] for row in rows}) == 8
+    # Nobody worked out advantages of those; what is hashed has their mean.
+    advantages = [row["advantages_mean" if tokens == "hashed" else "advantages"] for row in rows]
+    assert [bool(found) for found in advantages] == [True] * 4 + [False] * 4
+    assert advantages[4:] == [None if tokens == "hashed" else []] * 4
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 
 from tests.unit.stages import test_ppo_loop, test_preference_loops
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, plain
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, plain
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
 from xray_runtime.stages import dpo, kto
 from xray_runtime.stages.artifacts import Dataset, Model, Preferences
-from xray_runtime.stages.finite import SkippedSteps
+from xray_runtime.stages.finite import SkippedSteps, check_rollout, naming
 from xray_runtime.stages.inputs import DPOInputs, KTOInputs, PPOInputs
 
 NAN, INF = math.nan, math.inf
@@ -67,7 +68,7 @@ class Faulty(World):
     """Which of the role's calls of the method it is, from 0."""
 
 
-class Broken(FakeModel):
+class Broken(PPOModel):
     """A fake WholeModel whose answer is changed."""
 
     calls = 0
@@ -158,6 +159,46 @@ def test_what_is_not_finite_is_refused_by_its_cause(
         # The second call: of scores in iteration 1, of steps in iteration 0.
         assert str(caught.value).startswith(f"ppo, iteration {0 if method == 'train' else 1} (")
         assert not may_retry(caught.value)
+
+
+def rollout(ids: list[list[int]], logprob: float = -1.0, ended: int | None = None) -> Rows:
+    """What a generator gives, every token with the same log-probability."""
+    tokens = Ragged.of(ids)
+    logprobs = Ragged(np.full(len(tokens.values), logprob, np.float32), tokens.offsets)
+    done = np.ones(len(ids) if ended is None else ended, bool)
+    return {"response_ids": tokens, "rollout_logprobs": logprobs, "ended": done}
+
+
+LONGEST = Sampling(max_new_tokens=3, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
+
+
+def test_replies_up_to_the_bounds_are_taken() -> None:
+    check_rollout(rollout([[0, 1, 2], [5]]), 2, LONGEST)
+    check_rollout(rollout([[1]], 5e-5), 1, LONGEST)  # of rounding
+
+
+@pytest.mark.parametrize(
+    ("sampled", "cause"),
+    [
+        (rollout([[1], [2]]), "2 replies to 1 prompts"),
+        (rollout([[1]], ended=2), "1 replies to 1 prompts"),
+        (rollout([[1, 2, 3, 4]]), "a reply of 4 tokens, where max_new_tokens = 3"),
+        (rollout([[1]], 2e-4), "a log-probability above 0"),
+    ],
+    ids=["one too many", "ends of others", "a token too many", "above rounding"],
+)
+def test_a_rollout_beyond_them_is_refused(sampled: Rows, cause: str) -> None:
+    with pytest.raises(RuntimeError, match=CORRUPT + cause):
+        check_rollout(sampled, 1, LONGEST)
+
+
+def test_where_it_happened_is_said_once() -> None:
+    where = "ppo, iteration 3"
+    with pytest.raises(NonFiniteError, match=rf"^{where}: x is nan$"), naming(where), naming(where):
+        raise NonFiniteError("x is nan")
+    # What is something else stays what it is.
+    with pytest.raises(KeyError, match="x"), naming(where):
+        raise KeyError("x")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Later(Ready[T]):
 class Method(Generic[P, T]):
     """A method of one model, which runs its calls one after the other and takes `World.seconds` for each."""
 
-    def __init__(self, model: FakeModel, name: str, function: Callable[P, T]) -> None:
+    def __init__(self, model: PPOModel, name: str, function: Callable[P, T]) -> None:
         self._model, self._name, self._function = model, name, function
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ready[T]:
@@ -107,7 +107,7 @@ def plain(batch: tuple[str, Rows, dict[str, float], float]) -> tuple[Any, ...]:
     return role, columns, *rest
 
 
-class FakeModel:
+class PPOModel:
     """A WholeModel, as far as PPO's loop uses it."""
 
     def __init__(self, role: str, world: World, eos_token_id: int) -> None:
@@ -211,7 +211,7 @@ def attempt(
     functions: Mapping[str, Callable[..., Any]] | None = None,
     kept: Path | None = None,
     kept_shared: SharedFolder | None = None,
-    model: type[FakeModel] = FakeModel,
+    model: type[PPOModel] = PPOModel,
     updates: int | None = None,
     ends_with_last: bool = True,
     **fields: Any,

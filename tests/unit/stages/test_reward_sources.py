@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, FakeModel, World, attempt, inputs, plain
+from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, PPOModel, World, attempt, inputs, plain
 from xray_runtime.algorithms.rewards import SourceScores
+from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -25,7 +26,7 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
-from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
+from xray_runtime.stages.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
 from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.reward_sources import RewardSources
@@ -129,6 +130,27 @@ def models(tmp_path: Path) -> list[Path]:
         train_tokenizer(["a"] * 5, 300).save_pretrained(directory)
         (directory / "reward.json").write_text(json.dumps({"mean": 1.0, "std": std}))
     return [tmp_path / f"reward-{number}" for number in range(3)]
+
+
+def test_models_are_opened_with_their_heads(models: list[Path]) -> None:
+    """Those that a term names, spread as the config says."""
+    frozen = FrozenConfig(precision="bfloat16")
+    config = JudgingConfig(rewards=[RewardTerm(model="rewards.1")], frozen=frozen)
+    given: Any = SimpleNamespace(rewards=[RewardModel(path) for path in models])
+    stage: Any = Stage("s", 0, config, given, RuntimeConfig(), None)  # type: ignore[arg-type]
+    [(role, spec)] = RewardSources(stage).specs().items()
+    assert (role, spec.directory, spec.head) == ("rewards.1", models[1], models[1] / REWARD_HEAD)
+    assert (spec.training, spec.frozen) == (None, frozen)
+
+
+def test_a_source_by_itself_has_its_weight_and_its_deviations(models: list[Path]) -> None:
+    terms = RewardTerm(model="rewards.1", weight=-0.5), RewardTerm(function="f", weight=0.0)
+    found = sources(*terms, models=models, f=as_is)
+    each = found.each(score(found, ["3", "lost"], [{"scores": np.array([5.0, 1.0], np.float32)}]))
+    # Mean 1 and deviation 2: −½ · (5 − 1) / 2. What is only logged is as it scores.
+    assert each["rewards.1"].tolist() == [-1.0, 0.0]
+    assert each["f"][0] == 3.0
+    assert each["f"][1].isnan()
 
 
 def test_an_ensemble_is_one_source(models: list[Path]) -> None:
@@ -357,7 +379,7 @@ def test_ground_truth_comes_with_the_prompts(inputs: PPOInputs, tmp_path: Path) 
 GOOD = ":"
 
 
-class Wordier(FakeModel):
+class Wordier(PPOModel):
     """Each version replies with one good sign less and three others more."""
 
     tokenizer: Any = None

@@ -8,14 +8,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import xray
 from tests.unit.stages import sample_environments
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, inputs  # noqa: F401  (a fixture)
+from tests.unit.stages.test_ppo_loop import (  # noqa: F401  (a fixture)
+    KL_PER_TOKEN,
+    PPOModel,
+    World,
+    attempt,
+    inputs,
+    words,
+)
+from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import Route
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.stages import reward_sources
 from xray_runtime.stages.artifacts import Dataset
 from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import PPOInputs
@@ -26,7 +38,7 @@ JUDGED = [1.0, 5.0, 5.0, 2.0]
 """What the judge says of all replies of each version."""
 
 
-class Saving(FakeModel):
+class Saving(PPOModel):
     """Saves which version it is."""
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:
@@ -59,7 +71,10 @@ def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
     for path in inputs.prompts.path.iterdir():
         if path.is_file():
             (data / path.name).write_bytes(path.read_bytes())
-    rows = [Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x") for i in range(ASKED)]
+    rows = [
+        Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x", columns=f'{{"task": "task {i}"}}')
+        for i in range(ASKED)
+    ]
     write_pairs(data / "validation.arrow", Example, rows)
     return replace(inputs, prompts=Dataset(data))
 
@@ -75,10 +90,10 @@ def trained(
     world, kept = World(), kept or out.parent / "kept"
     kept.mkdir(exist_ok=True)
     terms = {"judges": [RewardTerm(function="judge")]} if judge is not None else {}
-    given: dict[str, Any] = {"iterations": 3, "validation": {"every": 1}} | terms | fields
+    given: dict[str, Any] = {"iterations": 3, "validation": {"every": 1}, "model": Saving} | terms | fields
     functions = {"judge": judge} if judge is not None else None
     recorder = attempt(
-        inputs, out, world, newest=newest, kept=kept, functions=functions, model=Saving,
+        inputs, out, world, newest=newest, kept=kept, functions=functions,
         ends_with_last=False, **given,
     )  # fmt: skip
     return world, recorder, json.loads((out / "validation.json").read_text())
@@ -136,6 +151,46 @@ def test_in_an_environment_its_episodes_are_looked_at(validated: PPOInputs, tmp_
     assert recorder.points[0]["validation/score"] == 1.5
     _, _, judged = trained(validated, tmp_path / "judged", Judge([1.0, 2.0]), kept=tmp_path / "other", **fields)
     assert (judged["scored_by"], judged["scores"]) == (["judge"], {"0": 1.0, "1": 2.0})
+
+
+def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def judge(prompts: Sequence[str], replies: Sequence[str], task: Sequence[str]) -> list[float]:
+        asked.append([f"{prompt[-1]} {name}" for prompt, name in zip(prompts, task, strict=True)])
+        return [1.0] * len(replies)
+
+    term = RewardTerm(function="judge", when=Route(column="task", equals="task 1"))
+    trained(validated, tmp_path / "out", judge, judges=[term], iterations=1)
+    assert asked == [["1 task 1"]] * 2
+
+
+class OnTrunk(Saving):
+    """A policy that holds reference and reward model too."""
+
+    def _score(self, rows: Rows, at_once: int = 1) -> Rows:
+        found = super()._score(rows, at_once)
+        below = Ragged(found["logprobs"].values - np.float32(KL_PER_TOKEN), found["logprobs"].offsets)
+        return found | {"ref_logprobs": below, "rewards.0": (words(rows) % 5).astype(np.float32)}
+
+
+def test_a_reward_model_on_the_policys_trunk_scores_the_same(
+    validated: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, apart, of_its_own = trained(validated, tmp_path / "own", None)
+    monkeypatch.setattr(reward_sources, "same_trunk", lambda path, *trunk: True)
+    fields = {"trainable_layers": 1, "model": OnTrunk}
+    world, together, record = trained(validated, tmp_path / "trunk", None, kept=tmp_path / "k", **fields)
+    assert record == of_its_own
+    assert [p["validation/length"] for p in together.points] == [p["validation/length"] for p in apart.points]
+    assert not any("rewards" in call for call in world.calls)
+
+
+def test_as_many_prompts_as_ranks_are_enough(validated: PPOInputs, tmp_path: Path) -> None:
+    fields = {"iterations": 1, "validation": {"every": 1, "num_prompts": 2}, "frozen": FrozenConfig(num_workhorses=2)}
+    assert trained(validated, tmp_path / "out", Judge(), **fields)[2]["prompts"] == 2
+    with pytest.raises(ValueError, match=r"^ppo.validation: 3 prompts are fewer than the ranks that score them: raise"):
+        trained(validated, tmp_path / "more", Judge(), iterations=1, frozen=FrozenConfig(num_workhorses=4))
 
 
 def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, tmp_path: Path) -> None:

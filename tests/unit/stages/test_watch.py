@@ -12,18 +12,18 @@ import pytest
 
 from tests.unit.stages import test_ppo_loop
 from tests.unit.stages.recorder import FakeRecorder
-from tests.unit.stages.test_ppo_loop import FakeModel, World, attempt, logprob
+from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, logprob
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.watch import ANSWERS, RECORD
+from xray_runtime.stages.watch import ANSWERS, RECORD, read_answers
 
 inputs = test_ppo_loop.inputs
 ITERATIONS = 12
 
 
-class Longer(FakeModel):
+class Longer(PPOModel):
     """Replies have a token more each iteration, and no two pairs of tokens alike."""
 
     def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
@@ -120,6 +120,13 @@ def test_a_person_ends_it_or_nobody_can_be_asked(
     assert (tmp_path / "out" / "model.safetensors").read_text() == "policy after 4"
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["seen"][0].get("by") == (answer.by if answer else None)
+
+
+def test_answers_of_people_are_read_from_the_record(tmp_path: Path) -> None:
+    assert read_answers(tmp_path) == []
+    asked = {"iteration": 9, "signs": {}, "go_on": True, "by": "Ada", "note": "fine"}
+    (tmp_path / RECORD).write_text(json.dumps({"seen": [{"iteration": 4, "signs": {}}, asked]}))
+    assert read_answers(tmp_path) == [Answer(True, "Ada", "fine")]
 
 
 def test_metrics_of_how_varied_replies_are(inputs: PPOInputs, tmp_path: Path) -> None:

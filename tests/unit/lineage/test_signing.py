@@ -1,0 +1,265 @@
+"""What a signature vouches for, and every way in which it does not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
+from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
+    SignatureProblem,
+    TrustedKey,
+    Verifier,
+    envelope,
+    fingerprint,
+    has_signing_key,
+    make_key,
+    public_bytes,
+    public_key,
+    sign,
+    signing_key,
+)
+
+UNTIL = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> Path:
+    """A signed file; its signature is beside it, the key in `keys/`."""
+    path = tmp_path / "record.json"
+    path.write_text('{"a": 1}')
+    sign(path, path.with_suffix(".sig"), signing_key(tmp_path))
+    return path
+
+
+def problem(record: Path, key: TrustedKey, made: str | None = None) -> str | None:
+    """Code of what is wrong with its signature; None where it holds."""
+    try:
+        assert Verifier([key]).check(record, record.with_suffix(".sig"), made) == key.sha256
+    except SignatureProblem as found:
+        return found.code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("2026-03-01T11:59:59+00:00", None),
+        # Keys are retired to the second: what was made in it is still theirs.
+        ("2026-03-01T12:00:00+00:00", None),
+        ("2026-03-01T12:00:01+00:00", "retired"),
+        ("2026-03-01T12:30:00+01:00", None),
+        ("2026-03-01T11:30:00-01:00", "retired"),
+        # Without a time zone nobody knows when that was.
+        ("2026-01-01T00:00:00", "retired"),
+        ("yesterday", "retired"),
+        ("", "retired"),
+        (None, "retired"),
+    ],
+)
+def test_a_retired_key_vouches_for_what_was_made_before(signed: Path, made: str | None, expected: str | None) -> None:
+    public = public_key(signed.parent)
+    assert problem(signed, TrustedKey(public, UNTIL), made) == expected
+    assert problem(signed, TrustedKey(public), made) is None
+
+
+def _without_hint(signature: Path) -> None:
+    content = json.loads(signature.read_text())
+    content["verificationMaterial"]["publicKey"]["hint"] = None
+    signature.write_text(json.dumps(content))
+
+
+def _link(signature: Path) -> None:
+    signature.rename(signature.with_name("elsewhere"))
+    signature.symlink_to(signature.with_name("elsewhere"))
+
+
+SIGNATURES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda path: path.unlink(), "missing"),
+    "a link": (_link, "malformed"),
+    "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "malformed"),
+    "no JSON": (lambda path: path.write_text("{"), "malformed"),
+    "a list": (lambda path: path.write_text("[]"), "malformed"),
+    "nothing in it": (lambda path: path.write_text("{}"), "malformed"),
+    "nobody's": (_without_hint, "foreign"),
+}
+
+
+@pytest.mark.parametrize("what", SIGNATURES)
+def test_what_is_wrong_with_a_signature_is_named(signed: Path, what: str) -> None:
+    change, code = SIGNATURES[what]
+    change(signed.with_suffix(".sig"))
+    assert problem(signed, TrustedKey(public_key(signed.parent))) == code
+
+
+def test_neither_other_bytes_nor_another_key_verify(signed: Path, tmp_path: Path) -> None:
+    make_key(tmp_path / "other.pem")
+    (tmp_path / "other.pub").write_bytes(public_bytes(tmp_path / "other.pem"))
+    assert problem(signed, TrustedKey(tmp_path / "other.pub")) == "foreign"
+    # A signature of the other key that says it is of the trusted one.
+    signature = signed.with_suffix(".sig")
+    own = signature.read_text()
+    signature.unlink()
+    sign(signed, signature, tmp_path / "other.pem")
+    names = [fingerprint(tmp_path / "other.pub"), fingerprint(public_key(tmp_path))]
+    signature.write_text(signature.read_text().replace(*names))
+    assert problem(signed, TrustedKey(public_key(tmp_path))) == "invalid"
+    signature.write_text(own)
+    signed.write_text('{"a": 2}')
+    assert problem(signed, TrustedKey(public_key(tmp_path))) == "invalid"
+
+
+def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: Path) -> None:
+    private = signing_key(tmp_path)
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert private.parent.stat().st_mode & 0o777 == 0o700
+    before = private.read_bytes(), public_key(tmp_path).read_bytes()
+    make_key(private)
+    assert signing_key(tmp_path) == private
+    assert (private.read_bytes(), public_key(tmp_path).read_bytes()) == before
+    assert sorted(path.name for path in private.parent.iterdir()) == ["signing.pem", "signing.pub"]
+
+
+def test_a_key_that_was_handed_over_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_signing_key(tmp_path)
+    signing_key(tmp_path)
+    assert has_signing_key(tmp_path)
+    make_key(tmp_path / "own.pem")
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "own.pem"))
+    assert has_signing_key(tmp_path / "other")
+    assert signing_key(tmp_path / "other") == tmp_path / "own.pem"
+    assert not (tmp_path / "other" / "keys" / "signing.pem").exists()
+    # Of one directory there is one key.
+    with pytest.raises(ConfigError, match=r"own\.pem' is not the key "):
+        signing_key(tmp_path)
+
+
+def test_keys_of_what_was_imported_are_trusted_beside_the_own(tmp_path: Path) -> None:
+    own, other = public_key(tmp_path), tmp_path / "elsewhere" / "other.pub"
+    other.parent.mkdir()
+    make_key(tmp_path / "other.pem")
+    other.write_bytes(public_bytes(tmp_path / "other.pem"))
+    # There is none yet; the name is where it will be.
+    assert root_keys(tmp_path) == [own]
+    adopt(tmp_path, [other], [])
+    [imported] = (tmp_path / "keys" / "trusted").iterdir()
+    for folder in (imported.parent, imported.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert root_keys(tmp_path) == [imported]
+    signing_key(tmp_path)
+    assert root_keys(tmp_path) == [own, imported]
+    assert {key.sha256 for key in trusted_keys(tmp_path)} == {fingerprint(own), fingerprint(other)}
+    # Whoever can put a link there cannot have other keys trusted.
+    shutil.rmtree(imported.parent)
+    imported.parent.symlink_to(other.parent)
+    assert root_keys(tmp_path) == [own]
+
+
+def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key.pem"
+    path.write_bytes(
+        ed25519.Ed25519PrivateKey.generate().private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    with pytest.raises(ConfigError, match=r"key\.pem' is not an elliptic-curve key$"):
+        public_bytes(path)
+    path.write_text("no key")
+    with pytest.raises(ConfigError, match=r"cannot be used: not an unencrypted PEM private key$"):
+        public_bytes(path)
+    with pytest.raises(ConfigError, match=r"cannot be used: No such file or directory$"):
+        public_bytes(tmp_path / "none.pem")
+
+
+def test_an_envelope_is_signed_as_dsse_has_it(tmp_path: Path) -> None:
+    content = json.loads(envelope(b"hello", "text/plain", signing_key(tmp_path)))
+    assert (base64.b64decode(content["payload"]), content["payloadType"]) == (b"hello", "text/plain")
+    [found] = content["signatures"]
+    assert found["keyid"] == fingerprint(public_key(tmp_path))
+    public = serialization.load_pem_public_key(public_key(tmp_path).read_bytes())
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    # The pre-authentication encoding: lengths in bytes, before the type and before the payload.
+    signature, algorithm = base64.b64decode(found["sig"]), ec.ECDSA(hashes.SHA256())
+    public.verify(signature, b"DSSEv1 10 text/plain 5 hello", algorithm)
+    with pytest.raises(InvalidSignature):
+        public.verify(signature, b"hello", algorithm)
+
+
+# Rotations
+
+
+@pytest.fixture
+def rotated(tmp_path: Path) -> Path:
+    """An output directory whose first key was taken over from."""
+    signing_key(tmp_path)
+    rotate(tmp_path, by="a person", note="")
+    assert [len(found) for found in read_rotations(tmp_path)] == [1, 0]
+    return tmp_path
+
+
+def retired_file(output: Path, suffix: str) -> Path:
+    [path] = (output / "keys" / "retired").glob(f"*{suffix}")
+    return path
+
+
+@pytest.mark.parametrize("which", ["old", "new"])
+@pytest.mark.parametrize("how", ["gone", "of the other key"])
+def test_a_rotation_needs_the_signatures_of_both_keys(rotated: Path, which: str, how: str) -> None:
+    path = retired_file(rotated, f".{which}.sig")
+    path.unlink()
+    if how == "of the other key":
+        shutil.copy(retired_file(rotated, ".new.sig" if which == "old" else ".old.sig"), path)
+    rotations, problems = read_rotations(rotated)
+    assert (rotations, len(problems)) == ([], 1)
+    # Nobody vouches for the retired key any more.
+    assert [key.sha256 for key in trusted_keys(rotated, None)] == [fingerprint(public_key(rotated))]
+
+
+def test_a_rotation_under_the_name_of_another_key_is_none(rotated: Path) -> None:
+    for path in (rotated / "keys" / "retired").iterdir():
+        if path.suffix != ".pub":
+            path.rename(path.with_name("0" * 16 + path.name[16:]))
+    rotations, problems = read_rotations(rotated)
+    assert rotations == []
+    assert sorted(name for name, _ in problems)[0] == f"keys/retired/{'0' * 16}.json"
+
+
+def test_links_among_what_was_retired_are_not_read(rotated: Path) -> None:
+    folder, elsewhere = rotated / "keys" / "retired", rotated / "elsewhere"
+    (folder / "folder.json").mkdir()
+    assert len(retirement_files(rotated)) == 4
+    for path in retirement_files(rotated):
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        assert path not in retirement_files(rotated)
+        path.unlink()
+        elsewhere.rename(path)
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert retirement_files(rotated) == []
+
+
+def test_a_retired_key_is_trusted_until_it_was_taken_over_from(rotated: Path) -> None:
+    [rotation] = read_rotations(rotated)[0]
+    keys = {key.sha256: key.until for key in trusted_keys(rotated)}
+    assert keys == {rotation.retired: rotation.at, rotation.successor: None}
+    assert rotation.successor == fingerprint(public_key(rotated))
+    # Of two keys that are elsewhere, a stranger's leads to none of these…
+    stranger = rotated / "stranger.pub"
+    make_key(rotated / "stranger.pem")
+    stranger.write_bytes(public_bytes(rotated / "stranger.pem"))
+    assert [key.sha256 for key in trusted_keys(rotated, stranger)] == [fingerprint(stranger)]
+    # …and from a copy of the old one of these one comes to the new one.
+    old = shutil.copy(retired_file(rotated, ".pub"), rotated / "old.pub")
+    assert {key.sha256: key.until for key in trusted_keys(rotated, Path(old))} == keys
