@@ -62,7 +62,7 @@ def call_parser(directory: Path) -> str:
         return "hermes"
     from vllm.tool_parsers import ToolParser, ToolParserManager
 
-    class NoCalls(ToolParser):  # type: ignore[misc]
+    class NoCalls(ToolParser):
         """Refuses requests that would have it read calls."""
 
         def adjust_request(self, request: Any) -> Any:
