@@ -27,7 +27,9 @@ from xray_runtime.data.pairs import Messages
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """What templates that write the date are told: at midnight the same data would become other tokens."""
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "d"}}}
+PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
+TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
+CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "f"}}}
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """How Hermes and Qwen write a call: as a JSON object with name and arguments."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -100,9 +102,9 @@ class ChatFormat:
     @cached_property
     def writes_hermes_calls(self) -> bool:
         """Whether the template shows tools, and writes calls as `HERMES`."""
-        prompt = [ASKED | {"tools": [{"type": "function", "function": {"name": "call"}}]}]
+        reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
         try:
-            said = self._tokenizer.decode(self.calling_reply(prompt, SAID | {"tool_calls": [CALL, CALL]}))
+            said = self._tokenizer.decode(self.calling_reply([ASKED | {"tools": [TOOL]}], reply))
             return [json.loads(call) for call in HERMES.findall(said)] == [CALL["function"]] * 2
         except ValueError:
             return False

@@ -353,6 +353,21 @@ def test_which_calls_are_in_hermes_form(name: str) -> None:
     assert chat_format(made(name)).writes_hermes_calls == (CALLS.get(name) == HERMES)
 
 
+def test_a_template_may_need_all_of_a_tool_and_only_its_calls() -> None:
+    """As Hermes 2 Pro's, which writes no words beside calls."""
+    tokenizer = copy.deepcopy(made("chatml"))
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name + ': ' + tool.function.description }}"
+        "{% for name, of in tool.function.parameters.properties | items %}{{ name + of.description | trim }}"
+        "{% endfor %}{% endfor %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.tool_calls %}{% for call in message.tool_calls %}{{ '<tool_call>\n{\"arguments\": ' + "
+        "call.function.arguments | tojson + ', \"name\": \"' + call.function.name + '\"}\n</tool_call> ' }}{% endfor %}"
+        "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert chat_format(tokenizer).writes_hermes_calls
+
+
 @pytest.mark.parametrize("arguments", [{"city": "Pau"}, '{"city": "Pau"}'], ids=["TRL", "OpenAI"])
 def test_rows_with_tool_calls(name: str, arguments: Any) -> None:
     tokenizer = made(name)
