@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import threading
 import time
 import urllib.error
@@ -12,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,11 +19,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.component.conftest import TINY
 from tests.unit.test_reverse_proxy import free_port
 from tests.unit.test_store import IDENTITY
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.engines.generation.vllm_server import NO_CALLS, call_parser
+from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import SHA256_HEADER
 from xray_runtime.serving.replica import ServedModel
@@ -33,14 +35,18 @@ from xray_runtime.store.checkpoints import Store
 PROMPT = [5, 17, 100, 42, 7]
 NEW_TOKENS = 24
 WAIT_SECONDS = 240
+DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": DAY, "strict": True}}]
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("served")
     store = Store(folder / "checkpoints")
+    tokenizer = load_tokenizer(tiny_model)
     with store.building(IDENTITY.stage, IDENTITY.key) as built:
-        shutil.copytree(tiny_model, built, dirs_exist_ok=True)
+        # The schema of a tool takes a few hundred tokens of so small a vocabulary.
+        save_model(fresh_llama(TINY.model_copy(update={"max_positions": 1024}), tokenizer, seed=1), tokenizer, built)
         ref = store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
     return ServedModel(
         directory=ref.path,
@@ -95,6 +101,38 @@ def check_chats(address: str, directory: Path) -> None:
     assert "continue_final_message and add_generation_prompt=false are not allowed" in refused["message"]
 
 
+def check_tools(address: str, directory: Path) -> None:
+    """Tools, calls and their answers are the tokens of training; what the model calls is given as calls."""
+    asked = {"role": "user", "content": "hi"}
+    called = {"type": "function", "function": {"name": "weather", "arguments": {"day": "<|end|>"}}}
+    in_text = {"id": "1", **called, "function": {"name": "weather", "arguments": '{"day": "<|end|>"}'}}
+    answer = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    found = chat(address, [asked, {"role": "assistant", "content": None, "tool_calls": [in_text]}, answer], tools=TOOLS)
+    trained = [asked | {"tools": TOOLS}, {"role": "assistant", "content": "", "tool_calls": [called]}, answer]
+    assert found["prompt_token_ids"] == encode_prompts(load_tokenizer(directory), [trained])[0]
+    # Of random weights come no calls but those that must be.
+    forced = {"type": "function", "function": {"name": "weather"}}
+    found = chat(address, [asked], tools=TOOLS, tool_choice=forced, max_tokens=600, temperature=1, seed=0)
+    [call] = found["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"day": "today"})
+
+
+def test_calls_in_a_form_that_nothing_reads_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    assert call_parser(tiny_model) == "hermes"
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "call>")
+    tokenizer.save_pretrained(tmp_path)
+    name = call_parser(tmp_path)
+
+    from vllm.tool_parsers import ToolParserManager
+
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    assert parser.adjust_request(SimpleNamespace(tools=None)) == SimpleNamespace(tools=None)
+    with pytest.raises(ValueError, match=r"^tools are not allowed: ") as caught:
+        parser.adjust_request(SimpleNamespace(tools=TOOLS))
+    assert str(caught.value) == NO_CALLS
+
+
 def processes(name: str) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(name)]
 
@@ -110,6 +148,7 @@ def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
     right = (model.sha256, expected[0, len(PROMPT) :].tolist())
     assert greedy(address) == right
     check_chats(address, model.directory)
+    check_tools(address, model.directory)
     assert len(processes("VLLM::Worker_TP")) == 2
 
     (replica,) = processes("ray::Replica")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.environments import samples
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.tokenizing import encode_prompts
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.engines.generation.sampling import Place
 from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
+from xray_runtime.environments.pool import EnvironmentPool
+from xray_runtime.environments.protocol import Step
+from xray_runtime.feedback.chat_episode import play
 from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.feedback.session import (
@@ -137,9 +143,73 @@ def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
     asked = encode_prompts(limits.tokenizer, [prompt("hello")])
     [reply] = TransformersSampler(saved, Place("cpu")).sample(asked, [3], limits.sampling)
     # Of random weights come random bytes: most characters take several tokens, many are none.
-    pieces = list(speaker.reply(prompt("hello"), 3))
+    tokens: list[int] = []
+    pieces = list(speaker.reply(asked[0], 3, tokens))
+    assert tokens == reply.token_ids
     assert "".join(pieces) == limits.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
     assert len(pieces) > 2
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+class Scripted:
+    """Says what it is told to: of random weights come no calls."""
+
+    def __init__(self, limits: PromptLimits, *replies: str) -> None:
+        self._limits, self._replies = limits, iter(replies)
+        self.read: list[list[int]] = []
+
+    def reply(self, ids: list[int], seed: int, tokens: list[int]) -> Iterator[str]:
+        self.read.append(ids)
+        text = next(self._replies)
+        tokens += encode_replies(self._limits.tokenizer, [text.removesuffix("…")])[0]
+        if text.endswith("…"):
+            tokens.pop()  # cut off: without the end of its turn
+        yield text
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnvironmentPool]:
+    with EnvironmentPool(f"{samples.__name__}:calculator", 1, 60.0, 2048) as pool:
+        yield pool
+
+
+@pytest.fixture
+def limits(tmp_path: Path, tiny_tokenizer: Any) -> PromptLimits:
+    lm = fresh_llama(SMALL.model_copy(update={"max_positions": 1024}), tiny_tokenizer, seed=5)
+    save_model(lm, tiny_tokenizer, tmp_path / "roomy")
+    return PromptLimits(tmp_path / "roomy", 24, 1.0)
+
+
+def played(
+    limits: PromptLimits, pool: EnvironmentPool, *replies: str, max_turns: int = 8
+) -> tuple[list[Any], Scripted]:
+    model = Scripted(limits, *replies)
+    return list(play(model, limits, prompt("three"), 0, pool, max_turns)), model  # type: ignore[arg-type]
+
+
+def test_tools_are_called_in_a_chat(limits: PromptLimits, pool: EnvironmentPool) -> None:
+    events, model = played(limits, pool, CALL, "three")
+    answer = {"role": "tool", "content": "3"}
+    assert events == [CALL, Step([answer], info={"tool_errors": 0}), "three", Step(reward=1.0, terminated=True)]
+    # Token in, token out: the second prompt is all of the first, what was said, and what was answered.
+    [said] = encode_replies(limits.tokenizer, [CALL])
+    assert model.read[1] == [*model.read[0], *said, *chat_format(limits.tokenizer).observations([answer])]
+    assert "Add two numbers." in limits.tokenizer.decode(model.read[0])
+
+
+def test_an_episode_ends_where_nothing_can_follow(limits: PromptLimits, pool: EnvironmentPool) -> None:
+    assert played(limits, pool, "3…")[0] == ["3…"]
+    events, _ = played(limits, pool, CALL, CALL, "three", max_turns=2)
+    assert [event for event in events if isinstance(event, str)] == [CALL, CALL]
+    # Each call and its answer take about a hundred tokens of the model's 1024.
+    events, model = played(limits, pool, *[CALL] * 20, max_turns=20)
+    assert isinstance(events[-1], Step)
+    assert 2 < len(model.read) < 20
+    assert all(limits.excess_of(len(ids)) <= 0 for ids in model.read)
+    with pytest.raises(ValueError, match=r"^too long for the model by \d+ tokens: say less$"):
+        list(play(model, limits, prompt("three " * 900), 0, pool, 2))  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:

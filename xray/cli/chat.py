@@ -1,9 +1,11 @@
-"""`xray chat`: a conversation with a checkpoint at the terminal, or a line a turn through a pipe."""
+"""`xray chat`: a conversation with a checkpoint, also in an environment; at the terminal, or line by line by a pipe."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +15,13 @@ from rich.text import Text
 from xray.cli.lineage import BAD_INPUT, Output, Ref, Tracking, checked
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.config.validation import ConfigError, validate_as
 
 if TYPE_CHECKING:
+    from xray_runtime.config.environment import EnvironmentConfig
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.feedback.chat_model import ChatModel
+    from xray_runtime.environments.pool import EnvironmentPool
+    from xray_runtime.environments.protocol import Step
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import LineageStore
@@ -37,17 +41,23 @@ def chat(
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
+    environment: Annotated[
+        str | None,
+        typer.Option("--environment", metavar="MODULE:NAME", help="What answers its replies, as in training."),
+    ] = None,
     tracking_uri: Tracking = None,
 ) -> None:
     """Talk with a checkpoint, under the chat template it was trained with. Ctrl-D ends.
 
-    Its audit stands at the top. Through a pipe each line is a turn; stdout then holds a line for each reply.
+    Its audit stands at the top. Through a pipe each line is a turn; stdout then holds a line for each reply. With an
+    environment each message begins an episode; what the policy reads between its replies stands in brackets.
     Exit codes: 0 done, 2 bad input.
     """
     from xray_runtime.lineage.reference import resolve
 
     place, node = checked(lambda: resolve(ref, output, tracking_uri))
-    checked(lambda: _chat(place, node, temperature, max_new_tokens, seed))
+    config = checked(lambda: _environment(node, environment))
+    checked(lambda: _chat(place, node, temperature, max_new_tokens, seed, config))
 
 
 def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_tokens: int | None) -> tuple[float, int]:
@@ -84,7 +94,49 @@ def typed(line: str) -> str:
     return line.removesuffix("\n").encode("utf-8", "replace").decode()
 
 
-def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_tokens: int | None, seed: int) -> None:
+def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
+    """With the limits that the checkpoint was trained under, where it was trained with one."""
+    from xray_runtime.config.allowed_imports import check_import
+    from xray_runtime.config.environment import EnvironmentConfig
+
+    if path is None:
+        return None
+    trained = node.manifest.config.get("environment") or {}
+    config = validate_as(EnvironmentConfig, trained | {"path": path}, "--environment")
+    try:
+        check_import(path)
+    except ValueError as error:
+        raise ConfigError(f"--environment: {error}") from None
+    return config
+
+
+@contextmanager
+def _pool(config: EnvironmentConfig | None) -> Iterator[EnvironmentPool | None]:
+    from xray_runtime.environments.pool import EnvironmentPool
+
+    if config is None:
+        yield None
+        return
+    # Environments are found as a run finds them.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        pool = EnvironmentPool(config.path, 1, config.timeout_s, config.memory_mb)
+    except RuntimeError as error:
+        raise ConfigError(f"--environment: {error}") from None
+    with pool:
+        yield pool
+
+
+def _chat(
+    place: LineageStore,
+    node: Node,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    seed: int,
+    environment: EnvironmentConfig | None,
+) -> None:
+    from xray_runtime.feedback.chat_episode import play
     from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, last_messages, trained_context
     from xray_runtime.lineage.audit.checkpoints import audit
     from xray_runtime.lineage.reference import require_language_model
@@ -103,20 +155,18 @@ def _chat(place: LineageStore, node: Node, temperature: float | None, max_new_to
     context = trained_context(place.graph, node)
     seen = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
     words.print(f"it sees {seen}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")
-    with words.status("loading it"):
-        speaker = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)
-    history: Messages = []
-    for turn, line in enumerate(_lines()):
-        said = typed(line)
-        prompt = limits.cut(last_messages([*history, {"role": "user", "content": said}], context))
-        excess = limits.excess(prompt)
-        if excess > 0:
-            words.print(f"too long for the model by {excess} tokens: say less", style="red")
-            if not sys.stdin.isatty():
-                raise typer.Exit(BAD_INPUT)
-            continue
-        reply = _say(speaker, prompt, derive_seed(seed, "chat", turn))
-        history = [*prompt, {"role": "assistant", "content": reply}]
+    with _pool(environment) as pool:
+        with words.status("loading it"):
+            model = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)
+        max_turns = environment.max_turns if environment is not None else 1
+        history: Messages = []
+        for turn, line in enumerate(_lines()):
+            said = typed(line)
+            prompt = limits.cut(last_messages([*history, {"role": "user", "content": said}], context))
+            events = play(model, limits, prompt, derive_seed(seed, "chat", turn), pool, max_turns)
+            reply = _show(events, words)
+            if reply is not None:
+                history = [*prompt, {"role": "assistant", "content": reply}]
 
 
 def _lines() -> Iterator[str]:
@@ -133,17 +183,44 @@ def _lines() -> Iterator[str]:
         print()
 
 
-def _say(speaker: ChatModel, prompt: Messages, seed: int) -> str:
-    """Print a reply as it comes; returns it. Ctrl-C ends the reply, not the conversation."""
+def _show(events: Iterator[str | Step], words: Console) -> str | None:
+    """Print replies as they come, and what answered them; returns the last reply, None where there is none.
+
+    Ctrl-C ends the reply, not the conversation.
+    """
+    from xray_runtime.environments.pool import EnvironmentFailure
+
     console = Console(highlight=False, soft_wrap=True)
-    pieces: list[str] = []
+    said: list[str] = []
+    ended = True
     try:
-        for piece in speaker.reply(prompt, seed):
-            pieces.append(piece)
-            # Whoever reads through a pipe counts lines.
-            text = shown(piece) if console.is_terminal else shown(piece).replace("\n", " ")
-            console.print(Text(text, style="cyan"), end="")
+        for event in events:
+            if isinstance(event, str):
+                said = [event] if ended else [*said, event]
+                ended = False
+                # Whoever reads through a pipe counts lines.
+                text = shown(event) if console.is_terminal else shown(event).replace("\n", " ")
+                console.print(Text(text, style="cyan"), end="")
+            else:
+                console.print()
+                ended = True
+                _show_step(event, words)
     except KeyboardInterrupt:
         console.print("…", end="")
-    console.print()
-    return "".join(pieces)
+        ended = False
+    except EnvironmentFailure as error:
+        words.print(Text(f"the environment failed: {shown(str(error))}", style="red"))
+    except ValueError as error:
+        words.print(Text(str(error), style="red"))
+        if not sys.stdin.isatty():
+            raise typer.Exit(BAD_INPUT) from None
+    if not ended:
+        console.print()
+    return "".join(said) if said else None
+
+
+def _show_step(step: Step, words: Console) -> None:
+    for message in step.messages:
+        words.print(Text(f"[{shown(message['content'])}]", style="dim"))
+    if step.reward or step.terminated or step.truncated:
+        words.print(Text(f"[reward {step.reward:g}]", style="dim"))

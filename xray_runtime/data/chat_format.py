@@ -27,6 +27,11 @@ from xray_runtime.data.pairs import Messages
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """What templates that write the date are told: at midnight the same data would become other tokens."""
 ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
+TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
+CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "f"}}}
+HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+"""How Hermes and Qwen write a call: as a JSON object with name and arguments."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -93,6 +98,16 @@ class ChatFormat:
         begin = max((start for start, _, _ in self.control.find(prompt)), default=0)
         between = whole.text[len(prompt) : whole.spans[0][0]] if whole.text.startswith(prompt) else ""
         return prompt[begin:] + between, len(prompt) - begin
+
+    @cached_property
+    def writes_hermes_calls(self) -> bool:
+        """Whether the template shows tools, and writes calls as `HERMES`."""
+        reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
+        try:
+            said = self._tokenizer.decode(self.calling_reply([ASKED | {"tools": [TOOL]}], reply))
+            return [json.loads(call) for call in HERMES.findall(said)] == [CALL["function"]] * 2
+        except ValueError:
+            return False
 
     def prompts(self, prompts: Sequence[Messages], **variables: Any) -> list[list[int]]:
         """Ids up to where the assistant's reply begins; `variables` are the template's."""

@@ -191,10 +191,11 @@ def prompt_and_replies(
 ) -> Iterator[tuple[Messages, dict[str, Any]]]:
     """(prompt, reply) pairs of one record, a reply being the assistant's message; of a preference record the chosen.
 
-    Of `messages`, each assistant message that answers a user or a tool is a reply; its prompt is the system message,
-    where there is one, and the up to `context` messages before it (None: all), from a user's on: where they begin
-    within a tool's use, what led to it is taken too. A prompt that stands in a column of its own, or in an HH-RLHF
-    transcript, is kept whole.
+    Of `messages`, each assistant message that answers a user or a tool is a reply, unless it has OpenAI's `weight` 0;
+    its prompt is the system message, where there is one, and the up to `context` messages before it (None: all), from
+    a user's on: where they begin within a tool's use, what led to it is taken too. A prompt that stands in a column of
+    its own, or in an HH-RLHF transcript, is kept whole. A `completion` may be several messages, with the use of tools
+    in between.
 
     Raises:
         ValueError: no known columns, or a column of the wrong form.
@@ -206,13 +207,17 @@ def prompt_and_replies(
         asked_by = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for i, message in enumerate(messages):
             before = [j for j in asked_by if j < i]
-            if message["role"] == "assistant" and i and messages[i - 1]["role"] in ASKING and before:
+            learned = message["role"] == "assistant" and _weight(where, record["messages"][i])
+            if learned and i and messages[i - 1]["role"] in ASKING and before:
                 begin = len(system) if context is None else max(len(system), i - context)
                 start = next((j for j in before if j >= begin), before[-1])
                 yield _with_tools(system + messages[start:i], tools), message
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record["prompt"])
-        yield _with_tools(prompt, tools), _reply(where, "completion", record["completion"], prompt)
+        said = _with_tools(prompt, tools) + _completion(where, "completion", record["completion"], prompt)
+        for i in range(len(prompt), len(said)):
+            if said[i]["role"] == "assistant" and said[i - 1]["role"] in ASKING:
+                yield said[:i], said[i]
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record["prompt"])
         yield _with_tools(prompt, tools), _reply(where, "chosen", record["chosen"], prompt)
@@ -294,6 +299,8 @@ def _message(where: str, column: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
     if role not in ROLES:
         raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}")
+    if "function_call" in given:
+        raise ValueError(f"{where}: {column} has function_call, OpenAI's old form of a call; tool_calls is expected")
     message = {"role": role, "content": _text(where, column, content)}
     if calls:
         if role != "assistant":
@@ -317,6 +324,8 @@ def _tool_calls(where: str, column: str, calls: Any) -> list[dict[str, Any]]:
                 arguments = orjson.loads(arguments or "{}")
             except orjson.JSONDecodeError as error:
                 raise ValueError(f"{where}: {column} has a tool call whose arguments are not JSON ({error})") from error
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: {column} has a tool call whose arguments are no JSON object: {arguments!r}")
         about = call if "function" in call else {}
         found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
     _text(where, column, json.dumps(found, ensure_ascii=False))
@@ -344,17 +353,33 @@ def _prompt(where: str, value: Any) -> Messages:
     return messages
 
 
+def _weight(where: str, message: dict[str, Any]) -> bool:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1, None):
+        raise ValueError(f"{where}: messages has weight {weight!r}; allowed: 0 and 1")
+    return weight != 0
+
+
 def _reply(where: str, column: str, value: Any, prompt: Messages) -> dict[str, Any]:
+    said = _completion(where, column, value, prompt)
+    if len(said) > 1:
+        roles = ", ".join(message["role"] for message in said)
+        raise ValueError(f"{where}: {column} must be one message of the assistant's; its roles are {roles}")
+    return said[0]
+
+
+def _completion(where: str, column: str, value: Any, prompt: Messages) -> Messages:
     if isinstance(value, str):
-        return {"role": "assistant", "content": _text(where, column, value)}
+        return [{"role": "assistant", "content": _text(where, column, value)}]
     messages = _messages(where, column, value)
     # Some published sets repeat the prompt before each reply.
-    if messages[-1]["role"] != "assistant" or messages[:-1] not in ([], prompt):
+    said = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    if not said or {said[0]["role"], said[-1]["role"]} != {"assistant"}:
         raise ValueError(
-            f"{where}: {column} must be a string, one assistant message, or the prompt's messages and one assistant "
-            f"message; its roles are {', '.join(m['role'] for m in messages)}"
+            f"{where}: {column} must be a string, or messages that begin and end with the assistant's, with the "
+            f"prompt's before them or not; its roles are {', '.join(m['role'] for m in messages)}"
         )
-    return messages[-1]
+    return said
 
 
 def _transcript(where: str, column: str, value: Any) -> Messages:

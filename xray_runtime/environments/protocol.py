@@ -1,7 +1,7 @@
 """What an environment of a multi-turn rollout is asked and answers.
 
 A dataset row begins an episode; each reply of the policy is a step, until the environment ends the episode. Messages
-are in chat form: {"role": "user", "content": text}.
+are in chat form: {"role": "user", "content": text}; a tool's may have `name` and `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from xray_runtime.rewards.source import as_number
 
 OBSERVED_ROLES = ("system", "tool", "user")
 START_ROLES = ("assistant", *OBSERVED_ROLES)
+MORE = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
+"""What a message of a role may have beside role and content."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Start:
     """What an episode begins with."""
 
     messages: list[dict[str, Any]] | None = None
-    """None: the prompt of the dataset stands."""
+    """As datasets hold them: an assistant's may have `tool_calls`, the first one `tools`. None: the prompt of the
+    dataset stands."""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of functions, as chat templates take them."""
+    """JSON schemas of functions, as chat templates take them; None: those of the first message."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,8 @@ def as_start(value: Any) -> Start:
         _check_messages("Start", value.messages, START_ROLES)
         if not value.messages:
             raise ValueError("Start.messages is []: must hold a message, or be None for the prompt of the dataset")
-    if value.tools is not None:
-        if not isinstance(value.tools, list) or not all(isinstance(tool, dict) for tool in value.tools):
-            raise ValueError(f"Start.tools is {_shown(value.tools)}: must be a list of JSON schemas (dict), or None")
-        _check_json("Start.tools", value.tools)
+        _check_tools("Start.messages[0].tools", value.messages[0].get("tools"))
+    _check_tools("Start.tools", value.tools)
     return value
 
 
@@ -105,12 +106,39 @@ def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:
         raise ValueError(f"{owner}.messages is {_shown(messages)}: must be a list of messages")
     for i, message in enumerate(messages):
         where = f"{owner}.messages[{i}]"
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise ValueError(f"{where} is {_shown(message)}: must be a dict of role and content")
-        if message["role"] not in roles:
-            raise ValueError(f"{where}.role is {_shown(message['role'])}: must be one of {', '.join(roles)}")
-        if not isinstance(message["content"], str):
-            raise ValueError(f"{where}.content is {_shown(message['content'])}: must be a string")
+        role = message["role"]
+        if role not in roles:
+            raise ValueError(f"{where}.role is {_shown(role)}: must be one of {', '.join(roles)}")
+        allowed = ["role", "content", *MORE.get(role, ()), *(["tools"] if owner == "Start" and i == 0 else [])]
+        for name in message:
+            if name not in allowed:
+                raise ValueError(f"{where} has {_shown(name)}: its role may have {', '.join(allowed)}")
+        for name in ("content", "name", "tool_call_id"):
+            if not isinstance(message.get(name, ""), str):
+                raise ValueError(f"{where}.{name} is {_shown(message[name])}: must be a string")
+        if "tool_calls" in message:
+            _check_calls(f"{where}.tool_calls", message["tool_calls"])
+
+
+def _check_calls(where: str, calls: Any) -> None:
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        called = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+        if not isinstance(calls, list) or not isinstance(called[0], str) or not isinstance(called[1], dict):
+            raise ValueError(
+                f'{where} is {_shown(calls)}: must be a list of {{"function": {{"name": text, "arguments": dict}}}}'
+            )
+    _check_json(where, calls)
+
+
+def _check_tools(where: str, tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where} is {_shown(tools)}: must be a list of JSON schemas (dict), or None")
+    _check_json(where, tools)
 
 
 def _check_json(name: str, value: Any) -> None:

@@ -133,9 +133,10 @@ def _limited(answer: Start | Step) -> dict[str, Any]:
     Raises:
         ValueError: it is longer than `OUTPUT_CHARS`.
     """
-    values = asdict(answer)
-    content = sum(len(message["content"]) for message in answer.messages or [])
-    rest = len(json.dumps({name: value for name, value in values.items() if name != "messages"}))
+    values, messages = asdict(answer), answer.messages or []
+    content = sum(len(message["content"]) for message in messages)
+    more = [{name: value for name, value in m.items() if name not in ("role", "content")} for m in messages]
+    rest = len(json.dumps(values | {"messages": [part for part in more if part]}))
     for name, length in (("the content of the messages", content), ("what is returned beside the messages", rest)):
         if length > OUTPUT_CHARS:
             raise ValueError(f"{name} has {length:,} characters; at most {OUTPUT_CHARS:,} are allowed")

@@ -64,10 +64,12 @@ class PromptLimits:
 
     def excess(self, prompt: Messages) -> int:
         """Tokens by which a prompt and the longest reply are too long together; 0 or less: they fit."""
-        if self.max_positions is None:
-            return 0
         [ids] = encode_prompts(self.tokenizer, [prompt])
-        return len(ids) + self.sampling.max_new_tokens - self.max_positions
+        return self.excess_of(len(ids))
+
+    def excess_of(self, num_tokens: int) -> int:
+        """`excess` of a prompt of so many tokens."""
+        return 0 if self.max_positions is None else num_tokens + self.sampling.max_new_tokens - self.max_positions
 
     def cut(self, prompt: Messages) -> Messages:
         """`prompt` without as many of its first messages as do not fit; the last one always stays."""
@@ -100,16 +102,14 @@ class ChatModel:
             self._lm: Any = load_model(directory).to(device).eval()
         self._limits = limits
 
-    def reply(self, prompt: Messages, seed: int) -> Iterator[str]:
-        """The reply to a prompt that fits, in pieces as they come."""
+    def reply(self, prompt: Sequence[int], seed: int, tokens: list[int]) -> Iterator[str]:
+        """The reply to a prompt that fits, in pieces as they come; its tokens are put into `tokens`, an empty list."""
         from xray_runtime.engines.generation.transformers_generate import stream
 
-        tokenizer, sampling = self._limits.tokenizer, self._limits.sampling
-        [ids] = encode_prompts(tokenizer, [prompt])
-        said, text, tokens = "", "", list[int]()
-        for token in stream(self._lm, ids, seed, sampling):
+        said, text = "", ""
+        for token in stream(self._lm, list(prompt), seed, self._limits.sampling):
             tokens.append(token)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self._limits.tokenizer.decode(tokens, skip_special_tokens=True)
             if not text.endswith(TORN):
                 yield text[len(said) :]
                 said = text

@@ -19,7 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import CHATML
-from xray_runtime.data.pairs import Messages
+from xray_runtime.data.conversations import conversations
+from xray_runtime.data.pairs import Example, Messages
+from xray_runtime.data.sources import prompt_and_replies
 from xray_runtime.data.tokenizing import decode_replies, encode_conversations, encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import stop_tokens
 
@@ -28,6 +30,27 @@ LLAMA3 = (
     "message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
     "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA31 = (
+    "{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if messages[0]['role'] == "
+    "'system' %}{%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}{%- else %}"
+    "{%- set system_message = '' %}{%- endif %}{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{%- if tools is "
+    "not none %}{{- 'Environment: ipython\n' }}{%- endif %}{{- 'Today Date: 26 Jul 2024\n\n' }}{{- system_message }}"
+    "{{- '<|eot_id|>' }}{%- if not tools is none %}{%- set first_user_message = messages[0]['content']|trim %}"
+    "{%- set messages = messages[1:] %}{{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}{{- 'Given the following "
+    "functions, please respond with a JSON for a function call.\n\n' }}{%- for t in tools %}{{- t | tojson(indent=4) }}"
+    "{{- '\n\n' }}{%- endfor %}{{- first_user_message + '<|eot_id|>'}}{%- endif %}{%- for message in messages %}"
+    "{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}"
+    "{%- elif 'tool_calls' in message %}{%- if not message.tool_calls|length == 1 %}{{- raise_exception('This model "
+    "only supports single tool-calls at once!') }}{%- endif %}{%- set tool_call = message.tool_calls[0].function %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}"
+    "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}{{- tool_call.arguments | tojson }}"
+    "{{- '}' }}{{- '<|eot_id|>' }}{%- elif message.role == 'tool' or message.role == 'ipython' %}"
+    "{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}{%- if message.content is mapping or message.content is "
+    "iterable %}{{- message.content | tojson }}{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 QWEN25 = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}"
@@ -150,6 +173,7 @@ HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end
 TURNS = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 CASES = {
     "llama3": Case("words", LLAMA3, HEADERS, HEADERS[0], HEADERS[1], "<|eot_id|>"),
+    "llama3.1": Case("words", LLAMA31, HEADERS, HEADERS[0], HEADERS[1], "<|eot_id|>"),
     "qwen2.5": Case("words", QWEN25, IM, None, "<|im_end|>", "<|im_end|>"),
     "gemma": Case("pieces", GEMMA, TURNS, "<bos>", "<eos>", "<end_of_turn>", has_system=False),
     "mistral": Case("pieces", MISTRAL, ["<s>", "</s>"], "<s>", "</s>", "</s>", has_system=False),
@@ -318,6 +342,63 @@ def test_tools_are_rendered_and_their_calls_masked() -> None:
     [cheated] = chat_format(tokenizer).turns([(bad, [1, 3, 6])])
     assert [i for i in cheated.ids if i in control] == [i for i in turns.ids if i in control]
     assert tokenizer.decode(cheated.ids).count(json.dumps(forged)[1:-1]) == 3
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pau"}}\n</tool_call>'
+CALLS = {"qwen2.5": HERMES, "neox": HERMES, "llama3.1": '{"name": "weather", "parameters": {"city": "Pau"}}'}
+"""As templates write them that take tools."""
+
+
+def test_which_calls_are_in_hermes_form(name: str) -> None:
+    assert chat_format(made(name)).writes_hermes_calls == (CALLS.get(name) == HERMES)
+
+
+def test_a_template_may_need_all_of_a_tool_and_only_its_calls() -> None:
+    """As Hermes 2 Pro's, which writes no words beside calls."""
+    tokenizer = copy.deepcopy(made("chatml"))
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name + ': ' + tool.function.description }}"
+        "{% for name, of in tool.function.parameters.properties | items %}{{ name + of.description | trim }}"
+        "{% endfor %}{% endfor %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.tool_calls %}{% for call in message.tool_calls %}{{ '<tool_call>\n{\"arguments\": ' + "
+        "call.function.arguments | tojson + ', \"name\": \"' + call.function.name + '\"}\n</tool_call> ' }}{% endfor %}"
+        "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert chat_format(tokenizer).writes_hermes_calls
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Pau"}, '{"city": "Pau"}'], ids=["TRL", "OpenAI"])
+def test_rows_with_tool_calls(name: str, arguments: Any) -> None:
+    tokenizer = made(name)
+    given = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    record = {
+        "messages": [
+            said("user", "Is it raining?"),
+            {"role": "assistant", "content": None, "tool_calls": [given]},
+            said("tool", '{"rain": false}', tool_call_id="c1", name="weather"),
+            said("assistant", "No."),
+            said("user", "And now?"),
+            {"role": "assistant", "tool_calls": [given]},
+            said("tool", "yes", tool_call_id="c1"),
+            said("assistant", "Yes."),
+        ],
+        "tools": [TOOL],
+        "parallel_tool_calls": False,
+    }
+    pairs = prompt_and_replies("row 1", record, None)
+    examples = [Example(str(n), "c", p, r["content"], r.get("tool_calls")) for n, (p, r) in enumerate(pairs)]
+    [whole] = conversations(examples)
+    if name not in CALLS:
+        with pytest.raises(ValueError, match=r"^the chat template (leaves out tools of message 1|refuses a conv)"):
+            chat_format(tokenizer).turns([(whole.messages, whole.replies)])
+        return
+    [turns] = chat_format(tokenizer).turns([(whole.messages, whole.replies)])
+    calling = said("assistant", "", tool_calls=[CALL])
+    as_objects = [calling if "tool_calls" in message else message for message in record["messages"]]
+    assert turns.ids == tokenizer.apply_chat_template(as_objects, tools=[TOOL])["input_ids"]
+    learned = [tokenizer.decode(turns.ids[a:b]) for a, b in turns.spans]
+    assert learned == [text + CASES[name].end for text in (CALLS[name], "No.", CALLS[name], "Yes.")]
 
 
 @pytest.mark.parametrize("text", ["", "Let me see."])

@@ -169,14 +169,27 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
             {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "file line 3: messages has a tool call whose arguments are not JSON",
         ),
+        (
+            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            r"file line 3: messages has a tool call whose arguments are no JSON object: \[1\]",
+        ),
         ({"prompt": "x", "completion": "y", "tools": "[{"}, "file line 3: tools is a text that is not JSON"),
         ({"prompt": "x", "completion": "y", "tools": ["f"]}, "file line 3: tools must be a list of JSON schemas"),
         ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not int"),
-        ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, one assistant message"),
+        ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, or messages that beg"),
         (
             {"prompt": "x", "completion": [user("other"), assistant("y")]},
-            "file line 3: completion must be a string, one assistant message, .* its roles are user, assistant",
+            "file line 3: completion must be a string, or messages that begin .* its roles are user, assistant",
         ),
+        (
+            {"prompt": "x", "chosen": [CALLING, TOLD, assistant("y")], "rejected": "z"},
+            "file line 3: chosen must be one message of the assistant's; its roles are assistant, tool, assistant",
+        ),
+        (
+            {"messages": [user("x"), assistant("y") | {"function_call": {"name": "f", "arguments": "{}"}}]},
+            "file line 3: messages has function_call, OpenAI's old form of a call; tool_calls is expected",
+        ),
+        ({"messages": [user("x"), assistant("y") | {"weight": 2}]}, "file line 3: messages has weight 2; allowed: 0"),
         ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
         ({"chosen": "lost\n\nHuman: a\n\nAssistant: b"}, "file line 3: chosen must be turns that begin with"),
         ({"chosen": 1}, "file line 3: chosen must be a string or a list of messages, not int"),
@@ -228,6 +241,18 @@ def test_tools_their_calls_and_answers_are_carried() -> None:
         [(_, reply)] = prompt_and_replies("row", record, 1)
         assert reply["content"] == ""
         assert reply["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Pau"}}
+
+
+def test_a_completion_may_use_tools_and_a_reply_may_not_be_learned() -> None:
+    end = assistant("b")
+    for said in ([CALLING, TOLD, end], [user("a"), CALLING, TOLD, end]):
+        found = list(prompt_and_replies("row", {"prompt": "a", "completion": said, "tools": [TOOL]}, 1))
+        asked_first = user("a") | {"tools": [TOOL]}
+        assert found == [([asked_first], CALLING), ([asked_first, CALLING, TOLD], end)]
+    # OpenAI's fine-tuning: what has weight 0 is read and not learned.
+    messages = [user("a"), assistant("b") | {"weight": 0}, user("c"), assistant("d") | {"weight": 1}]
+    found = list(prompt_and_replies("row", {"messages": messages, "parallel_tool_calls": False}, None))
+    assert found == [([user("a"), assistant("b"), user("c")], assistant("d"))]
 
 
 def test_preferred_and_rejected_replies_may_call_tools() -> None:

@@ -12,7 +12,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.environments.protocol import Start, Step
+from xray_runtime.environments.adapters import from_tools
+from xray_runtime.environments.protocol import Environment, Start, Step
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def calculator() -> Environment:
+    """Worth 1 where the last reply says what was asked."""
+    return from_tools([add], lambda task, reply: float(task["prompt"] in reply))()
 
 
 class Guess:

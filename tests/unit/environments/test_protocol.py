@@ -22,6 +22,17 @@ def test_what_is_allowed() -> None:
     assert type(step.reward) is float
 
 
+def test_a_start_is_what_a_dataset_holds() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        SAID | {"tools": [{"type": "function"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "1"},
+    ]
+    assert as_start(Start(messages)) == Start(messages)
+    assert as_step(Step(messages[2:])) == Step(messages[2:])
+
+
 @pytest.mark.parametrize(
     ("value", "line"),
     [
@@ -33,6 +44,12 @@ def test_what_is_allowed() -> None:
             "Step.messages[1].role is 'assistant': must be one of system, tool, user",
         ),
         (Step([{"role": "tool", "content": 3}]), "Step.messages[0].content is 3: must be a string"),
+        (
+            Step([{"role": "tool", "content": "", "tool_call_id": 1}]),
+            "Step.messages[0].tool_call_id is 1: must be a string",
+        ),
+        (Step([SAID | {"name": "x"}]), "Step.messages[0] has 'name': its role may have role, content"),
+        (Step([SAID | {"tools": []}]), "Step.messages[0] has 'tools': its role may have role, content"),
         (Step(reward=math.nan), "Step.reward is nan: must be a finite number"),
         (Step(reward="1"), "Step.reward is '1': must be a finite number"),
         (Step(reward=True), "Step.reward is True: must be a finite number"),
@@ -56,6 +73,23 @@ def test_steps_that_are_refused(value: Any, line: str) -> None:
     [
         ("hello", "reset returned 'hello': must be a Start or None"),
         (Start([]), "Start.messages is []: must hold a message, or be None for the prompt of the dataset"),
+        (
+            Start([SAID, SAID | {"tools": []}]),
+            "Start.messages[1] has 'tools': its role may have role, content",
+        ),
+        (
+            Start([SAID | {"tools": "add"}]),
+            "Start.messages[0].tools is 'add': must be a list of JSON schemas (dict), or None",
+        ),
+        (
+            Start([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]),
+            "Start.messages[0].tool_calls is [{'function': {'name': 'f', 'arguments': ''}}]: must be a list of "
+            '{"function": {"name": text, "arguments": dict}}',
+        ),
+        (
+            Start([{"role": "assistant", "content": "", "tool_calls": None}]),
+            'Start.messages[0].tool_calls is None: must be a list of {"function": {"name": text, "arguments": dict}}',
+        ),
         (Start(tools=["add"]), "Start.tools is ['add']: must be a list of JSON schemas (dict), or None"),
     ],
 )

@@ -50,6 +50,30 @@ def arguments(
     ]
 
 
+NO_CALLS = (
+    "tools are not allowed: the chat template of this model does not show them, or writes calls in another form than "
+    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+)
+
+
+def call_parser(directory: Path) -> str:
+    """The name under which vLLM knows what reads the calls of the model in `directory`."""
+    if chat_format(load_tokenizer(directory)).writes_hermes_calls:
+        return "hermes"
+    from vllm.tool_parsers import ToolParser, ToolParserManager
+
+    class NoCalls(ToolParser):
+        """Refuses requests that would have it read calls."""
+
+        def adjust_request(self, request: Any) -> Any:
+            if request.tools:
+                raise ValueError(NO_CALLS)
+            return request
+
+    ToolParserManager.register_module("none", module=NoCalls)
+    return "none"
+
+
 def guarded(tokenizer: Any) -> Callable[..., list[int]]:
     """`tokenizer.apply_chat_template` in which nobody forges a turn: the prompt in tokens, as in training.
 
@@ -77,11 +101,16 @@ def guarded(tokenizer: Any) -> Callable[..., list[int]]:
             if not isinstance(message["content"], str):
                 raise ValueError(f"content must be a text, not {type(message['content']).__name__}")
         if tools:
-            messages[0] = messages[0] | {"tools": tools}
+            messages[0] = messages[0] | {"tools": [_as_given(tool) for tool in tools]}
         [ids] = form.prompts([messages], **variables)
         return ids
 
     return apply_chat_template
+
+
+def _as_given(tool: dict[str, Any]) -> dict[str, Any]:
+    """Without the nulls that vLLM writes for what a request leaves out."""
+    return tool | {"function": {name: value for name, value in tool["function"].items() if value is not None}}
 
 
 class VLLMServer:
@@ -105,6 +134,7 @@ class VLLMServer:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *self._told])
+        args.enable_auto_tool_choice, args.tool_call_parser = True, call_parser(Path(self._directory))
         validate_parsed_serve_args(args)
         set_default_fingerprint_mode(args.fingerprint_mode, args.fingerprint_value)
         context = UsageContext.OPENAI_API_SERVER

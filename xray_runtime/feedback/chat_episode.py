@@ -1,0 +1,61 @@
+"""How a checkpoint answers one message of a person: with a reply, or in an episode of an environment.
+
+Within an episode what was said and observed is not encoded again, as in training. An environment knows one task alone,
+so the person's next message begins another episode; of this one, its prompt holds the last reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.environments.pool import EnvironmentPool
+from xray_runtime.environments.protocol import Step
+from xray_runtime.feedback.chat_model import ChatModel, PromptLimits
+from xray_runtime.seeding import derive_seed
+
+
+def play(
+    model: ChatModel,
+    limits: PromptLimits,
+    messages: Messages,
+    seed: int,
+    pool: EnvironmentPool | None = None,
+    max_turns: int = 1,
+) -> Iterator[str | Step]:
+    """Replies in pieces as they come, and after each what the environment in `pool` answered to it.
+
+    The episode ends when the environment ends it or says nothing, at a reply that was cut off, after `max_turns`, or
+    when another reply would not fit.
+
+    Raises:
+        EnvironmentFailure: the environment failed.
+        ValueError: the chat template refuses what was said, or the prompt is too long for the model.
+    """
+    form, number = chat_format(limits.tokenizer), 0
+    if pool is not None:
+        task = {"prompt": prompt_text(messages), "messages": messages}
+        start = pool.reset(number, task, derive_seed(seed, "environment")).result()
+        messages = start.messages or messages
+        if start.tools is not None:
+            messages = [messages[0] | {"tools": start.tools}, *messages[1:]]
+    [ids] = form.prompts([messages])
+    for turn in range(max_turns):
+        excess = limits.excess_of(len(ids))
+        if excess > 0 and turn:
+            return
+        if excess > 0:
+            raise ValueError(f"too long for the model by {excess} tokens: say less")
+        said: list[int] = []
+        yield from model.reply(ids, derive_seed(seed, turn), said)
+        if pool is None or said[-1] not in limits.sampling.stop_token_ids:
+            return
+        [text] = decode_replies(limits.tokenizer, [said])
+        step = pool.step(number, text).result()
+        yield step
+        if step.terminated or step.truncated or not step.messages:
+            return
+        end_of_turn = [] if said[-1] == form.end_of_turn else [form.end_of_turn]
+        ids = [*ids, *said, *end_of_turn, *form.observations(step.messages)]
