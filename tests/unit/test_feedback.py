@@ -195,7 +195,7 @@ def test_tools_are_called_in_a_chat(limits: PromptLimits, pool: EnvironmentPool)
     assert events == [CALL, Step([answer], info={"tool_errors": 0}), "three", Step(reward=1.0, terminated=True)]
     # Token in, token out: the second prompt is all of the first, what was said, and what was answered.
     [said] = encode_replies(limits.tokenizer, [CALL])
-    assert model.read[1] == [*model.read[0], *said, *chat_format(limits.tokenizer).observations([answer])]
+    assert model.read[1] == [*model.read[0], *said, *chat_format(limits.tokenizer).observations([answer], said[-1])]
     assert "Add two numbers." in limits.tokenizer.decode(model.read[0])
 
 

@@ -143,8 +143,11 @@ class ChatFormat:
             known = 1
         return encoded.ids[known:]
 
-    def observations(self, messages: Messages) -> list[int]:
-        """Ids of what is read between two replies, up to where the next one begins; they follow the end of a turn.
+    def observations(self, messages: Messages, last: int) -> list[int]:
+        """Ids of what is read between two replies, up to where the next one begins.
+
+        Args:
+            last: token of the reply before; where it does not end the turn, as templates do, they begin with what does.
 
         Raises:
             ValueError: see the class; among others where the template changes what was said in turns before, so that
@@ -156,7 +159,7 @@ class ChatFormat:
         if before.text[: before.spans[0][1]] != whole.text[:end]:
             raise ValueError("the chat template writes a turn in another way once another follows it")
         [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + whole.text[end:]])
-        return encoded.ids[1:]
+        return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
 
     def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
         """Ids of whole conversations, and where in them stand the replies that are asked for, by their indices."""

@@ -29,6 +29,11 @@ class Start:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions, as chat templates take them; None: those of the first message."""
 
+    def prompt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the policy reads first; `messages` are the dataset's."""
+        begun = self.messages or messages
+        return begun if self.tools is None else [begun[0] | {"tools": self.tools}, *begun[1:]]
+
 
 @dataclass(frozen=True)
 class Step:

@@ -37,10 +37,7 @@ def play(
     form, number = chat_format(limits.tokenizer), 0
     if pool is not None:
         task = {"prompt": prompt_text(messages), "messages": messages}
-        start = pool.reset(number, task, derive_seed(seed, "environment")).result()
-        messages = start.messages or messages
-        if start.tools is not None:
-            messages = [messages[0] | {"tools": start.tools}, *messages[1:]]
+        messages = pool.reset(number, task, derive_seed(seed, "environment")).result().prompt(messages)
     [ids] = form.prompts([messages])
     for turn in range(max_turns):
         excess = limits.excess_of(len(ids))
@@ -57,5 +54,4 @@ def play(
         yield step
         if step.terminated or step.truncated or not step.messages:
             return
-        end_of_turn = [] if said[-1] == form.end_of_turn else [form.end_of_turn]
-        ids = [*ids, *said, *end_of_turn, *form.observations(step.messages)]
+        ids = [*ids, *said, *form.observations(step.messages, said[-1])]

@@ -12,6 +12,7 @@ import numpy as np
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import ANSWERS, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
+from xray_runtime.data.tokenizing import turns
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.stages.artifacts import LEDGER
@@ -44,9 +45,11 @@ def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iterati
     Raises:
         ConfigError: a shard is damaged.
     """
+    from xray_runtime.models.causal_lm import load_tokenizer
+
     if not servers(config) and config.environment is None:
         return []
-    journal, taken = Journal(directory), set[str]()
+    journal, taken, tokenizer = Journal(directory), set[str](), load_tokenizer(checkpoint)
     for number in range(iteration + 1):
         path = shard_path(checkpoint / LEDGER, number)
         if not path.exists() and not servers(config):
@@ -57,18 +60,16 @@ def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iterati
             raise ConfigError(f"REF: {error}") from None
         if ANSWERS in table.column_names:
             taken.add(ENVIRONMENT)
-            journal.write_entries(number, _of_environment(table, number, config.rollout_size))
+            journal.write_entries(number, _of_environment(table, number, config.rollout_size, tokenizer))
         if servers(config):
-            taken |= _take_scores(checkpoint, config, inputs, table, number, journal)
+            taken |= _take_scores(config, inputs, table, number, tokenizer, journal)
     return sorted(taken)
 
 
 def _take_scores(
-    checkpoint: Path, config: PPOConfig, inputs: PPOInputs, table: pa.Table, number: int, journal: Journal
+    config: PPOConfig, inputs: PPOInputs, table: pa.Table, number: int, tokenizer: Any, journal: Journal
 ) -> set[str]:
-    from xray_runtime.models.causal_lm import load_tokenizer
-
-    replies, pairs = reply_texts(table, load_tokenizer(checkpoint)), Pairs(inputs.prompts.path / TRAIN, Example)
+    replies, pairs = reply_texts(table, tokenizer), Pairs(inputs.prompts.path / TRAIN, Example)
     messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
     rounds, sources = table["round"].to_numpy(), {sources_of(table)[n] for n in servers(config)}
     for source in sources:
@@ -81,16 +82,14 @@ def _take_scores(
     return sources
 
 
-def _of_environment(table: pa.Table, number: int, rollout_size: int) -> list[dict[str, Any]]:
+def _of_environment(table: pa.Table, number: int, rollout_size: int, tokenizer: Any) -> list[dict[str, Any]]:
     """The lines of the journal for the episodes of an iteration."""
     columns = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
     lines = []
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in columns), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
-        # It answered to being reset, before any token, then to each turn, after its last.
-        sampled = np.array(mask, bool)
-        ends = [0, *(np.flatnonzero(sampled & ~np.append(sampled[1:], False)) + 1).tolist()]
-        for end, answer in zip(ends, json.loads(answers), strict=False):
-            key = answer_key(rollout, row - attempt * rollout_size, ids[:end])
+        said = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
+        for turn, answer in enumerate(json.loads(answers)):  # first to being reset
+            key = answer_key(rollout, row - attempt * rollout_size, said[:turn])
             lines.append({"key": key, "source": ENVIRONMENT, "step": number, **answer})
     return lines

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +135,9 @@ class Episodes:
         self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
         self._journal = Journal(stage.kept, stage.kept_shared)
         # One at a time: their episodes have the same numbers.
-        self._rollouts, self._is_closed = ThreadPoolExecutor(1), False
+        self._rollouts = ThreadPoolExecutor(1)
         # What no template can write is refused before anything is sampled.
-        self._format.observations([{"role": "user", "content": "a"}])
+        self._format.observations([{"role": "user", "content": "a"}], self._format.end_of_turn)
 
     def sample(
         self,
@@ -180,9 +180,7 @@ class Episodes:
         return self._rollouts.submit(self.sample, *of_sample)
 
     def close(self) -> None:
-        """End what other threads play, whose turn is not waited for beyond its end. Nothing more is kept of it: what
-        environments answer while they are shut down is no answer."""
-        self._is_closed = True
+        """Wait for what another thread plays, which ends as soon as it asks a pool that was shut down."""
         self._rollouts.shutdown(cancel_futures=True)
 
     def sample_all(
@@ -239,10 +237,7 @@ class Episodes:
     def _begin(self, episode: Episode, start: Start) -> None:
         if start.messages is None and start.tools is None:
             return
-        messages = start.messages or episode.task["messages"]
-        if start.tools is not None:
-            messages = [{**messages[0], "tools": start.tools}, *messages[1:]]
-        [episode.prompt] = self._format.prompts([messages])
+        [episode.prompt] = self._format.prompts([start.prompt(episode.task["messages"])])
         if len(episode.prompt) > self._max_prompt:
             raise ValueError(
                 f"{self._stage.name}.environment: an episode begins with {len(episode.prompt)} tokens, more than the "
@@ -257,11 +252,10 @@ class Episodes:
         episode.over = step.terminated or step.truncated or len(episode.replies) >= self._config.max_turns
         if episode.over:
             return
-        end_of_turn = [] if episode.ids[-1] == self._format.end_of_turn else [self._format.end_of_turn]
         if not step.messages:
             episode.fail("its environment neither ended it nor said anything")
             return
-        observed = [*end_of_turn, *self._format.observations(step.messages)]
+        observed = self._format.observations(step.messages, episode.ids[-1])
         if len(episode.ids) + len(observed) + self._sampling.max_new_tokens > self._config.max_tokens:
             episode.over = True
             return
@@ -269,7 +263,7 @@ class Episodes:
 
     def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
         """What the environments answer to the last replies, or to being reset; episodes that fail are left out."""
-        keys = {episode.row: answer_key(name, episode.row, episode.ids) for episode in episodes}
+        keys = {episode.row: answer_key(name, episode.row, episode.replies) for episode in episodes}
         found = {row: self._journal.entry(key) for row, key in keys.items()}
         asked = {e.row: self._ask(e) for e in episodes if found[e.row] is None}
         fresh = []
@@ -280,8 +274,6 @@ class Episodes:
                 entry |= _outcome(asked[episode.row])
                 fresh.append(entry)
                 found[episode.row] = entry
-        if self._is_closed:
-            raise RuntimeError(f"{self._stage.name}: ended in the middle of episodes")
         # On disk before it is used: a clock or a service would say something else the next time.
         self._journal.write_entries(step, fresh)
         for episode in episodes:
@@ -344,12 +336,12 @@ def open_episodes(
         yield None
         return
     limits = config.num_workers, config.timeout_s, config.memory_mb
-    with EnvironmentPool(config.path, *limits, log_dir / LOG) as pool:
+    with ExitStack() as stack:
+        pool = EnvironmentPool(config.path, *limits, log_dir / LOG)
         episodes = Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
-        try:
-            yield episodes
-        finally:
-            episodes.close()
+        stack.callback(episodes.close)
+        stack.enter_context(pool)
+        yield episodes
 
 
 def episode_means(sampled: Rows) -> dict[str, float]:
@@ -367,9 +359,9 @@ def rollout_name(purpose: str, number: int, version: int) -> str:
     return f"{purpose}-{number}-{version}"
 
 
-def answer_key(rollout: str, row: int, ids: Sequence[int]) -> str:
-    """Of what the environment answers when `ids`, all tokens after the prompt, have been said and read."""
-    return hashlib.sha256(json.dumps([rollout, row, list(ids)]).encode()).hexdigest()[:32]
+def answer_key(rollout: str, row: int, replies: Sequence[str]) -> str:
+    """Of what the environment of a row answers to the last of `replies`; of none: to being reset."""
+    return hashlib.sha256(json.dumps([rollout, row, *replies]).encode()).hexdigest()[:32]
 
 
 def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:

@@ -118,7 +118,13 @@ def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInput
     more = [{"role": "tool", "content": "<|end|> is text"}, {"role": "user", "content": "and?"}]
     [begin], [whole] = chat.prompts([[asked]]), chat.prompts([[asked, said, *more]])
     [reply] = chat.replies(["an answer"])
-    assert begin + reply + chat.observations(more) == whole
+    assert begin + reply + chat.observations(more, reply[-1]) == whole
+    assert begin + reply + chat.observations(more, reply[0]) == [
+        *begin,
+        *reply,
+        chat.end_of_turn,
+        *whole[len(begin + reply) :],
+    ]
 
 
 def test_neither_delays_nor_processes_change_a_byte(
@@ -176,6 +182,7 @@ def test_a_replay_reads_the_answers_in_the_ledger(
     first, _ = played(inputs, tmp_path / "first", environment, **fields)
     steps.unlink()
     config = PPOConfig(environment={"path": f"{HERE}:{environment}"}, rewards=[], **fields)  # type: ignore[arg-type]
+    load_tokenizer(inputs.policy.path).save_pretrained(tmp_path / "first")
     assert take_answers(tmp_path / "first", config, inputs, 0, scratch) == ["environment"]
     again, _ = played(inputs, tmp_path / "again", environment, kept=scratch, **fields)
     assert not steps.exists()
