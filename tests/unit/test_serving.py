@@ -93,7 +93,7 @@ def test_a_chat_request_is_encoded_as_in_training() -> None:
     assert control == [
         *("<|tools|>", "<|end|>"),
         *("<|user|>", "<|end|>"),
-        *("<|assistant|>", "<|tools|>", "<|end|>"),
+        *("<|assistant|>", "<|end|>"),
         *("<|tool|>", "<|end|>"),
         "<|assistant|>",
     ]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+CALLS = (
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + {'name': call['function']['name'], "
+    "'arguments': call['function']['arguments']} | tojson + '</tool_call>' }}{% endfor %}"
+)
+"""Calls of tools as Hermes and Qwen write them, which is how `environments` reads them in a reply's text."""
+
 CHATML = (
     "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
-    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}{{ eos_token }}{% endgeneration %}"
+    + CALLS
+    + "{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

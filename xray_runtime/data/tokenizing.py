@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.chat_templates import CALLS
 from xray_runtime.data.pairs import Messages
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -19,8 +20,8 @@ TOOL, TOOLS = "<|tool|>", "<|tools|>"
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|tools|>' + tools | tojson + '<|end|>' }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['tool_calls'] %}{{ '<|tools|>' + message['tool_calls'] | tojson }}{% endif %}{{ '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    + CALLS
+    + "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 

@@ -87,7 +87,7 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
         assert mask[-1]
         parts = np.split(ids[prompt:], np.flatnonzero(np.diff(mask)) + 1)
         said.append([tokenizer.decode(part) for part in parts[::2]])
-    call = '<|tools|>[{"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}]<|end|>'
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Pau"}}</tool_call><|end|>'
     assert said == [
         ["fine thanks<|end|>", call, "sunny <|end|> it is<|end|>"],
         ["fine thanks<|end|>"],
