@@ -20,17 +20,7 @@ from prefect import flow
 import xray
 from xray_runtime.environments.adapters import from_tools, tool_schema
 
-COUNT, RIGHT = 4000, 0.5
-
-
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: One.
-        b: Another.
-    """
-    return a + b
+COUNT = 3000
 
 
 def multiply(a: int, b: int) -> int:
@@ -43,44 +33,38 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-TOOLS = {"plus": add, "times": multiply}
-
-
 def is_right(task: Mapping[str, Any], reply: str) -> float:
-    """1 for the number alone."""
+    """1 for the product alone."""
     return float(reply.strip() == task["answer"])
 
 
-def tools() -> Any:
-    """One environment an episode."""
-    return from_tools([add, multiply], is_right)()
+def environment() -> Any:
+    """Of one episode."""
+    return from_tools([multiply], is_right)()
 
 
 def write_questions(directory: Path) -> tuple[Path, Path]:
     """(questions with their answers, conversations about them that go wrong half of the time)."""
     random_ = random.Random(0)
-    schemas = [tool_schema(function) for function in TOOLS.values()]
+    tools = [tool_schema(multiply)]
     questions, conversations = [], []
-    for number in random_.sample(range(90 * 90 * 2), COUNT):
-        word = ("plus", "times")[number % 2]
-        a, b = number // 2 // 90 + 10, number // 2 % 90 + 10
-        # By its name a question is held out of both files or of none.
-        question = {"conversation_id": f"{a} {word} {b}"}
-        asked = {"role": "user", "content": f"What is {a} {word} {b}?"}
-        questions.append(question | {"prompt": [asked], "completion": "?", "answer": str(TOOLS[word](a, b))})
-        slip = random_.choice(("word", "number", "answer")) if random_.random() > RIGHT else None
-        called = TOOLS[random_.choice(list(TOOLS)) if slip == "word" else word]
-        arguments = {"a": random_.randrange(10, 100) if slip == "number" else a, "b": b}
-        found = called(**arguments)
-        call = {"type": "function", "function": {"name": called.__name__, "arguments": arguments}}
-        said = random_.randrange(100, 1000) if slip == "answer" else found
+    for number in random_.sample(range(90 * 90), COUNT):
+        a, b = number // 90 + 10, number % 90 + 10
+        asked = {"role": "user", "content": f"What is {a} times {b}?"}
+        # By its name a question is held out of both files, or of none.
+        named = {"conversation_id": f"{a} {b}"}
+        questions.append(named | {"prompt": [asked], "completion": "?", "answer": str(a * b)})
+        slip = random_.choice(("a", "b", "product", "none", "none", "none"))
+        a, b = (random_.randrange(10, 100) if slip == name else value for name, value in (("a", a), ("b", b)))
+        call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+        said = random_.randrange(100, 10_000) if slip == "product" else a * b
         messages = [
             asked,
             {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "content": str(found)},
+            {"role": "tool", "content": str(a * b)},
             {"role": "assistant", "content": str(said)},
         ]
-        conversations.append(question | {"messages": messages, "tools": schemas})
+        conversations.append(named | {"messages": messages, "tools": tools})
     paths = directory / "questions.jsonl", directory / "conversations.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, (questions, conversations), strict=True):
@@ -90,7 +74,7 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def calculator(
-    output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 40, lr: float = 1e-3
+    output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 30, lr: float = 1e-3
 ) -> None:
     """From calls that are right half of the time to calls that are right."""
     questions, conversations = write_questions(Path(output).absolute())
@@ -99,16 +83,16 @@ def calculator(
         asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
         data = xray.prepare(source=str(conversations), context_messages=None, **limits)
         base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-        sft = xray.sft(base, data=data, steps=400, max_response_tokens=64, lr=4e-3)
+        sft = xray.sft(base, data=data, steps=250, batch_size=32, max_response_tokens=64, lr=4e-3)
         xray.ppo(
             sft,
             prompts=asked,
-            environment={"path": tools, "max_turns": 3, "max_tokens": 192},
+            environment={"path": environment, "max_turns": 3, "max_tokens": 128},
             method=method,
             iterations=iterations,
-            prompts_per_iteration=16 if method != "ppo" else 128,
+            prompts_per_iteration=8 if method != "ppo" else 64,
             samples_per_prompt=8 if method != "ppo" else 1,
-            minibatch_size=64,
+            minibatch_size=32,
             max_new_tokens=48,
             lr=lr,
         )

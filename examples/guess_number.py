@@ -63,13 +63,13 @@ def write_games(path: Path, count: int = 2000) -> None:
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def guess_number(
-    output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 100, lr: float = 1e-3
+    output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 40, lr: float = 1e-3
 ) -> None:
     """From guesses that heed a hint now and then to guesses that do so more often."""
     games = Path(output).absolute() / "games.jsonl"
     write_games(games)
     with xray.workspace(output, project="guess-number", seed=seed):
-        data = xray.prepare(source=str(games), min_chars=1)
+        data = xray.prepare(source=str(games), min_chars=1, context_messages=None)
         base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
         sft = xray.sft(base, data=data, steps=400, batch_size=64, lr=4e-3)
         xray.ppo(
