@@ -9,6 +9,7 @@ from them; the reward does the rest. Three minutes on two cores:
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from prefect import flow
 import xray
 from xray_runtime.environments.adapters import from_tools, tool_schema
 
-COUNT = 3000
+CONVERSATIONS = 4
 
 
 def multiply(a: int, b: int) -> int:
@@ -48,23 +49,23 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     random_ = random.Random(0)
     tools = [tool_schema(multiply)]
     questions, conversations = [], []
-    for number in random_.sample(range(90 * 90), COUNT):
-        a, b = number // 90 + 10, number % 90 + 10
+    for a, b in itertools.product(range(10, 100), range(2, 10)):
         asked = {"role": "user", "content": f"What is {a} times {b}?"}
         # By its name a question is held out of both files, or of none.
         named = {"conversation_id": f"{a} {b}"}
         questions.append(named | {"prompt": [asked], "completion": "?", "answer": str(a * b)})
-        slip = random_.choice(("a", "b", "product", "none", "none", "none"))
-        a, b = (random_.randrange(10, 100) if slip == name else value for name, value in (("a", a), ("b", b)))
-        call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
-        said = random_.randrange(100, 10_000) if slip == "product" else a * b
-        messages = [
-            asked,
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "content": str(a * b)},
-            {"role": "assistant", "content": str(said)},
-        ]
-        conversations.append(named | {"messages": messages, "tools": tools})
+        for _ in range(CONVERSATIONS):
+            slip = random_.choice(("number", "product", "none", "none"))
+            number = random_.randrange(10, 100) if slip == "number" else a
+            call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": number, "b": b}}}
+            said = random_.randrange(20, 900) if slip == "product" else number * b
+            messages = [
+                asked,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "content": str(number * b)},
+                {"role": "assistant", "content": str(said)},
+            ]
+            conversations.append(named | {"messages": messages, "tools": tools})
     paths = directory / "questions.jsonl", directory / "conversations.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, (questions, conversations), strict=True):
@@ -72,30 +73,36 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     return paths
 
 
+def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
+    """(questions, a model trained on conversations): what learning begins with. Call it in a workspace."""
+    questions, conversations = write_questions(directory)
+    limits = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128, "heldout_fraction": 0.25}
+    asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
+    data = xray.prepare(source=str(conversations), context_messages=None, **limits)
+    base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    return asked, xray.sft(base, data=data, steps=300, batch_size=32, max_response_tokens=48, lr=4e-3)
+
+
+PLAYED = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
+
+
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def calculator(
-    output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 30, lr: float = 1e-3
-) -> None:
+def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 20) -> None:
     """From calls that are right half of the time to calls that are right."""
-    questions, conversations = write_questions(Path(output).absolute())
     with xray.workspace(output, project="calculator", seed=seed):
-        limits = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 256}
-        asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
-        data = xray.prepare(source=str(conversations), context_messages=None, **limits)
-        base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-        sft = xray.sft(base, data=data, steps=250, batch_size=32, max_response_tokens=64, lr=4e-3)
-        xray.ppo(
+        questions, sft = start(Path(output).absolute())
+        samples = 8 if method != "ppo" else 1
+        policy = xray.ppo(
             sft,
-            prompts=asked,
-            environment={"path": environment, "max_turns": 3, "max_tokens": 128},
+            prompts=questions,
             method=method,
             iterations=iterations,
-            prompts_per_iteration=8 if method != "ppo" else 64,
-            samples_per_prompt=8 if method != "ppo" else 1,
-            minibatch_size=32,
-            max_new_tokens=48,
-            lr=lr,
+            prompts_per_iteration=128 // samples,
+            samples_per_prompt=samples,
+            lr=1e-3,
+            **PLAYED,
         )
+        xray.benchmark(policy, prompts=questions, suite="environment", **PLAYED)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,18 @@ from typing import Any
 from xray_runtime.environments.protocol import Environment, Step
 from xray_runtime.rewards.source import described
 
-COLUMN = "item"
+COLUMN, OF_ALL = "item", ("task", "seed", "size", "config")
 EVALUATES = "its score would run what the policy says as Python"
+HASHES = "its items depend on PYTHONHASHSEED"
 REFUSED = {
     "composite": "it holds items of any other task",
     "intermediate_integration": EVALUATES,
-    "isomorphic_strings": "its items depend on PYTHONHASHSEED",
+    "isomorphic_strings": HASHES,
+    "knight_swap": HASHES,
     "polynomial_multiplication": EVALUATES,
+    "ransom_note": HASHES,
     "simple_integration": EVALUATES,
-    "word_ladder": "its items depend on PYTHONHASHSEED",
+    "word_ladder": HASHES,
 }
 """Task → why there is no environment for it."""
 ARITHMETIC, ROWS = re.compile(r"(?!.*\*\*)[\d+\-*/() ]*"), re.compile(r"[\d\-\[\], \n]*")
@@ -69,10 +72,12 @@ def write_items(
     if not indices or indices[0] < 0 or indices[-1] < 0:
         raise ValueError(f"indices = {indices} is not allowed: must be a range of at least one index, none negative")
     named = {"task": task, "seed": seed, "size": max(indices) + 1, "config": config}
-    items, rows = _items(json.dumps(named)), {}
+    items = _items(json.dumps(named))
+    rows: dict[str, str] = {}
     for index in indices:
         item = items[index]
-        row = {"prompt": item["question"], "completion": reply(item), COLUMN: named | {"index": index}}
+        known = named | {"index": index, "answer": str(item["answer"])}
+        row = {"prompt": item["question"], "completion": reply(item), COLUMN: known}
         rows.setdefault(item["question"], json.dumps(row) + "\n")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("".join(rows.values()), encoding="utf-8")
@@ -97,14 +102,14 @@ class _ReasoningGym:
 
     def reset(self, task: Mapping[str, Any], seed: int) -> None:
         named = task.get(COLUMN)
-        if not isinstance(named, dict) or set(named) != {"task", "seed", "size", "config", "index"}:
+        if not isinstance(named, dict) or set(named) != {*OF_ALL, "index", "answer"}:
             raise ValueError(f"{COLUMN} is {named!r}: must be the column that write_items wrote (data.columns)")
-        self._items = _items(json.dumps({name: value for name, value in named.items() if name != "index"}))
+        self._items = _items(json.dumps({name: named[name] for name in OF_ALL}))
         self._safe = SAFE.get(named["task"])
-        # Not kept in the dataset: scores run parts of an item as Python, and a dataset may come from anybody.
+        # Not taken from the dataset: scores run parts of an item as Python, and a dataset may come from anybody.
         self._item = self._items[named["index"]]
-        if self._item["question"] not in task["prompt"]:
-            raise ValueError(f"item {named} asks something else here: was it written by another reasoning-gym?")
+        if self._item["question"] not in task["prompt"] or str(self._item["answer"]) != named["answer"]:
+            raise ValueError(f"{COLUMN} {named} is another here: was it written with another reasoning-gym?")
 
     def step(self, reply: str) -> Step:
         answer = self._parse(reply)

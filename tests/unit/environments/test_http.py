@@ -203,7 +203,7 @@ def test_addresses(url: str, shown: str) -> None:
     assert repr(shown) in str(caught.value)
     assert "secret" not in str(caught.value)
     for timeout_s in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="timeout_s = .* is not allowed: must be above 0"):
+        with pytest.raises(ValueError, match=r"timeout_s = .* is not allowed: must be above 0"):
             from_http("http://host", timeout_s)
 
 
@@ -214,7 +214,7 @@ def test_in_processes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(2):
             pool.reset(number, {"prompt": "p"}, 3).result()
         server.answer = {"reward": None}
-        with pytest.raises(EnvironmentFailure, match="Step.reward is None: must be a finite number"):
+        with pytest.raises(EnvironmentFailure, match=r"Step\.reward is None: must be a finite number"):
             pool.step(1, "1").result()
         server.answer = None
         assert pool.step(0, "1").result().reward == 4

@@ -43,7 +43,7 @@ def test_rows(tmp_path: Path) -> None:
     assert rows[0] == {
         "prompt": "State the final answer to the following arithmetic problem: 6 + 2 =",
         "completion": "8",
-        "item": {"task": "chain_sum", "seed": 3, "size": 400, "config": SUMS, "index": 5},
+        "item": {"task": "chain_sum", "seed": 3, "size": 400, "config": SUMS, "index": 5, "answer": "8"},
     }
     assert write_items(path, "chain_sum", range(5, 400), 3, **SUMS) == len(rows) == len({row["prompt"] for row in rows})
     # There are 2 × 10 × 10 questions.
@@ -125,8 +125,10 @@ def test_what_a_row_must_hold(tmp_path: Path) -> None:
     [row] = written(tmp_path / "sums.jsonl", "chain_sum", range(1), **SUMS)
     with pytest.raises(ValueError, match="item is None: must be the column that write_items wrote"):
         environment().reset({"prompt": row["prompt"]}, 0)
-    with pytest.raises(ValueError, match="asks something else here"):
+    with pytest.raises(ValueError, match="is another here: was it written with another reasoning-gym"):
         environment().reset({"prompt": "another", "item": row["item"]}, 0)
+    with pytest.raises(ValueError, match="is another here"):
+        environment().reset({"prompt": row["prompt"], "item": row["item"] | {"answer": "100"}}, 0)
     with pytest.raises(ValueError, match="task = 'composite' is not allowed"):
         environment().reset({"prompt": "p", "item": row["item"] | {"task": "composite"}}, 0)
 
