@@ -48,7 +48,8 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     """(questions with their answers, conversations about them that go wrong half of the time)."""
     random_ = random.Random(0)
     tools = [tool_schema(multiply)]
-    questions, conversations = [], []
+    questions: list[dict[str, Any]] = []
+    conversations: list[dict[str, Any]] = []
     for a, b in itertools.product(range(10, 100), range(2, 10)):
         asked = {"role": "user", "content": f"What is {a} times {b}?"}
         # By its name a question is held out of both files, or of none.
@@ -76,14 +77,14 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
 def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     """(questions, a model trained on conversations): what learning begins with. Call it in a workspace."""
     questions, conversations = write_questions(directory)
-    limits = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128, "heldout_fraction": 0.25}
+    limits: dict[str, Any] = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128, "heldout_fraction": 0.25}
     asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
     data = xray.prepare(source=str(conversations), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
     return asked, xray.sft(base, data=data, steps=300, batch_size=32, max_response_tokens=48, lr=4e-3)
 
 
-PLAYED = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
+PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)

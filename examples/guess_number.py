@@ -71,7 +71,10 @@ def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     return data, xray.sft(base, data=data, steps=400, batch_size=64, lr=4e-3)
 
 
-PLAYED = {"environment": {"path": GuessNumber, "max_turns": GUESSES, "max_tokens": 64}, "max_new_tokens": 4}
+PLAYED: dict[str, Any] = {
+    "environment": {"path": GuessNumber, "max_turns": GUESSES, "max_tokens": 64},
+    "max_new_tokens": 4,
+}
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)

@@ -1,5 +1,10 @@
 """Environments made of Python functions that the policy calls, and of environments with Gymnasium's API.
 
+    def shop():
+        return from_tools([search, buy], judge)()
+
+    policy = xray.ppo(sft, prompts=data, environment={"path": shop})
+
 Calls are written as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 """
 
@@ -23,6 +28,7 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call that is cut short is one too: it is answered with what is wrong."""
 NO_ACTION = "Your reply holds no action that can be read. Try again."
 WITHOUT_TORCH = threading.Lock()
+"""Environments are made in threads."""
 
 Judge = Callable[[Mapping[str, Any], str], float]
 """(task, reply) → reward."""
