@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +25,15 @@ from xray_runtime.environments.adapters import from_tools, tool_schema
 CONVERSATIONS = 4
 
 
-def multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int, c: int) -> int:
     """Multiply.
 
     Args:
         a: One.
-        b: Another.
+        b: Two.
+        c: Three.
     """
-    return a * b
+    return a * b * c
 
 
 def is_right(task: Mapping[str, Any], reply: str) -> float:
@@ -50,23 +52,27 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     tools = [tool_schema(multiply)]
     questions: list[dict[str, Any]] = []
     conversations: list[dict[str, Any]] = []
-    for a, b in itertools.product(range(10, 100), range(2, 10)):
-        asked = {"role": "user", "content": f"What is {a} times {b}?"}
+    for numbers in itertools.product(range(2, 10), repeat=3):
+        product, named = math.prod(numbers), " times ".join(map(str, numbers))
+        asked = {"role": "user", "content": f"What is {named}?"}
         # By its name a question is held out of both files, or of none.
-        named = {"conversation_id": f"{a} {b}"}
-        questions.append(named | {"prompt": [asked], "completion": "?", "answer": str(a * b)})
+        row = {"conversation_id": named}
+        questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(product)})
         for _ in range(CONVERSATIONS):
-            slip = random_.choice(("number", "product", "none", "none"))
-            number = random_.randrange(10, 100) if slip == "number" else a
-            call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": number, "b": b}}}
-            said = random_.randrange(20, 900) if slip == "product" else number * b
+            called = dict(zip("abc", numbers, strict=True))
+            slip = random_.choice((*called, "product", "none", "none", "none", "none"))
+            if slip in called:
+                called[slip] = random_.randrange(2, 10)
+            found = multiply(**called)
+            said = random_.randrange(8, 730) if slip == "product" else found
+            call = {"type": "function", "function": {"name": "multiply", "arguments": called}}
             messages = [
                 asked,
                 {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "content": str(number * b)},
+                {"role": "tool", "content": str(found)},
                 {"role": "assistant", "content": str(said)},
             ]
-            conversations.append(named | {"messages": messages, "tools": tools})
+            conversations.append(row | {"messages": messages, "tools": tools})
     paths = directory / "questions.jsonl", directory / "conversations.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, (questions, conversations), strict=True):
