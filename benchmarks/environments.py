@@ -3,8 +3,8 @@
     python -m benchmarks.environments [--seeds 3] [--tasks calculator …] [--methods grpo ppo]
 
 `calculator`: a Python function through `from_tools`, called and then quoted. `guess-number`: a game of four turns.
-`legs`: an item of reasoning-gym, and one reply to it. Demonstrations are right half of the time. Both methods start from
-one SFT model a seed; before and after play all held-out prompts once, at temperature 1.
+`legs`: an item of reasoning-gym, and one reply to it. Demonstrations are right half of the time. Both methods start
+from one SFT model a seed; before and after play all held-out prompts once, at temperature 1.
 """
 
 from __future__ import annotations
