@@ -1,6 +1,6 @@
-"""Tools by GRPO: the policy calls one of two Python functions, reads what it returns, and says it.
+"""Tools by GRPO: the policy calls a Python function, reads what it returns, and says it.
 
-The demonstrations go wrong half of the time: another function, a wrong digit, a wrong answer. So does what SFT learns
+The demonstrations go wrong half of the time, in the call or in what they say of it. So does what SFT learns
 from them; the reward does the rest. Three minutes on two cores:
 
     xray run examples.calculator:calculator
@@ -9,9 +9,8 @@ from them; the reward does the rest. Three minutes on two cores:
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+import operator
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,57 +21,56 @@ from prefect import flow
 import xray
 from xray_runtime.environments.adapters import from_tools, tool_schema
 
-CONVERSATIONS = 4
+COUNT = 4000
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def multiply(a: int, b: int, c: int) -> int:
-    """Multiply.
+def calculate(expression: str) -> int:
+    """Calculate.
 
     Args:
-        a: One.
-        b: Two.
-        c: Three.
+        expression: Such as 2 * 3.
     """
-    return a * b * c
+    a, sign, b = expression.split()
+    return int(SIGNS[sign](int(a), int(b)))
 
 
 def is_right(task: Mapping[str, Any], reply: str) -> float:
-    """1 for the product alone."""
+    """1 for the number alone."""
     return float(reply.strip() == task["answer"])
 
 
 def environment() -> Any:
     """Of one episode."""
-    return from_tools([multiply], is_right)()
+    return from_tools([calculate], is_right)()
 
 
 def write_questions(directory: Path) -> tuple[Path, Path]:
     """(questions with their answers, conversations about them that go wrong half of the time)."""
     random_ = random.Random(0)
-    tools = [tool_schema(multiply)]
+    tools = [tool_schema(calculate)]
     questions: list[dict[str, Any]] = []
     conversations: list[dict[str, Any]] = []
-    for numbers in itertools.product(range(2, 10), repeat=3):
-        product, named = math.prod(numbers), " times ".join(map(str, numbers))
-        asked = {"role": "user", "content": f"What is {named}?"}
+    for number in random_.sample(range(90 * 90 * len(SIGNS)), COUNT):
+        a, sign, b = number % 90 + 10, list(SIGNS)[number // 8100], number // 90 % 90 + 10
+        expression = called = f"{a} {sign} {b}"
         # By its name a question is held out of both files, or of none.
-        row = {"conversation_id": named}
-        questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(product)})
-        for _ in range(CONVERSATIONS):
-            called = dict(zip("abc", numbers, strict=True))
-            slip = random_.choice((*called, "product", "none", "none", "none", "none"))
-            if slip in called:
-                called[slip] = random_.randrange(2, 10)
-            found = multiply(**called)
-            said = random_.randrange(8, 730) if slip == "product" else found
-            call = {"type": "function", "function": {"name": "multiply", "arguments": called}}
-            messages = [
-                asked,
-                {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "content": str(found)},
-                {"role": "assistant", "content": str(said)},
-            ]
-            conversations.append(row | {"messages": messages, "tools": tools})
+        asked = {"role": "user", "content": expression}
+        row = {"conversation_id": expression}
+        questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(calculate(expression))})
+        slip = random_.choice(("number", "answer", "none", "none"))
+        if slip == "number":
+            called = f"{random_.randrange(10, 100)} {sign} {b}"
+        found = calculate(called)
+        said = random_.randrange(10, 1000) if slip == "answer" else found
+        call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": called}}}
+        messages = [
+            asked,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": str(found)},
+            {"role": "assistant", "content": str(said)},
+        ]
+        conversations.append(row | {"messages": messages, "tools": tools})
     paths = directory / "questions.jsonl", directory / "conversations.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, (questions, conversations), strict=True):
@@ -83,11 +81,11 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
 def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     """(questions, a model trained on conversations): what learning begins with. Call it in a workspace."""
     questions, conversations = write_questions(directory)
-    limits: dict[str, Any] = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128, "heldout_fraction": 0.25}
+    limits: dict[str, Any] = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128}
     asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
     data = xray.prepare(source=str(conversations), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return asked, xray.sft(base, data=data, steps=600, batch_size=16, max_response_tokens=48, lr=3e-3)
+    return asked, xray.sft(base, data=data, steps=900, batch_size=16, max_response_tokens=48, lr=3e-3)
 
 
 PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
