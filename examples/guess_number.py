@@ -4,7 +4,7 @@ The demonstrations heed what they were told half of the time, so what SFT learns
 left finds each number in at most four guesses; the policy gets better, and is far from that. Minutes on two cores:
 
     xray run examples.guess_number:guess_number
-    xray rollouts ppo --output runs/guess-number --iteration 99
+    xray rollouts ppo --output runs/guess-number --iteration 59
 """
 
 from __future__ import annotations

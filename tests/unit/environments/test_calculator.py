@@ -1,0 +1,53 @@
+"""The calculator of the examples: its demonstrations, played in its environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.calculator import calculate, environment, write_questions
+
+
+def played(question: dict[str, Any], conversation: dict[str, Any]) -> float:
+    """The reward of saying what a demonstration says."""
+    game: Any = environment()
+    start = game.reset({"messages": question["prompt"], "answer": question["answer"]}, 0)
+    assert start.tools == conversation["tools"]
+    _, asked, told, said = conversation["messages"]
+    [call] = asked["tool_calls"]
+    step = game.step(f"<tool_call>{json.dumps(call['function'])}</tool_call>")
+    assert not step.terminated
+    assert step.messages == [told]
+    last = game.step(said["content"])
+    assert last.terminated
+    return float(last.reward)
+
+
+def test_half_of_the_demonstrations_are_right(tmp_path: Path) -> None:
+    questions, conversations = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in write_questions(tmp_path)
+    )
+    names = [row["conversation_id"] for row in questions]
+    assert names == [row["conversation_id"] for row in conversations]
+    assert len(set(names)) == len(names) == 4000
+    pairs = list(zip(questions, conversations, strict=True))[:400]
+    right = sum(played(*pair) for pair in pairs) / len(pairs)
+    assert right == pytest.approx(0.5, abs=0.1)  # four deviations of 400 draws
+
+
+@pytest.mark.parametrize(("expression", "value"), [("12 + 30", 42), ("12 - 30", -18), ("12 * 30", 360)])
+def test_what_it_calculates(expression: str, value: int) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["12 / 30", "12+30", "__import__('os')", "1 + 2 + 3"])
+def test_what_it_cannot_calculate_is_said(expression: str) -> None:
+    game: Any = environment()
+    game.reset({"messages": [], "answer": "1"}, 0)
+    call = {"name": "calculate", "arguments": {"expression": expression}}
+    step = game.step(f"<tool_call>{json.dumps(call)}</tool_call>")
+    assert step.messages[0]["content"].startswith("Error: ")
+    assert step.info == {"tool_errors": 1}
