@@ -76,8 +76,8 @@ class Task:
 
 
 TASKS = {
-    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 30),
-    "guess-number": Task(guess_number.start, guess_number.PLAYED, 0.5, 60),
+    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 20),
+    "guess-number": Task(guess_number.start, guess_number.PLAYED, 0.5, 40),
     "legs": Task(legs, {"environment": {"path": items, "max_turns": 1, "max_tokens": 8}, "max_new_tokens": 8}, 1.0, 30),
 }
 METHODS = ("grpo", "ppo")

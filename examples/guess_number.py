@@ -4,7 +4,7 @@ The demonstrations heed what they were told half of the time, so what SFT learns
 left finds each number in at most four guesses; the policy gets better, and is far from that. Minutes on two cores:
 
     xray run examples.guess_number:guess_number
-    xray rollouts ppo --output runs/guess-number --iteration 59
+    xray rollouts ppo --output runs/guess-number --iteration 39
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ PLAYED: dict[str, Any] = {
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def guess_number(output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 60) -> None:
+def guess_number(output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 40) -> None:
     """From guesses that heed a hint now and then to guesses that do so more often."""
     with xray.workspace(output, project="guess-number", seed=seed):
         data, sft = start(Path(output).absolute())
