@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,12 +114,19 @@ def test_calls_that_sft_teaches_are_read(template: str) -> None:
     assert [message["content"] for message in step.messages] == ["5", "Hello <|end|> é"]
 
 
-def test_environments_are_made_in_threads() -> None:
-    """The look at a tool's types must not find torch in any of them, nor keep it from whoever comes later."""
-    before = chat_template_utils.is_torch_available
-    with ThreadPoolExecutor(16) as threads:
-        schemas = list(threads.map(tool_schema, [add, greet] * 50))
-    assert schemas == [tool_schema(add), tool_schema(greet)] * 50
+def test_environments_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at a tool's types must not find torch in any of them, nor hide it from whoever comes later."""
+    before, pauses, found = chat_template_utils.is_torch_available, iter((0.1, 0.3)), []
+
+    def slow(function: Any) -> dict[str, Any]:
+        time.sleep(next(pauses))
+        found.append(chat_template_utils.is_torch_available())
+        return {"function": {}}
+
+    monkeypatch.setattr(chat_template_utils, "get_json_schema", slow)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(tool_schema, [add, greet]))
+    assert found == [False, False]
     assert chat_template_utils.is_torch_available is before
 
 
