@@ -9,10 +9,11 @@ from them; the reward does the rest. Three minutes on two cores:
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from prefect import flow
 import xray
 from xray_runtime.environments.adapters import from_tools, tool_schema
 
-COUNT = 4000
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+CONVERSATIONS = 3
+SIGNS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def calculate(expression: str) -> int:
-    """Calculate.
+    """Calculate from left to right.
 
     Args:
-        expression: Such as 2 * 3.
+        expression: Such as 2 * 3 + 4.
     """
-    a, sign, b = expression.split()
-    return int(SIGNS[sign](int(a), int(b)))
+    first, *rest = expression.split()
+    value = int(first)
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        value = SIGNS[sign](value, int(number))
+    return value
 
 
 def is_right(task: Mapping[str, Any], reply: str) -> float:
@@ -51,26 +55,26 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     tools = [tool_schema(calculate)]
     questions: list[dict[str, Any]] = []
     conversations: list[dict[str, Any]] = []
-    for number in random_.sample(range(90 * 90 * len(SIGNS)), COUNT):
-        a, sign, b = number % 90 + 10, list(SIGNS)[number // 8100], number // 90 % 90 + 10
-        expression = called = f"{a} {sign} {b}"
+    digits = range(2, 10)
+    for a, b, sign, c in itertools.product(digits, digits, SIGNS, digits):
+        expression = f"{a} * {b} {sign} {c}"
         # By its name a question is held out of both files, or of none.
         asked = {"role": "user", "content": expression}
         row = {"conversation_id": expression}
         questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(calculate(expression))})
-        slip = random_.choice(("number", "answer", "none", "none"))
-        if slip == "number":
-            called = f"{random_.randrange(10, 100)} {sign} {b}"
-        found = calculate(called)
-        said = random_.randrange(10, 1000) if slip == "answer" else found
-        call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": called}}}
-        messages = [
-            asked,
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "content": str(found)},
-            {"role": "assistant", "content": str(said)},
-        ]
-        conversations.append(row | {"messages": messages, "tools": tools})
+        for _ in range(CONVERSATIONS):
+            slip = random_.choice(("number", "answer", "none", "none"))
+            called = f"{random_.choice(digits)}{expression[1:]}" if slip == "number" else expression
+            found = calculate(called)
+            said = random_.randrange(100) if slip == "answer" else found
+            call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": called}}}
+            messages = [
+                asked,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "content": str(found)},
+                {"role": "assistant", "content": str(said)},
+            ]
+            conversations.append(row | {"messages": messages, "tools": tools})
     paths = directory / "questions.jsonl", directory / "conversations.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     for path, rows in zip(paths, (questions, conversations), strict=True):
@@ -81,11 +85,11 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
 def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     """(questions, a model trained on conversations): what learning begins with. Call it in a workspace."""
     questions, conversations = write_questions(directory)
-    limits: dict[str, Any] = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128}
+    limits: dict[str, Any] = {"min_chars": 1, "max_chars": 1000, "max_prompt_tokens": 128, "heldout_fraction": 0.15}
     asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
     data = xray.prepare(source=str(conversations), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return asked, xray.sft(base, data=data, steps=900, batch_size=16, max_response_tokens=48, lr=3e-3)
+    return asked, xray.sft(base, data=data, steps=600, batch_size=16, max_response_tokens=48, lr=5e-3)
 
 
 PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
