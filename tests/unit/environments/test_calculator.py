@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.calculator import calculate, environment, write_questions
+from examples.calculator import CONVERSATIONS, calculate, environment, write_questions
 
 
 def played(question: dict[str, Any], conversation: dict[str, Any]) -> float:
@@ -31,19 +31,20 @@ def test_half_of_the_demonstrations_are_right(tmp_path: Path) -> None:
         [json.loads(line) for line in path.read_text().splitlines()] for path in write_questions(tmp_path)
     )
     names = [row["conversation_id"] for row in questions]
-    assert names == [row["conversation_id"] for row in conversations]
-    assert len(set(names)) == len(names) == 4000
-    pairs = list(zip(questions, conversations, strict=True))[:400]
+    assert len(set(names)) == len(names) == 8 * 8 * 3 * 8
+    assert [row["conversation_id"] for row in conversations[::CONVERSATIONS]] == names
+    pairs = list(zip(questions, conversations[::CONVERSATIONS], strict=True))[:400]
     right = sum(played(*pair) for pair in pairs) / len(pairs)
-    assert right == pytest.approx(0.5, abs=0.1)  # four deviations of 400 draws
+    # A wrong number is the right one once in eight times. Four deviations of 400 draws.
+    assert right == pytest.approx(0.5 + 0.25 / 8, abs=0.1)
 
 
-@pytest.mark.parametrize(("expression", "value"), [("12 + 30", 42), ("12 - 30", -18), ("12 * 30", 360)])
+@pytest.mark.parametrize(("expression", "value"), [("2 * 3 + 4", 10), ("2 + 3 * 4", 20), ("2 * 3 - 9", -3), ("12", 12)])
 def test_what_it_calculates(expression: str, value: int) -> None:
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["12 / 30", "12+30", "__import__('os')", "1 + 2 + 3"])
+@pytest.mark.parametrize("expression", ["12 / 30", "12+30", "__import__('os')", "1 + 2 +"])
 def test_what_it_cannot_calculate_is_said(expression: str) -> None:
     game: Any = environment()
     game.reset({"messages": [], "answer": "1"}, 0)
