@@ -13,52 +13,21 @@ import argparse
 import itertools
 import json
 import math
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
 import xray
+from benchmarks.legs import items, legs
 from benchmarks.machine import line, machine, table
 from examples import calculator, guess_number
-from xray_runtime.environments.reasoning_gym import from_reasoning_gym, write_items
 
 EPISODES, SAMPLES = 128, 8
 ALL = 10_000
 """More prompts than any task holds out."""
-
-
-def items() -> Any:
-    """The environment of an item of reasoning-gym."""
-    return from_reasoning_gym()()
-
-
-def legs(directory: Path) -> tuple[xray.Handle, xray.Handle]:
-    """(the dataset, a model trained on it)."""
-    paths = [directory / f"legs-{number}.jsonl" for number in range(4)]
-    for path in paths:
-        random_ = random.Random(path.name)
-        reply = partial(half_right, random_)
-        write_items(path, "leg_counting", range(10_000), reply=reply, min_animals=1, max_animals=1, max_instances=20)
-    data = xray.prepare(
-        sources=[{"source": str(path)} for path in paths],
-        columns=["item"],
-        min_chars=1,
-        max_chars=400,
-        max_prompt_tokens=96,
-        heldout_fraction=0.25,
-    )
-    base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return data, xray.sft(base, data=data, steps=400, batch_size=32, max_response_tokens=8, lr=3e-3)
-
-
-def half_right(random_: random.Random, item: Mapping[str, Any]) -> str:
-    """The answer, or a number near it."""
-    return str(int(item["answer"]) + random_.choice((0, 0, 0, 0, -2, -1, 1, 2)))
 
 
 @dataclass(frozen=True)

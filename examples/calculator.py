@@ -112,7 +112,3 @@ def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "gr
             **PLAYED,
         )
         xray.benchmark(policy, prompts=questions, suite="environment", **PLAYED)
-
-
-if __name__ == "__main__":
-    calculator()

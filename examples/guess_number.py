@@ -95,7 +95,3 @@ def guess_number(output: str = "runs/guess-number", seed: int = 0, method: str =
             **PLAYED,
         )
         xray.benchmark(policy, prompts=data, suite="environment", success=0.5, **PLAYED)
-
-
-if __name__ == "__main__":
-    guess_number()
