@@ -26,7 +26,7 @@ def legs(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     for path in paths:
         random_ = random.Random(path.name)
         reply = partial(half_right, random_)
-        write_items(path, "leg_counting", range(10_000), reply=reply, min_animals=1, max_animals=1, max_instances=20)
+        write_items(path, "leg_counting", range(10_000), reply=reply, min_animals=1, max_animals=1, max_instances=10)
     data = xray.prepare(
         sources=[{"source": str(path)} for path in paths],
         columns=["item"],
@@ -36,7 +36,7 @@ def legs(directory: Path) -> tuple[xray.Handle, xray.Handle]:
         heldout_fraction=0.25,
     )
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return data, xray.sft(base, data=data, steps=400, batch_size=32, max_response_tokens=8, lr=3e-3)
+    return data, xray.sft(base, data=data, steps=1500, batch_size=32, max_response_tokens=8, lr=4e-3)
 
 
 def half_right(random_: random.Random, item: Mapping[str, Any]) -> str:

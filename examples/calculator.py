@@ -89,7 +89,7 @@ def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
     data = xray.prepare(source=str(conversations), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return asked, xray.sft(base, data=data, steps=1200, batch_size=16, max_response_tokens=48, lr=5e-3)
+    return asked, xray.sft(base, data=data, steps=1500, batch_size=16, max_response_tokens=48, lr=5e-3)
 
 
 PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
