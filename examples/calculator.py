@@ -1,7 +1,7 @@
 """Tools by GRPO: the policy calls a Python function, reads what it returns, and says it.
 
 The demonstrations go wrong half of the time, in the call or in what they say of it. So does what SFT learns from them;
-the reward does the rest. Minutes on two cores:
+the reward is to do the rest. A model this small does not yet learn to copy whole equations; the episodes are real:
 
     xray run examples.calculator:calculator
     xray rollouts ppo --output runs/calculator --iteration 0
@@ -26,13 +26,13 @@ CONVERSATIONS = 3
 SIGNS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def calculate(expression: str) -> int:
-    """Calculate from left to right.
+def calculate(equation: str) -> int:
+    """Calculate x, from left to right.
 
     Args:
-        expression: Such as 2 * 3 + 4.
+        equation: Such as x = 2 * 3 + 4.
     """
-    first, *rest = expression.split()
+    first, *rest = equation.removeprefix("x = ").split()
     value = int(first)
     for sign, number in zip(rest[::2], rest[1::2], strict=True):
         value = SIGNS[sign](value, int(number))
@@ -57,17 +57,17 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
     conversations: list[dict[str, Any]] = []
     digits = range(2, 10)
     for a, b, sign, c in itertools.product(digits, digits, SIGNS, digits):
-        expression = f"{a} * {b} {sign} {c}"
+        equation = f"x = {a} * {b} {sign} {c}"
         # By its name a question is held out of both files, or of none.
-        asked = {"role": "user", "content": expression}
-        row = {"conversation_id": expression}
-        questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(calculate(expression))})
+        asked = {"role": "user", "content": equation}
+        row = {"conversation_id": equation}
+        questions.append(row | {"prompt": [asked], "completion": "?", "answer": str(calculate(equation))})
         for _ in range(CONVERSATIONS):
             slip = random_.choice(("number", "answer", "none", "none"))
-            called = f"{random_.choice(digits)}{expression[1:]}" if slip == "number" else expression
+            called = f"x = {random_.choice(digits)} * {b} {sign} {c}" if slip == "number" else equation
             found = calculate(called)
             said = random_.randrange(100) if slip == "answer" else found
-            call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": called}}}
+            call = {"type": "function", "function": {"name": "calculate", "arguments": {"equation": called}}}
             messages = [
                 asked,
                 {"role": "assistant", "tool_calls": [call]},
@@ -89,7 +89,7 @@ def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
     asked = xray.prepare(source=str(questions), columns=["answer"], **limits)
     data = xray.prepare(source=str(conversations), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=384, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return asked, xray.sft(base, data=data, steps=1500, batch_size=16, max_response_tokens=48, lr=5e-3)
+    return asked, xray.sft(base, data=data, steps=1500, batch_size=16, max_response_tokens=48, lr=3e-3)
 
 
 PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}

@@ -39,16 +39,18 @@ def test_half_of_the_demonstrations_are_right(tmp_path: Path) -> None:
     assert right == pytest.approx(0.5 + 0.25 / 8, abs=0.1)
 
 
-@pytest.mark.parametrize(("expression", "value"), [("2 * 3 + 4", 10), ("2 + 3 * 4", 20), ("2 * 3 - 9", -3), ("12", 12)])
-def test_what_it_calculates(expression: str, value: int) -> None:
-    assert calculate(expression) == value
+@pytest.mark.parametrize(
+    ("equation", "value"), [("x = 2 * 3 + 4", 10), ("x = 2 + 3 * 4", 20), ("2 * 3 - 9", -3), ("12", 12)]
+)
+def test_what_it_calculates(equation: str, value: int) -> None:
+    assert calculate(equation) == value
 
 
-@pytest.mark.parametrize("expression", ["12 / 30", "12+30", "__import__('os')", "1 + 2 +"])
-def test_what_it_cannot_calculate_is_said(expression: str) -> None:
+@pytest.mark.parametrize("equation", ["12 / 30", "12+30", "__import__('os')", "1 + 2 +"])
+def test_what_it_cannot_calculate_is_said(equation: str) -> None:
     game: Any = environment()
     game.reset({"messages": [], "answer": "1"}, 0)
-    call = {"name": "calculate", "arguments": {"expression": expression}}
+    call = {"name": "calculate", "arguments": {"equation": equation}}
     step = game.step(f"<tool_call>{json.dumps(call)}</tool_call>")
     assert step.messages[0]["content"].startswith("Error: ")
     assert step.info == {"tool_errors": 1}
