@@ -70,6 +70,7 @@ OWNERS = {
     "fsspec": {"xray_runtime/store/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
     "lm_eval": {"xray_runtime/stages/harness_task.py"},
+    "reasoning_gym": {"xray_runtime/environments/reasoning_gym.py"},
 }
 """Heavy library → the only places that import it."""
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from xray_runtime.config.engines import Count, Positive, Section
+
+
+def _importable(path: str) -> str:
+    """`path`. Raises ValueError where a process of its own could not import it."""
+    if path.startswith("__main__:") or "<" in path:
+        raise ValueError(
+            f"{path!r} is not allowed: environments work in processes that import them, so it must be a class or a "
+            "function at the top of a module, not of a script or a notebook"
+        )
+    return path
 
 
 class EnvironmentConfig(Section):
     """An environment that answers the policy turn by turn; `max_new_tokens` is then the limit of one turn."""
 
-    path: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")]
+    path: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)]
     """`module:name` of a class, or a function without arguments, that makes one environment an episode; in a module
     that XRAY_ALLOWED_IMPORTS names."""
     max_turns: Count = 8

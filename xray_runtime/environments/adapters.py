@@ -1,5 +1,10 @@
 """Environments made of Python functions that the policy calls, and of environments with Gymnasium's API.
 
+    def shop():
+        return from_tools([search, buy], judge)()
+
+    policy = xray.ppo(sft, prompts=data, environment={"path": shop})
+
 Calls are written as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 """
 
@@ -8,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +27,8 @@ from xray_runtime.rewards.source import described
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call that is cut short is one too: it is answered with what is wrong."""
 NO_ACTION = "Your reply holds no action that can be read. Try again."
+WITHOUT_TORCH = threading.Lock()
+"""Environments are made in threads."""
 
 Judge = Callable[[Mapping[str, Any], str], float]
 """(task, reply) → reward."""
@@ -40,7 +48,7 @@ def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callabl
         ValueError: a function is async, or its schema cannot be told from its signature and docstring.
     """
     return partial(
-        _ToolEnvironment, {function.__name__: (function, _schema(function)) for function in functions}, judge
+        _ToolEnvironment, {function.__name__: (function, tool_schema(function)) for function in functions}, judge
     )
 
 
@@ -94,14 +102,19 @@ class _CallError(ValueError):
     """What is wrong with a call."""
 
 
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function: what `from_tools` shows the policy, and a dataset's column `tools` holds.
+
+    Raises:
+        ValueError: see `from_tools`.
+    """
     from transformers.utils import chat_template_utils
 
     name = getattr(function, "__name__", repr(function))
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"the tool {name!r} is async: must be an ordinary function")
     try:
-        with _without_torch(chat_template_utils):
+        with WITHOUT_TORCH, _without_torch(chat_template_utils):
             schema: dict[str, Any] = chat_template_utils.get_json_schema(function)
     except Exception as error:
         raise ValueError(f"the tool {name!r} has no schema ({described(error)})") from error

@@ -46,12 +46,16 @@ def ask_all(
     return asyncio.run(_ask_all(config, path, requests, read))
 
 
+def key_header(url: str) -> dict[str, str]:
+    """The header with the key that the environment has for a server."""
+    key = api_key(url)
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 async def _ask_all(
     config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
 ) -> list[T | BaseException]:
     free = asyncio.Semaphore(config.concurrency)
-    key = api_key(config.url)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     url = config.url.rstrip("/") + path
 
     async def ask(number: int, request: Any) -> T | BaseException:
@@ -60,7 +64,7 @@ async def _ask_all(
                 if attempt:
                     await asyncio.sleep(min(config.backoff_s * 2 ** (attempt - 1), MAX_PAUSE_S))
                 try:
-                    answer = await asyncio.wait_for(_post(client, url, request), config.timeout_s)
+                    answer = await asyncio.wait_for(post(client, url, request), config.timeout_s)
                     return read(number, answer)
                 except TimeoutError:
                     error: BaseException = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
@@ -72,11 +76,18 @@ async def _ask_all(
             return error
 
     # Limits of httpx are of single reads: a server that sends a byte now and then would never come to one.
-    async with httpx.AsyncClient(headers=headers, timeout=config.timeout_s) as client:
+    async with httpx.AsyncClient(headers=key_header(config.url), timeout=config.timeout_s) as client:
         return list(await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests))))
 
 
-async def _post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
+async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
+    """The JSON that answers a request.
+
+    Raises:
+        AnswerError: it is none, or too long, or the server says that it could not answer now.
+        RefusedError: the server says that the request is wrong.
+        httpx.HTTPError: no answer comes.
+    """
     async with client.stream("POST", url, json=request) as response:
         content = bytearray()
         async for part in response.aiter_bytes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +23,18 @@ def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder)
     """Writes config.json, model.safetensors and the tokenizer's files."""
     recorder.progress(0, 1, "models", "loading")
     examples = Pairs(stage.inputs.data.path / TRAIN, Example)
-    texts = (text for e in examples for text in (prompt_text(e.prompt), e.response))
-    tokenizer = train_tokenizer(texts, stage.config.vocab_size)
+    tokenizer = train_tokenizer((text for e in examples for text in _texts(e)), stage.config.vocab_size)
     lm = fresh_llama(stage.config, tokenizer, derive_seed(stage.seed, "base", "weights"))
     save_model(lm, tokenizer, out)
     report_size(recorder, sum(p.numel() for p in lm.parameters()), len(tokenizer))
     return 0
+
+
+def _texts(example: Example) -> Iterator[str]:
+    """What the model will read and write; tools and calls as the chat template puts them."""
+    yield prompt_text(example.prompt)
+    yield example.response
+    for tool in example.prompt[0].get("tools", ()):
+        yield json.dumps(tool, ensure_ascii=False)
+    for call in example.tool_calls or ():
+        yield f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"

@@ -6,12 +6,17 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils
 
-from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools
+from xray_runtime.data.chat_templates import CHATML
+from xray_runtime.data.tokenizing import CHAT_TEMPLATE, decode_replies, encode_replies_to, train_tokenizer
+from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
 from xray_runtime.environments.protocol import Start, Step, as_start, as_step
 
 
@@ -90,6 +95,39 @@ def test_bad_calls_are_answered(reply: str, answer: str) -> None:
     if "</tool_call>" in reply:
         assert step.messages[1]["content"] == "2"
     assert (step.info, step.terminated, step.reward) == ({"tool_errors": 1}, False, 0.0)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, CHATML])
+def test_calls_that_sft_teaches_are_read(template: str) -> None:
+    """By our own templates, from a dataset's `tool_calls` to tokens, and from those to the reply that comes in."""
+    tokenizer = train_tokenizer(["how are you"], 300)
+    tokenizer.chat_template = template
+    prompt = [{"role": "user", "content": "2 + 3?", "tools": [tool_schema(add), tool_schema(greet)]}]
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
+        {"type": "function", "function": {"name": "greet", "arguments": {"name": "<|end|> é"}}},
+    ]
+    ids = encode_replies_to(tokenizer, [(prompt, "I call.", calls)])
+    [reply] = decode_replies(tokenizer, ids)
+    assert reply.startswith("I call.<tool_call>")
+    _, [step] = played(from_tools([add, greet], judge), reply)
+    assert [message["content"] for message in step.messages] == ["5", "Hello <|end|> é"]
+
+
+def test_environments_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at a tool's types must not find torch in any of them, nor hide it from whoever comes later."""
+    before, pauses, found = chat_template_utils.is_torch_available, iter((0.1, 0.3)), []
+
+    def slow(function: Any) -> dict[str, Any]:
+        time.sleep(next(pauses))
+        found.append(chat_template_utils.is_torch_available())
+        return {"function": {}}
+
+    monkeypatch.setattr(chat_template_utils, "get_json_schema", slow)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(tool_schema, [add, greet]))
+    assert found == [False, False]
+    assert chat_template_utils.is_torch_available is before
 
 
 def test_functions_that_are_no_tools() -> None:

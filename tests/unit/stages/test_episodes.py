@@ -289,6 +289,12 @@ def test_only_what_is_allowed_is_imported() -> None:
         data, model = xray.prepare(source="x.jsonl"), xray.base(model="m")
         with pytest.raises(ConfigError, match=r"'os:getcwd' is not allowed: it would import os"):
             xray.ppo(model, data, environment={"path": "os:getcwd"})
+        for where, name in (("__main__", "Mine"), (HERE, "test.<locals>.Mine")):
+            mine = type("Mine", (), {"__module__": where, "__qualname__": name})
+            with pytest.raises(
+                ConfigError, match=r"ppo\.environment\.path: '.*Mine' is not allowed: environments work in"
+            ):
+                xray.ppo(model, data, environment={"path": mine})
         # Who hands over the class itself has imported it.
         handle = xray.ppo(model, data, environment={"path": sample_environments.ThreeTurns})
     assert handle.call.config.environment.path == f"{HERE}:ThreeTurns"  # type: ignore[union-attr]

@@ -1,0 +1,116 @@
+"""Environments behind HTTP.
+
+    def shop():
+        return from_http("http://localhost:8000/shop")()
+
+    POST /reset      {"task": {...}, "seed": n}          → {"episode": name} and the fields of a Start
+    POST /step       {"episode": name, "reply": text}    → the fields of a Step
+    DELETE /NAME     an episode is over; a server need not have it
+
+Fields that an answer leaves out are as in `Start` and `Step`; others are refused. Every reset begins an episode of its
+own: one that is repeated from its start has another name, and one whose process was ended is never deleted, so a server
+should forget episodes in time. Keys stand in the environment, as for services that score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from xray_runtime.credentials import has_login, strip_credentials
+from xray_runtime.environments.protocol import Environment, Start, Step
+from xray_runtime.rewards.remote import AnswerError, key_header, post
+from xray_runtime.rewards.source import described
+
+CONNECTS, PAUSE_S = 4, 0.5
+"""What was never sent may be sent again. A request without an answer may have been taken, and is not."""
+CLOSE_S = 5.0
+
+T = TypeVar("T", Start, Step)
+
+
+def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
+    """A factory of environments that a server plays. What it answers wrongly, or not at all, costs the episode.
+
+    Args:
+        timeout_s: of one answer; below the stage's `environment.timeout_s`, whose message names no server.
+
+    Raises:
+        ValueError: `url` is no HTTP address or holds a login, or the time is not positive.
+    """
+    if not re.fullmatch(r"https?://[^\s?#/]+[^\s?#]*", url) or has_login(url):
+        shown = strip_credentials(url)
+        raise ValueError(f"url = {shown!r} is not allowed: must be http(s)://HOST/PATH, without a login or a query")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s = {timeout_s!r} is not allowed: must be above 0")
+    return partial(_HttpEnvironment, url.rstrip("/"), timeout_s)
+
+
+class _HttpEnvironment:
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        # Making a context reads every certificate there is.
+        self._client = httpx.AsyncClient(headers=key_header(url), timeout=timeout_s, verify=_certificates())
+        self._episode: str | None = None
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        answer = await self._ask("/reset", {"task": task, "seed": seed})
+        episode = answer.pop("episode", None)
+        if not isinstance(episode, str) or not episode:
+            raise ValueError(f"{self._url}/reset: episode is {episode!r}: must be a name (text)")
+        self._episode = episode
+        return self._as(Start, "/reset", answer)
+
+    async def step(self, reply: str) -> Step:
+        return self._as(Step, "/step", await self._ask("/step", {"episode": self._episode, "reply": reply}))
+
+    async def close(self) -> None:
+        if self._episode is not None:
+            with contextlib.suppress(httpx.HTTPError):
+                await self._client.delete(f"{self._url}/{quote(self._episode, safe='')}", timeout=CLOSE_S)
+        await self._client.aclose()
+
+    async def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+        url = self._url + path
+        try:
+            # Limits of httpx are of single reads: a server that sends a byte now and then would never come to one.
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._post(url, request)
+        except TimeoutError as error:
+            raise ValueError(f"{url}: no answer within timeout_s = {self._timeout_s:g}") from error
+        except (httpx.HTTPError, AnswerError) as error:
+            raise ValueError(f"{url}: {error if str(error) else described(error)}") from error
+        if not isinstance(answer, dict):
+            raise ValueError(f"{url}: the answer is a {type(answer).__name__}: must be a JSON object")
+        return answer
+
+    async def _post(self, url: str, request: dict[str, Any]) -> Any:
+        for attempt in range(CONNECTS):
+            try:
+                return await post(self._client, url, request)
+            except httpx.ConnectError:
+                if attempt == CONNECTS - 1:
+                    raise
+            await asyncio.sleep(PAUSE_S * 2**attempt)
+
+    def _as(self, kind: type[T], path: str, answer: dict[str, Any]) -> T:
+        known = [field.name for field in fields(kind)]
+        unknown = sorted(set(answer) - set(known))
+        if unknown:
+            raise ValueError(f"{self._url}{path}: {unknown[0]!r} is not allowed: fields are {', '.join(known)}")
+        # What they hold is checked where every environment's answers are.
+        return kind(**answer)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
