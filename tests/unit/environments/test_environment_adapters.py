@@ -109,7 +109,7 @@ def test_calls_that_sft_teaches_are_read(template: str) -> None:
     ]
     ids = encode_replies_to(tokenizer, [(prompt, "I call.", calls)])
     [reply] = decode_replies(tokenizer, ids)
-    assert reply.startswith("I call.<tool_call>")
+    assert reply.startswith("I call.\n<tool_call>")
     _, [step] = played(from_tools([add, greet], judge), reply)
     assert [message["content"] for message in step.messages] == ["5", "Hello <|end|> é"]
 
