@@ -1,7 +1,7 @@
 """Tools by GRPO: the policy calls a Python function, reads what it returns, and says it.
 
 The demonstrations go wrong half of the time, in the call or in what they say of it. So does what SFT learns from them;
-the reward is to do the rest. A model this small does not yet learn to copy whole equations; the episodes are real:
+the reward does the rest. Minutes on two cores:
 
     xray run examples.calculator:calculator
     xray rollouts ppo --output runs/calculator --iteration 0
