@@ -91,11 +91,11 @@ class Scoring:
         of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
         if self._rewards.weights:
             scores = self._rewards.scores(
-                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes
+                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
             )
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
-            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns)
+            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns, tokens=tokens)
             for name, of_judge in self._judges.each(scores).items():
                 self.panel.judges.setdefault(name, {})[side] = of_judge
 

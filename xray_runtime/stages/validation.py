@@ -126,6 +126,7 @@ class Validation:
             columns=self._columns,
             step=iteration,
             episodes=episode_scores(replies),
+            tokens=whole,
         )
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 

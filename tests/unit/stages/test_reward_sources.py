@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, PPOModel, World, attempt, inputs, plain
+from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
@@ -171,6 +173,30 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     answers[2] = {"scores": np.array([13.0, NAN], np.float32)}
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.2: scores of 1 of 2 rows"):
         score(found, ["a", "b"], answers)
+
+
+def test_replies_alike_have_one_score_whatever_they_went_through_with(models: list[Path]) -> None:
+    """A model's last bits depend on the rows beside; divided by a group's deviation they would be advantages of 1."""
+    found = sources(RewardTerm(model="rewards.0"), RewardTerm(models=["rewards.0", "rewards.1"]), models=models)
+    raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)
+    raw[1:3] = np.nextafter(raw[1:3], np.float32(1.0))
+    replies, answers = ["yes", "yes", "yes", "no"], [{"scores": raw}, {"scores": raw[::-1].copy()}]
+
+    def rewards(**more: Any) -> torch.Tensor:
+        scaled = found.scaled(score(found, replies, answers, **more))
+        assert scaled[3] != scaled[0]
+        return scaled
+
+    assert len(set(rewards()[:3].tolist())) == 1
+    groups = torch.tensor([0, 0, 0, 1])
+    assert group_advantages(rewards(), groups, "grpo").tolist() == [0.0] * 4
+    # To other prompts they are other replies; and so they are in other tokens, of what was said between the turns, say.
+    texts = [[{"role": "user", "content": text}] for text in "aabb"]
+    alike = rewards(messages=texts)[:3].tolist()
+    assert alike[0] == alike[1] != alike[2]
+    ids = {"input_ids": Ragged.of([[5, 6], [5, 7], [5, 6], [5, 6]]), "prompt_lengths": np.array([1, 1, 1, 2])}
+    alike = rewards(tokens=ids)[:3].tolist()
+    assert alike[0] == alike[2] != alike[1]
 
 
 def test_a_source_that_is_there_twice_is_two_sources() -> None:
