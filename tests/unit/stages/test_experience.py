@@ -21,6 +21,7 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.report.findings import policy_findings
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 
 NAN = float("nan")
@@ -382,6 +383,32 @@ def test_replies_to_one_prompt_are_compared() -> None:
     tied = without_critic(rewards=[2.0, 3.0], advantages="grpo", kl=KLConfig(place="loss"))
     assert column(tied, "advantages") == [[0.0] * 2, [0.0] * 3]
     assert tied.metrics["rollout/tied_groups"] == 1.0
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, -2.7, 100.3])
+def test_equal_rewards_do_not_deviate(reward: float) -> None:
+    """As the summary must notice: in float32 their mean is another number than they are."""
+    assert torch.full((8,), reward).std(correction=0) > 0.0
+    one = ragged([[-1.0]] * 8)
+    rows = {"input_ids": Ragged.of([[5, 6]] * 8), "prompt_lengths": np.ones(8, np.int64), "id": np.arange(8)}
+    rollout, scored = {"rollout_logprobs": one, "ended": np.ones(8, bool)}, {"logprobs": one, "ref_logprobs": one}
+    fields = {"advantages": "reinforce++", "whiten_advantages": True, "max_new_tokens": 2, "prompts_per_iteration": 8}
+    experience = build([reward] * 8, (rows, rollout, scored), minibatch_size=8, **fields)
+    assert experience.metrics["reward/std"] == 0.0
+    assert not experience.rows["advantages"].values.any()
+    series = {name: [(0, value)] for name, value in experience.metrics.items()}
+    assert policy_findings(series) == ["every reply had the same reward: there was nothing to learn from"]
+
+
+def test_equal_replies_have_one_penalty() -> None:
+    """Their log-probabilities differ in the last bits by what they were computed with."""
+    near = float(np.nextafter(np.float32(-0.7), np.float32(0)))
+    rows = {"input_ids": Ragged.of([[5, 6]] * 3), "prompt_lengths": np.ones(3, np.int64), "id": np.arange(3)}
+    rollout = {"rollout_logprobs": ragged([[-1.0]] * 3), "ended": np.ones(3, bool)}
+    scored = {"logprobs": ragged([[-0.7], [near], [-0.7]]), "ref_logprobs": ragged([[-1.0]] * 3)}
+    fields: dict[str, Any] = {"advantages": "grpo", "samples_per_prompt": 3, "minibatch_size": 3}
+    experience = build([1.0] * 3, (rows, rollout, scored), prompts_per_iteration=2, **fields)
+    assert column(experience, "advantages") == [[0.0]] * 3
 
 
 def test_reinforce_takes_what_is_still_to_come() -> None:
