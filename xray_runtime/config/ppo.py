@@ -212,8 +212,8 @@ class PPOStageConfig(TrainingConfig):
                     "vocabulary, which replies sampled from a part of it would bias; change temperature"
                 )
         if given.get("environment") is not None:
-            given = {"reward_scaling": "none", "reward_clip": None, **given}
-        return with_method(given)
+            given = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, **given}
+        return with_method(given, cls.model_fields["max_new_tokens"].default)
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
