@@ -99,6 +99,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Nobody vouches for the record, the report and the figures of a run that ended.",
         "Run the lifecycle again: it writes and signs them anew.",
     ),
+    "run-open": (
+        "A run is at work, or was killed: its record and its report are not signed yet.",
+        "Run the lifecycle to its end: it signs them.",
+    ),
     "run-changed": (
         "A run's record, report, metrics or figure is not what was signed when the run ended.",
         "Run the lifecycle again: it writes the record and the report anew. Metrics and figures come from a copy.",
@@ -133,5 +137,6 @@ NOTES = {
     "source-changed",
     "evaluation-missing",
     "evaluation-near-overlap",
+    "run-open",
 }
 """Worth knowing; the audit is sound nevertheless."""
