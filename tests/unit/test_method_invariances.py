@@ -48,7 +48,8 @@ class Setting:
     def rollout(self, seed: int = 0) -> tuple[Rows, Rows, Rows]:
         """(rows, rollout, scores): log-probabilities near the model's own, so that few ratios are clipped."""
         pairs = list(zip(PROMPTS, REPLIES, strict=True))
-        rows = {"input_ids": Ragged.of([p + r for p, r in pairs]), "prompt_lengths": np.array([len(p) for p, _ in pairs])}
+        lengths = np.array([len(prompt) for prompt, _ in pairs])
+        rows = {"input_ids": Ragged.of([p + r for p, r in pairs]), "prompt_lengths": lengths}
         with torch.no_grad():
             own = PPOObjective(self.config).score(self.module, as_tensors(rows))
         logprobs, draws = torch.cat(list(own["logprobs"])).numpy(), np.random.default_rng(seed)
