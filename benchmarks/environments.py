@@ -45,7 +45,7 @@ class Task:
 
 
 TASKS = {
-    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 20),
+    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 30, 3e-4),
     "guess-number": Task(guess_number.start, guess_number.PLAYED, 0.5, 40),
     "legs": Task(legs, {"environment": {"path": items, "max_turns": 1, "max_tokens": 8}, "max_new_tokens": 8}, 1.0, 30),
 }

@@ -143,6 +143,8 @@ class PPOStageConfig(TrainingConfig):
     """Weight of the entropy bonus."""
     gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 0.95
+    """With an environment 1, unless it is set: what pays comes many tokens after what earned it, and below 1 whitening
+    makes those first tokens bad ones until the critic knows better."""
     whiten_advantages: bool = True
     """Scale advantages to mean 0 and deviation 1 over the valid tokens of the whole rollout."""
     kl: KLConfig = KLConfig()
@@ -212,7 +214,8 @@ class PPOStageConfig(TrainingConfig):
                     "vocabulary, which replies sampled from a part of it would bias; change temperature"
                 )
         if given.get("environment") is not None:
-            given = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, **given}
+            of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
+            given = {**of_episodes, **given}
         return with_method(given, cls.model_fields["max_new_tokens"].default)
 
     @model_validator(mode="after")

@@ -33,6 +33,13 @@ def test_dapos_buffer_is_a_fifth_of_the_longest_reply() -> None:
     assert played.overlong_buffer is None
 
 
+def test_whole_episodes_are_credited() -> None:
+    episodes: dict[str, Any] = {"environment": {"path": "m:E", "max_turns": 2, "max_tokens": 64}}
+    assert PPOStageConfig(**episodes).gae_lambda == 1.0
+    assert PPOStageConfig(**episodes, gae_lambda=0.9).gae_lambda == 0.9
+    assert PPOStageConfig().gae_lambda == 0.95
+
+
 def test_what_is_written_out_counts_more() -> None:
     config = PPOStageConfig(method="grpo", samples_per_prompt=4, kl={"coef": 0.5})  # type: ignore[arg-type]
     assert (config.samples_per_prompt, config.advantages) == (4, "grpo")
