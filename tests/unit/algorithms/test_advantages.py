@@ -188,6 +188,8 @@ def test_whitening_rewards_that_are_all_the_same_teaches_nothing() -> None:
     mask[3, 7:], x[3, 7:] = 0.0, -7.0
     assert masked_mean(x, mask) != x[0, 0]
     assert not whiten(x, mask).any()
+    # Nor does a single token.
+    assert whiten(torch.tensor([[3.3, 7.0]]), torch.tensor([[1, 0]])).tolist() == [[0.0, 0.0]]
 
 
 @given(seed=st.integers(0, 10_000), extra=st.integers(1, 5))
