@@ -96,12 +96,14 @@ def verdict(text: str, said_of_it: str = "tie") -> str:
 @pytest.mark.parametrize("benchmark", [False, True])
 def test_verdicts_that_a_policy_learned_from_are_looked_at(tmp_path: Path, benchmark: bool) -> None:
     same, near = verdict(f"Well, {SPAN} 1"), verdict(f"So {SPAN}?")
-    assert "training part of kto" in audited(learned_from_verdicts(tmp_path / "same", same, benchmark=benchmark))[
-        "evaluation-overlap"
-    ]
-    assert "training part of kto" in audited(learned_from_verdicts(tmp_path / "near", near, benchmark=benchmark))[
-        "evaluation-near-overlap"
-    ]
+    assert (
+        "training part of kto"
+        in audited(learned_from_verdicts(tmp_path / "same", same, benchmark=benchmark))["evaluation-overlap"]
+    )
+    assert (
+        "training part of kto"
+        in audited(learned_from_verdicts(tmp_path / "near", near, benchmark=benchmark))["evaluation-near-overlap"]
+    )
 
 
 def test_verdicts_that_taught_nothing_are_no_overlap(tmp_path: Path) -> None:
