@@ -13,7 +13,7 @@ from xray_runtime.config.engines import (
     Fraction,
     FrozenConfig,
     GeneratorConfig,
-    Keep,
+    Looks,
     NonNegative,
     Positive,
     Section,
@@ -79,14 +79,13 @@ class LedgerConfig(Section):
     """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
 
 
-class ValidationConfig(Section):
-    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained."""
+class ValidationConfig(Looks):
+    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained; the highest mean score is
+    the best."""
 
     every: Count = 10
     """Iterations from one look to the next; the first is before the first update, the last after the last."""
     num_prompts: Annotated[int, Field(ge=2)] = 128
-    keep: Keep = "best"
-    """Which version the stage ends with: the one with the highest mean score, or the last."""
 
 
 class PPOStageConfig(TrainingConfig):

@@ -66,7 +66,7 @@ def _hacking(series: Series) -> list[str]:
 
 
 def watched(series: Series) -> list[tuple[str, str]]:
-    """What the watch over a policy saw: each number that it compares, at first and at last, and its signs; nothing
+    """What the watch over a policy saw: its signs, and each number that it compares, at first and at last; nothing
     where it was off."""
     if REPEATED not in series:
         return []

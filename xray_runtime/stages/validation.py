@@ -62,7 +62,7 @@ class Validation:
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
         self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
-        self.best = BestVersion(directory, "last" if self._config is None else self._config.keep)
+        self.best = BestVersion(directory, self._config)
         judges = RewardSources(stage, tokenizer, field="judges")
         self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
         if self._config is None:

@@ -305,4 +305,4 @@ def _check_ended(snapshot: RegistryView, store: LineageStore) -> Iterator[Findin
     run_id, status = run_on_record(store.output)
     run = snapshot.runs.get(run_id)
     if status == "running" and run is not None and run.info.status == "FINISHED":
-        yield Finding("lifecycle.json", "run-changed", f"it has run {run_id[:12]} at work, in MLflow it is finished")
+        yield Finding("lifecycle.json", "run-changed", f"run {run_id[:12]} is at work there, and finished in MLflow")
