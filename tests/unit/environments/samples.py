@@ -75,6 +75,8 @@ class Faulty:
         match reply.split():
             case ["raise"]:
                 raise KeyError("no such\nroom")
+            case ["half"]:
+                raise ValueError("half a character: \ud800")
             case ["stop"]:
                 next(iter(()))
             case ["leave"]:
