@@ -50,9 +50,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer.zero_grad()
     output = tmp_path_factory.mktemp("chat")
     store = Store(output / "checkpoints")
+    data = IDENTITY.model_copy(update={"stage": "prepare", "kind": "prepare", "config": {"columns": ["answer"]}})
+    with store.building(data.stage, data.key) as built:
+        (built / "train.arrow").touch()
+        dataset = store.publish(built, data, type="Dataset", step=0, dataset=None)
     with store.building(IDENTITY.stage, IDENTITY.key) as built:
         save_model(lm, tokenizer, built)
-        store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
+        store.publish(built, IDENTITY, type="Model", step=0, dataset=dataset.sha256)
     return output
 
 
@@ -72,6 +76,21 @@ def test_the_tools_of_an_environment_are_called(place: Path, monkeypatch: pytest
     plain = chat(place, "1 and 2\n")
     assert plain.exit_code == 0, plain.output
     assert "[" not in plain.stderr.split("temperature")[1]
+    assert "columns" not in plain.stderr
+
+
+def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, samples.__name__)
+    done = chat(place, "1 and 2\n1 and 2\n", "--environment", f"{samples.__name__}:examined")
+    assert done.exit_code == 0, done.output
+    before, after = done.stderr.split("fails\n")
+    assert before.endswith(
+        "\nanswer: its training data has such columns, messages here have not; where the environment reads one, "
+        "the episode "
+    )
+    # The first episode comes to its end, where the judge reads one; the chat goes on.
+    assert after.startswith("[3]\nthe environment failed: episode 0: KeyError: 'answer'\n")
+    assert done.stdout.splitlines()[1] == "1 and 2 is 3"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def calculator() -> Environment:
     return from_tools([add], lambda task, reply: float(task["prompt"] in reply))()
 
 
+def examined() -> Environment:
+    """Worth 1 where the last reply is what a column says."""
+    return from_tools([add], lambda task, reply: float(task["answer"] == reply))()
+
+
 class Guess:
     """Guess the number; what it says depends on the seed and on how often it was asked."""
 
