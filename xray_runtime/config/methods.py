@@ -1,8 +1,8 @@
 """Published methods as settings of a PPO stage: what `method` sets where the config says nothing else.
 
 What is ours in all of them: the loss is weighted by the mismatch of generator and trainer (`importance_*`), scores are
-scaled by the reward model's moments, equal scores of a group give exactly 0, and a reply that is cut off gets no more
-than the worst that came to its end.
+scaled by the reward model's moments, equal scores of a group give 0 (before whitening), and a reply that is cut off
+gets no more than the worst that came to its end.
 """
 
 from __future__ import annotations

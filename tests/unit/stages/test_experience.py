@@ -421,6 +421,49 @@ def test_reinforce_takes_what_is_still_to_come() -> None:
     assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
 
 
+def of_method(method: Any, rewards: list[float], lengths: list[int], k1: Any = 0.0, **fields: Any) -> list[list[float]]:
+    """Advantages of replies of so many tokens, each k1 nats a token from the reference."""
+    off = np.broadcast_to(f32(k1), sum(lengths))
+    logprobs = Ragged(np.full(sum(lengths), -2.0, np.float32), np.cumsum([0, *lengths]))
+    rows = {
+        "input_ids": Ragged.of([range(n + 1) for n in lengths]),
+        "prompt_lengths": np.ones(len(lengths), np.int64),
+        "id": np.arange(len(lengths)),
+    }
+    scored = {"logprobs": logprobs, "ref_logprobs": Ragged(logprobs.values - off, logprobs.offsets)}
+    fields |= {"method": method, "reward_scaling": "none", "minibatch_size": 1, "max_new_tokens": 4}
+    config = PPOStageConfig(**({"prompts_per_iteration": 2} | fields))
+    rollout = {"rollout_logprobs": logprobs, "ended": np.ones(len(lengths), bool)}
+    experience = build_experience(config, rows, rollout, scored, torch.tensor(rewards), 0.1)
+    return column(experience, "advantages")
+
+
+def test_reinforce_pp_in_closed_form() -> None:
+    # 1 − 0.1 · (0.2 − 0.1 + 0.4), then of what is left of the KL: 0.3 and 0.4.
+    [plain] = of_method("reinforce++", [1.0], [3], [0.2, -0.1, 0.4], whiten_advantages=False)
+    assert plain == pytest.approx([0.95, 0.97, 0.96], abs=1e-6)
+    # Tokens 1, 00, 000, 11: mean 3/8, deviation √(15/64); a long reply counts by its tokens.
+    white = of_method("reinforce++", [1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2])
+    high, low = 1.2909944, -0.7745967
+    for found, expected in zip(white, ([high], [low] * 2, [low] * 3, [high] * 2), strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_reinforce_pp_with_a_baseline_in_closed_form() -> None:
+    fields = {"samples_per_prompt": 2}
+    # Tokens ½½ −½−½ 00 00: mean 0, deviation √⅛. A group that ties stays at 0 where lengths are equal …
+    even = of_method("reinforce++_baseline", [1.0, 0.0, 0.0, 0.0], [2] * 4, **fields)
+    assert [row[0] for row in even] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+    # … and is whitened with the others where they are not: ½ three times, −½ once, 0 four times: mean ⅛, deviation
+    # √(7/64).
+    uneven = of_method("reinforce++_baseline", [1.0, 0.0, 0.0, 0.0], [3, 1, 2, 2], **fields)
+    assert [row[0] for row in uneven] == pytest.approx([1.1338934, -1.8898224, -0.3779645, -0.3779645], abs=1e-6)
+    # All groups tie: nothing.
+    assert of_method("reinforce++_baseline", [0.7, 0.7, 0.1, 0.1], [3, 1, 2, 2], **fields) == [
+        [0.0] * n for n in (3, 1, 2, 2)
+    ]
+
+
 def test_long_replies_pay_for_their_last_tokens() -> None:
     # Of at most 4 tokens the last 2 cost up to 1: 2 tokens nothing, 3 tokens ½.
     fields: dict[str, Any] = {"overlong_buffer": 2, "max_new_tokens": 4, "kl": KLConfig(place="loss")}
