@@ -71,7 +71,7 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
             messages = [
                 asked,
                 {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "content": str(found)},
+                {"role": "tool", "name": "calculate", "content": str(found)},
                 {"role": "assistant", "content": str(said)},
             ]
             conversations.append(row | {"messages": messages, "tools": tools})

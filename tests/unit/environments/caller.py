@@ -26,7 +26,7 @@ def conversation() -> list[dict[str, Any]]:
     return [
         {"role": "user", "content": "1 and 2", "tools": start.tools},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "3"},
+        {"role": "tool", "name": "add", "content": "3"},
         {"role": "assistant", "content": "1 and 2 is 3"},
     ]
 
