@@ -108,6 +108,7 @@ def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "gr
             iterations=iterations,
             prompts_per_iteration=128 // samples,
             samples_per_prompt=samples,
+            epochs=1,
             **PLAYED,
         )
         xray.benchmark(policy, prompts=questions, suite="environment", **PLAYED)

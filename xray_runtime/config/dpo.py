@@ -8,15 +8,15 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
-    Looks,
     NonNegative,
     Positive,
     TrainingConfig,
+    ValidationSchedule,
     check_one_row_each,
 )
 
 
-class DPOValidation(Looks):
+class DPOValidation(ValidationSchedule):
     """The loss on pairs that are left out of training, while the policy is trained; the lowest is the best."""
 
     num_pairs: Count = 128

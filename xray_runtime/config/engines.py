@@ -21,7 +21,7 @@ class Section(BaseModel):
     )
 
 
-class Looks(Section):
+class ValidationSchedule(Section):
     """How often a model is looked at while it is trained, and which version of it the stage ends with."""
 
     every: Count = 20

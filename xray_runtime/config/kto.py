@@ -6,10 +6,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, Looks, NonNegative, Positive, TrainingConfig, check_one_row_each
+from xray_runtime.config.engines import (
+    Count,
+    NonNegative,
+    Positive,
+    TrainingConfig,
+    ValidationSchedule,
+    check_one_row_each,
+)
 
 
-class KTOValidation(Looks):
+class KTOValidation(ValidationSchedule):
     """The loss on replies that are left out of training, while the policy is trained; the lowest is the best."""
 
     num_replies: Annotated[int, Field(ge=2)] = 128

@@ -13,12 +13,12 @@ from xray_runtime.config.engines import (
     Fraction,
     FrozenConfig,
     GeneratorConfig,
-    Looks,
     NonNegative,
     Positive,
     Section,
     TrainingConfig,
     UnitInterval,
+    ValidationSchedule,
     check_one_row_each,
     check_whole_layers,
 )
@@ -79,7 +79,7 @@ class LedgerConfig(Section):
     """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
 
 
-class ValidationConfig(Looks):
+class ValidationConfig(ValidationSchedule):
     """The policy's replies to the prompts of `data.validation_fraction`, while it is trained; the highest mean score is
     the best."""
 

@@ -8,15 +8,15 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
-    Looks,
     NonNegative,
     Positive,
     TrainingConfig,
+    ValidationSchedule,
     check_one_row_each,
 )
 
 
-class SFTValidation(Looks):
+class SFTValidation(ValidationSchedule):
     """The loss on the conversations of `data.validation_fraction`, as the model is trained; the lowest is the best."""
 
     every: Count = 50
