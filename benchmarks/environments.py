@@ -4,7 +4,8 @@
 
 `calculator`: a Python function through `from_tools`, called and then quoted. `guess-number`: a game of four turns.
 `legs`: an item of reasoning-gym, and one reply to it. Demonstrations are right half of the time. Both methods start
-from one SFT model a seed; before and after play all held-out prompts once, at temperature 1.
+from one SFT model a seed and take each episode once (of more passes over them PPO unlearned the calls of some seeds);
+before and after play all held-out prompts once, at temperature 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Task:
 
 
 TASKS = {
-    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 20),
+    "calculator": Task(calculator.start, calculator.PLAYED, 1.0, 30, 3e-4),
     "guess-number": Task(guess_number.start, guess_number.PLAYED, 0.5, 40),
     "legs": Task(legs, {"environment": {"path": items, "max_turns": 1, "max_tokens": 8}, "max_new_tokens": 8}, 1.0, 30),
 }
@@ -73,6 +74,7 @@ def environments(
                     prompts_per_iteration=EPISODES // samples,
                     samples_per_prompt=samples,
                     minibatch_size=EPISODES // 4,
+                    epochs=1,
                     lr=task.lr,
                     name=method,
                     **task.played,

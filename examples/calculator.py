@@ -71,7 +71,7 @@ def write_questions(directory: Path) -> tuple[Path, Path]:
             messages = [
                 asked,
                 {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "content": str(found)},
+                {"role": "tool", "name": "calculate", "content": str(found)},
                 {"role": "assistant", "content": str(said)},
             ]
             conversations.append(row | {"messages": messages, "tools": tools})
@@ -96,7 +96,7 @@ PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 20) -> None:
+def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 30) -> None:
     """From calls that are right half of the time to calls that are right."""
     with xray.workspace(output, project="calculator", seed=seed):
         questions, sft = start(Path(output).absolute())
@@ -108,7 +108,7 @@ def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "gr
             iterations=iterations,
             prompts_per_iteration=128 // samples,
             samples_per_prompt=samples,
-            lr=1e-3,
+            epochs=1,
             **PLAYED,
         )
         xray.benchmark(policy, prompts=questions, suite="environment", **PLAYED)

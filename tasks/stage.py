@@ -6,6 +6,7 @@ The task is a controller: the heavy work sits in the Workhorses it starts, which
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import signal
@@ -32,7 +33,7 @@ from xray.tasks.progress import StageProgress, publish_summary
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import WorkerEndedError, is_cancelled, may_retry
+from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -177,7 +178,7 @@ class _Job:
                     )
                     for outside in self._outside:
                         check_unchanged(outside, memory)
-                    _check_weights(spec.name, built)
+                    _check_numbers(spec.name, built, self.kind.results)
                     checkpoint = store.publish(
                         built,
                         self.identity,
@@ -311,14 +312,21 @@ def _log_warnings() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def _check_weights(stage: str, built: Path) -> None:
-    """Raises NonFiniteError where a weight that would be published is NaN or infinite."""
-    if any(built.rglob("*.safetensors")):
-        from xray_runtime.models.tensor_file import check_finite
-        from xray_runtime.stages.finite import naming
+def _check_numbers(stage: str, built: Path, results: str | None) -> None:
+    """Raises NonFiniteError where a weight, or a number in the file of results, is NaN or infinite."""
+    from xray_runtime.stages.finite import naming
 
-        with naming(stage):
+    with naming(stage):
+        if any(built.rglob("*.safetensors")):
+            from xray_runtime.models.tensor_file import check_finite
+
             check_finite(built)
+        if results is not None and (built / results).is_file():
+
+            def refuse(number: str) -> None:
+                raise NonFiniteError(f"{results}: it has the number {number}")
+
+            json.loads((built / results).read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> None:

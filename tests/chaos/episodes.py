@@ -3,7 +3,7 @@
 `python -m tests.chaos.episodes --cases 20 --seed 0` strikes as `tests.chaos.harness` does, and only while an episode is
 open: its environment has answered, and not for the last time, or the next attempt begins to go on with it. Then it
 strikes a lifecycle whose environment tells the time, so that no two of them are alike: what was answered before a blow
-must be what was learned from in the end.
+must be what was learned from in the end. With `--lag 1` episodes are open while the policy learns from those before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Journals:
         return None
 
 
-def lifecycle(directory: Path, journals: Journals) -> Lifecycle:
+def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
     """The lifecycle of `episodes.yaml`, whose data, people who say one letter, is put into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / "letters.jsonl"
@@ -77,7 +77,7 @@ def lifecycle(directory: Path, journals: Journals) -> Lifecycle:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Lifecycle(
         config=str(Path(__file__).with_name("episodes.yaml")),
-        overrides=(f"data.source={data}", *PATIENCE),
+        overrides=(f"data.source={data}", *(f"ppo.stages.{number}.lag={lag}" for number in (0, 1)), *PATIENCE),
         variables={"XRAY_ALLOWED_IMPORTS": games.__name__},
         stages=("ppo-1", "ppo-2"),
         blows=5,
@@ -87,9 +87,9 @@ def lifecycle(directory: Path, journals: Journals) -> Lifecycle:
     )
 
 
-def clock(directory: Path, journals: Journals) -> Lifecycle:
+def clock(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
     """The same with an environment that tells the time."""
-    letters = lifecycle(directory, journals)
+    letters = lifecycle(directory, journals, lag)
     paths = (f"ppo.stages.{number}.environment.path={games.__name__}:Clock" for number in (0, 1))
     return replace(letters, overrides=(*letters.overrides, *paths))
 
@@ -115,13 +115,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lag", type=int, choices=(0, 1), default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos-episodes")
     options = parser.parse_args()
-    letters = lifecycle(options.output, Journals())
+    letters = lifecycle(options.output, Journals(), options.lag)
     hits, _, bad = storms(letters, options.output, options.cases, 0, options.seed)
     journals = Journals()
     cases = [draw(options.seed + i, stage) for i, stage in enumerate(letters.stages * 2)]
-    met = run(options.output / "clock", cases, clock(options.output, journals))
+    met = run(options.output / "clock", cases, clock(options.output, journals, options.lag))
     lost = lost_answers(options.output / "clock", journals)
     count = sum(map(len, journals.answers.values()))
     print(f"clock: {sum(blow.hit for blow in met)} blows hit; of {count} answers before them {len(lost)} were lost")

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.component.conftest import TINY
+from tests.unit.environments.caller import CALL, conversation, save_caller
 from tests.unit.test_reverse_proxy import free_port
 from tests.unit.test_store import IDENTITY
 from xray_runtime.config.runtime import RuntimeConfig
@@ -60,6 +61,17 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedM
     )
 
 
+@pytest.fixture(scope="module")
+def calling(model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """One that calls a tool of itself."""
+    folder = tmp_path_factory.mktemp("calling")
+    store = Store(folder / "checkpoints")
+    with store.building(IDENTITY.stage, IDENTITY.key) as built:
+        save_caller(built)
+        ref = store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
+    return dataclasses.replace(model, directory=ref.path, sha256=ref.sha256, tensor_parallel=1, logs=folder / "logs")
+
+
 @pytest.fixture
 def served(cluster: None, model: ServedModel) -> Iterator[tuple[Server, str]]:
     port = free_port()
@@ -81,7 +93,15 @@ def greedy(address: str) -> tuple[str, list[int]]:
 def chat(address: str, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """What a chat request is answered; of one that is refused, status and message."""
     body = {"messages": messages, "max_tokens": 4, "return_token_ids": True, **fields}
-    url = address.replace("/completions", "/chat/completions")
+    return answered(address.replace("/completions", "/chat/completions"), body)
+
+
+def respond(address: str, **fields: Any) -> dict[str, Any]:
+    """The same of the Responses API."""
+    return answered(address.replace("/completions", "/responses"), {"temperature": 0, **fields})
+
+
+def answered(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
@@ -99,6 +119,16 @@ def check_chats(address: str, directory: Path) -> None:
     refused = chat(address, messages, continue_final_message=True, add_generation_prompt=False)
     assert refused["status"] == 400
     assert "continue_final_message and add_generation_prompt=false are not allowed" in refused["message"]
+
+
+def events(address: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    """What a request with `stream` is answered, piece by piece."""
+    url = address.replace("/completions", path)
+    content = json.dumps({"stream": True, "temperature": 0, **body}).encode()
+    request = urllib.request.Request(url, content, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def check_tools(address: str, directory: Path) -> None:
@@ -119,7 +149,7 @@ def check_tools(address: str, directory: Path) -> None:
 
 def test_calls_in_a_form_that_nothing_reads_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_model)
-    assert call_parser(tiny_model) == "hermes"
+    assert call_parser(tiny_model) == "calls"
     tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "call>")
     tokenizer.save_pretrained(tmp_path)
     name = call_parser(tmp_path)
@@ -176,3 +206,47 @@ def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
             done.result()
     assert {answer for *_, answer in answers if answer != right} == set()
     assert not replica.is_running()
+
+
+@pytest.mark.long
+def test_what_a_model_calls_is_given_as_calls_whole_and_in_pieces(cluster: None, calling: ServedModel) -> None:
+    asked, _, _, _ = conversation()
+    tools = asked.pop("tools")
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    arguments = CALL["function"]["arguments"]
+    port = free_port()
+    server, address = Server("127.0.0.1", port, 1, calling.logs), f"http://127.0.0.1:{port}/v1/completions"
+    try:
+        server.deploy(calling)
+        whole = chat(address, [asked], tools=tools, max_tokens=60, temperature=0)["choices"][0]
+        [call] = whole["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", arguments)
+        assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+        # What a client does next, the call as it got it, and its answer.
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        end = chat(address, [asked, whole["message"], answer], tools=tools, max_tokens=60, temperature=0)
+        assert end["choices"][0]["message"]["content"] == "1 and 2 is 3"
+
+        pieces = [e["choices"][0] for e in events(address, "/chat/completions", messages=[asked], tools=tools)]
+        deltas = [part for piece in pieces for part in piece["delta"].get("tool_calls") or ()]
+        assert [part["function"]["name"] for part in deltas if part["function"].get("name")] == ["add"]
+        in_parts = [part["function"].get("arguments") or "" for part in deltas]
+        assert json.loads("".join(in_parts)) == arguments
+        assert "".join(piece["delta"].get("content") or "" for piece in pieces) == ""
+        assert pieces[-1]["finish_reason"] == "tool_calls"
+
+        pieces = events(address, "/responses", input="1 and 2", tools=flat)
+        names = [e["item"]["name"] for e in pieces if e["type"] == "response.output_item.added"]
+        in_parts = [e["delta"] for e in pieces if e["type"] == "response.function_call_arguments.delta"]
+        assert (names, json.loads("".join(in_parts))) == (["add"], arguments)
+        [found] = pieces[-1]["response"]["output"]
+        assert (found["type"], found["name"], json.loads(found["arguments"])) == ("function_call", "add", arguments)
+        answer = {"type": "function_call_output", "call_id": found["call_id"], "output": "3"}
+        said = [{"role": "user", "content": "1 and 2"}, found, answer]
+        [found] = respond(address, input=said, tools=flat)["output"]
+        assert found["content"][0]["text"] == "1 and 2 is 3"
+        refused = respond(address, input="1 and 2", tools=[*flat, {"type": "web_search"}])
+        assert refused["status"] == 400
+        assert "tools: the type 'web_search' is not allowed: must be function, custom, namespace" in refused["message"]
+    finally:
+        server.stop()

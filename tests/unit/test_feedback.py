@@ -191,7 +191,7 @@ def played(
 
 def test_tools_are_called_in_a_chat(limits: PromptLimits, pool: EnvironmentPool) -> None:
     events, model = played(limits, pool, CALL, "three")
-    answer = {"role": "tool", "content": "3"}
+    answer = {"role": "tool", "name": "add", "content": "3"}
     assert events == [CALL, Step([answer], info={"tool_errors": 0}), "three", Step(reward=1.0, terminated=True)]
     # Token in, token out: the second prompt is all of the first, what was said, and what was answered.
     [said] = encode_replies(limits.tokenizer, [CALL])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.report.findings import evaluation_findings, policy_findings
+from xray_runtime.report.findings import evaluation_findings, policy_findings, watched
 
 LEARNS = {
     "reward/std": [0.5, 0.4, 0.3],
@@ -77,3 +77,18 @@ def test_an_evaluation_says_that_the_policy_pleased_its_reward_alone() -> None:
 def test_an_evaluation_that_was_won_or_rose_little_says_nothing(changed: dict[str, float]) -> None:
     assert said(**changed) == []
     assert evaluation_findings({}) == []
+
+
+def test_what_the_watch_saw_is_said_in_numbers() -> None:
+    series = {
+        "rollout/distinct_in_reply": [(0, 1.0), (1, 0.8), (2, 0.4), (3, 0.2)],
+        "reward/source/fluency/mean": [(0, -1.0), (1, 0.0), (2, 2.0), (3, 3.0)],
+        "policy/lr": [(0, 0.1)],
+    }
+    # Means of the first two and of the last two iterations.
+    numbers = [("reward/source/fluency/mean", "-0.5 → 2.5"), ("rollout/distinct_in_reply", "0.9 → 0.3")]
+    assert watched(series) == [("signs of a hacked reward", "none"), *numbers]
+    signs = {"hacking/length": [(2, 1.0), (3, 1.0)]}
+    assert watched(series | signs)[0] == ("signs of a hacked reward", "length in 2 iterations")
+    # Nobody looked.
+    assert watched({"reward/mean": [(0, 1.0)]}) == []

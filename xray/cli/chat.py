@@ -137,7 +137,13 @@ def _chat(
     environment: EnvironmentConfig | None,
 ) -> None:
     from xray_runtime.feedback.chat_episode import play
-    from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, last_messages, trained_context
+    from xray_runtime.feedback.chat_model import (
+        ChatModel,
+        PromptLimits,
+        last_messages,
+        trained_columns,
+        trained_context,
+    )
     from xray_runtime.lineage.audit.checkpoints import audit
     from xray_runtime.lineage.reference import require_language_model
     from xray_runtime.planning.workload import this_machine
@@ -155,6 +161,11 @@ def _chat(
     context = trained_context(place.graph, node)
     seen = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
     words.print(f"it sees {seen}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")
+    columns = trained_columns(place.graph, node) if environment is not None else []
+    if columns:
+        # Whether it reads them shows in no episode but one that comes to where it does.
+        lacking = f"{', '.join(columns)}: its training data has such columns, messages here have not"
+        words.print(Text(f"{lacking}; where the environment reads one, the episode fails", style="yellow"))
     with _pool(environment) as pool:
         with words.status("loading it"):
             model = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)

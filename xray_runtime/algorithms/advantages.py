@@ -59,9 +59,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """`x` scaled to (population) deviation 1 over all valid tokens; 0 at masked ones.
 
-    With `shift_mean` the mean becomes 0, else it is kept. A constant `x` becomes 0 (or its mean).
+    With `shift_mean` the mean becomes 0, else it is kept. A constant `x` becomes 0 (or its mean), exactly: in float32
+    the mean of equal numbers is another one, and of that difference `eps` alone would make up to 0.08.
     """
-    mean = masked_mean(x, mask)
+    kept = x[mask.bool()]
+    mean = kept[0] if len(kept) and (kept == kept[0]).all() else masked_mean(x, mask)
     variance = masked_mean((x - mean).square(), mask)
     white = (x - mean) * torch.rsqrt(variance + eps)
     return (white if shift_mean else white + mean) * mask

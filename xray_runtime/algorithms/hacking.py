@@ -22,6 +22,8 @@ GOLD = "gold"
 JUDGE, LENGTH, REPETITION, PHRASE, KL, ENSEMBLE = "judge", "length", "repetition", "phrase", "kl", "ensemble"
 SOURCE = "reward/source/"
 REPEATED, COMMON = "rollout/distinct_in_reply", "rollout/common_phrase"
+WATCHED = ("reward/gold", SOURCE, "rollout/length", "kl/reference_k1", REPEATED, COMMON)
+"""Beginnings of the metrics that are compared."""
 PHRASE_TOKENS = 3
 PHRASE_RISE = 0.25
 """Share of replies by which a phrase must have spread."""

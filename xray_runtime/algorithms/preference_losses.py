@@ -66,7 +66,8 @@ def kto_baseline(mismatched: Tensor) -> float:
 
     A constant of the loss. Over the rows of a whole step: a mean of one micro-batch's would depend on how it is split.
     """
-    return max(0.0, float(mismatched.detach().double().mean()))
+    # In this order NaN stays NaN, and the step is refused.
+    return max(float(mismatched.detach().double().mean()), 0.0)
 
 
 def kto_losses(

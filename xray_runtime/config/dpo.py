@@ -8,24 +8,19 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
-    Keep,
     NonNegative,
     Positive,
-    Section,
     TrainingConfig,
+    ValidationSchedule,
     check_one_row_each,
 )
 
 
-class DPOValidation(Section):
-    """The loss on pairs that are left out of training, while the policy is trained."""
+class DPOValidation(ValidationSchedule):
+    """The loss on pairs that are left out of training, while the policy is trained; the lowest is the best."""
 
-    every: Count = 20
-    """Steps from one look to the next; the last is after the last step."""
     num_pairs: Count = 128
     """Training pairs that are left out, about: those of a prompt are left out together, drawn by the seed."""
-    keep: Keep = "best"
-    """Which version the stage ends with: the one with the lowest loss, or the last."""
 
 
 class DPOConfig(TrainingConfig):

@@ -11,8 +11,6 @@ UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
-Keep = Literal["best", "last"]
-"""Which version of a policy a stage ends with."""
 
 
 class Section(BaseModel):
@@ -21,6 +19,19 @@ class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+class ValidationSchedule(Section):
+    """How often a model is looked at while it is trained, and which version of it the stage ends with."""
+
+    every: Count = 20
+    """Steps from one look to the next; the last is after the last step."""
+    keep: Literal["best", "last"] = "best"
+    """Which version the stage ends with: the best one by what is measured, or the last."""
+
+    def is_due(self, done: int, steps: int) -> bool:
+        """Whether it is time, after `done` of `steps`."""
+        return done == steps or done % self.every == 0
 
 
 class LayoutConfig(Section):

@@ -6,7 +6,21 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, check_one_row_each
+from xray_runtime.config.engines import (
+    Count,
+    NonNegative,
+    Positive,
+    TrainingConfig,
+    ValidationSchedule,
+    check_one_row_each,
+)
+
+
+class KTOValidation(ValidationSchedule):
+    """The loss on replies that are left out of training, while the policy is trained; the lowest is the best."""
+
+    num_replies: Annotated[int, Field(ge=2)] = 128
+    """Replies that are left out, about: those to a prompt are left out together, drawn by the seed."""
 
 
 class KTOConfig(TrainingConfig):
@@ -23,6 +37,8 @@ class KTOConfig(TrainingConfig):
     epochs: Count = 1
     batch_size: Annotated[int, Field(ge=2)] = 64
     """Replies in one optimizer step, over all Workhorses."""
+    validation: KTOValidation | None = None
+    """None: all replies are trained on, and the stage ends with the last version."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -1,8 +1,8 @@
 """Published methods as settings of a PPO stage: what `method` sets where the config says nothing else.
 
 What is ours in all of them: the loss is weighted by the mismatch of generator and trainer (`importance_*`), scores are
-scaled by the reward model's moments, equal scores of a group give exactly 0, and a reply that is cut off gets no more
-than the worst that came to its end.
+scaled by the reward model's moments, equal scores of a group give 0 (before whitening), and a reply that is cut off
+gets no more than the worst that came to its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "dr_grpo": _GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": _NO_KL},
     # Yu et al. 2025: clip-higher, means over tokens, soft punishment of overlong replies, no KL, other prompts in place
     # of groups that teach nothing. Ours: after two rounds what still ties stays, and counts nothing.
-    "dapo": _GROUPS | {"clip_range_high": 0.28, "overlong_buffer": 4, "resample_rounds": 2, "kl": _NO_KL},
+    "dapo": _GROUPS | {"clip_range_high": 0.28, "resample_rounds": 2, "kl": _NO_KL},
     # Zheng et al. 2025: the ratio of a whole reply, of which the clip range is some thousandths.
     "gspo": _GROUPS
     | {
@@ -67,9 +67,17 @@ METHODS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def with_method(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `given` on top of those that its `method` sets."""
-    defaults = METHODS.get(str(given.get("method", "ppo")), {})
+OVERLONG_SHARE: Mapping[str, float] = {"dapo": 0.2}
+"""Method → the share of `max_new_tokens` that its `overlong_buffer` is: in the paper 4,096 of 20,480 tokens."""
+
+
+def with_method(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """The fields `given` on top of those that its `method` sets; `max_new_tokens` where it is not given."""
+    name = str(given.get("method", "ppo"))
+    defaults = dict(METHODS.get(name, {}))
+    limit = given.get("max_new_tokens", max_new_tokens)
+    if name in OVERLONG_SHARE and isinstance(limit, int):
+        defaults["overlong_buffer"] = max(int(OVERLONG_SHARE[name] * limit), 1)
     merged = {**defaults, **given}
     if isinstance(given.get("kl"), Mapping):
         merged["kl"] = {**defaults.get("kl", {}), **given["kl"]}

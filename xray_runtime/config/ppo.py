@@ -13,12 +13,12 @@ from xray_runtime.config.engines import (
     Fraction,
     FrozenConfig,
     GeneratorConfig,
-    Keep,
     NonNegative,
     Positive,
     Section,
     TrainingConfig,
     UnitInterval,
+    ValidationSchedule,
     check_one_row_each,
     check_whole_layers,
 )
@@ -79,14 +79,13 @@ class LedgerConfig(Section):
     """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
 
 
-class ValidationConfig(Section):
-    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained."""
+class ValidationConfig(ValidationSchedule):
+    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained; the highest mean score is
+    the best."""
 
     every: Count = 10
     """Iterations from one look to the next; the first is before the first update, the last after the last."""
     num_prompts: Annotated[int, Field(ge=2)] = 128
-    keep: Keep = "best"
-    """Which version the stage ends with: the one with the highest mean score, or the last."""
 
 
 class PPOStageConfig(TrainingConfig):
@@ -143,6 +142,8 @@ class PPOStageConfig(TrainingConfig):
     """Weight of the entropy bonus."""
     gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 0.95
+    """With an environment 1, unless it is set: what pays comes many tokens after what earned it, and below 1 whitening
+    makes those first tokens bad ones until the critic knows better."""
     whiten_advantages: bool = True
     """Scale advantages to mean 0 and deviation 1 over the valid tokens of the whole rollout."""
     kl: KLConfig = KLConfig()
@@ -212,8 +213,9 @@ class PPOStageConfig(TrainingConfig):
                     "vocabulary, which replies sampled from a part of it would bias; change temperature"
                 )
         if given.get("environment") is not None:
-            given = {"reward_scaling": "none", "reward_clip": None, **given}
-        return with_method(given)
+            of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
+            given = {**of_episodes, **given}
+        return with_method(given, cls.model_fields["max_new_tokens"].default)
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

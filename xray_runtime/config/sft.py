@@ -8,23 +8,20 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import (
     Count,
-    Keep,
     NonNegative,
     Positive,
-    Section,
     TrainingConfig,
+    ValidationSchedule,
     check_one_row_each,
 )
 
 
-class SFTValidation(Section):
-    """The loss on the conversations of `data.validation_fraction`, while the model is trained."""
+class SFTValidation(ValidationSchedule):
+    """The loss on the conversations of `data.validation_fraction`, as the model is trained; the lowest is the best."""
 
     every: Count = 50
     """Steps from one look to the next; the last is after the last step."""
     num_conversations: Count = 256
-    keep: Keep = "best"
-    """Which version the stage ends with: the one with the lowest loss, or the last."""
 
 
 class SFTConfig(TrainingConfig):

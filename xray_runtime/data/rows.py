@@ -7,7 +7,7 @@ Numpy, not torch: Ray maps numpy arrays from its object store without a copy, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,18 @@ def num_rows(rows: Rows) -> int:
 def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
     """The rows at `index`, in that order."""
     return {name: column[np.asarray(index, dtype=np.int64)] for name, column in rows.items()}
+
+
+def row_keys(rows: Rows) -> list[bytes]:
+    """The tokens of each row, prompt and reply apart, as a key."""
+    both = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+    return [np.append(ids, length).astype(np.int64).tobytes() for ids, length in both]
+
+
+def first_alike(keys: Iterable[Hashable]) -> np.ndarray:
+    """Of each row the first that has its key [B] int64."""
+    first: dict[Hashable, int] = {}
+    return np.array([first.setdefault(key, row) for row, key in enumerate(keys)], np.int64)
 
 
 def num_response_tokens(rows: Rows) -> int:

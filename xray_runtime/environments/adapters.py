@@ -37,8 +37,9 @@ Judge = Callable[[Mapping[str, Any], str], float]
 def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callable[[], Environment]:
     """A factory of environments in which the policy calls `functions`, as often as it likes and several in one reply.
 
-    Each call is answered with a message of the tool: what the function returns, as it is where it is a string, else as
-    JSON; or "Error: " and what was wrong, which `info["tool_errors"]` counts. A reply without a call ends the episode.
+    Each call is answered with a message of the tool, under its name: what the function returns, as it is where it is a
+    string, else as JSON; or "Error: " and what was wrong, which `info["tool_errors"]` counts. A reply without a call
+    ends the episode.
 
     Args:
         functions: with type hints, and docstrings that say in "Args:" what each argument is.
@@ -67,16 +68,22 @@ class _ToolEnvironment:
             return Step(reward=self._judge(self._task, reply), terminated=True)
         messages, num_errors = [], 0
         for call in calls:
+            message = {"role": "tool"}
             try:
-                content = self._call(call)
+                name, arguments = self._read(call)
+                message["name"] = name
+                message["content"] = self._call(name, arguments)
             except Exception as error:  # of the call, or of the function
                 num_errors += 1
                 why = str(error) if isinstance(error, _CallError) else described(error)
-                content = f"Error: {why}"
-            messages.append({"role": "tool", "content": content})
+                message["content"] = f"Error: {why}"
+            # JSON in a call can spell half of a character, which no tokenizer takes.
+            message["content"] = message["content"].encode(errors="backslashreplace").decode()
+            messages.append(message)
         return Step(messages, info={"tool_errors": num_errors})
 
-    def _call(self, text: str) -> str:
+    def _read(self, text: str) -> tuple[str, Any]:
+        """(a tool's name, arguments) of a call."""
         try:
             call = json.loads(text)
         except ValueError as error:
@@ -85,15 +92,17 @@ class _ToolEnvironment:
             raise _CallError('a call must be {"name": ..., "arguments": {...}}')
         if call["name"] not in self._tools:
             raise _CallError(f"there is no tool {call['name']!r}; there are: {', '.join(self._tools)}")
-        function, schema = self._tools[call["name"]]
-        arguments = call.get("arguments", {})
+        return call["name"], call.get("arguments", {})
+
+    def _call(self, name: str, arguments: Any) -> str:
+        function, schema = self._tools[name]
         try:
             jsonschema.validate(arguments, schema["function"]["parameters"])
             inspect.signature(function).bind(**arguments)
         except jsonschema.ValidationError as error:
-            raise _CallError(f"wrong arguments of {call['name']!r}: {error.message}") from error
+            raise _CallError(f"wrong arguments of {name!r}: {error.message}") from error
         except TypeError as error:
-            raise _CallError(f"wrong arguments of {call['name']!r}: {error}") from error
+            raise _CallError(f"wrong arguments of {name!r}: {error}") from error
         result = function(**arguments)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
@@ -159,10 +168,13 @@ class _GymnasiumEnvironment:
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:
         observation, _ = self._env.reset(seed=seed)
         text, before = self._render(observation), list(task["messages"])
+        message = {"role": "user", "content": text}
         # Many templates refuse two messages of the user in a row.
         if before and before[-1]["role"] == "user":
-            text = f"{before.pop()['content']}\n\n{text}"
-        return Start([*before, {"role": "user", "content": text}])
+            last = before.pop()
+            # With the tools, where it is the first message.
+            message = last | {"content": f"{last['content']}\n\n{text}"}
+        return Start([*before, message])
 
     def step(self, reply: str) -> Step:
         action = self._parse(reply)

@@ -123,6 +123,7 @@ def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:
         for name in ("content", "name", "tool_call_id"):
             if not isinstance(message.get(name, ""), str):
                 raise ValueError(f"{where}.{name} is {_shown(message[name])}: must be a string")
+            _check_text(f"{where}.{name}", message.get(name, ""))
         if "tool_calls" in message:
             _check_calls(f"{where}.tool_calls", message["tool_calls"])
 
@@ -148,9 +149,18 @@ def _check_tools(where: str, tools: Any) -> None:
 
 def _check_json(name: str, value: Any) -> None:
     try:
-        json.dumps(value, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} is {_shown(value)}: must be JSON ({error})") from error
+    _check_text(name, text)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Half of a character, as "\\ud800", is one to Python, and to no tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is {_shown(text)}: must be text that UTF-8 can write ({error.reason})") from error
 
 
 def _shown(value: Any) -> str:

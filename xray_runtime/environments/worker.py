@@ -85,7 +85,7 @@ class _Worker:
                 if str(error) == NO_THREAD:
                     os._exit(OUT_OF_MEMORY)
                 episode.failed = True
-                self._say({"id": id, "error": " ".join(described(error).split())[:ERROR_CHARS]})
+                self._say({"id": id, "error": _why(error)})
             if request["op"] == "close":
                 del self._episodes[key]
 
@@ -106,6 +106,12 @@ class _Worker:
         if close is not None:
             await _call(close, begin=begin)
         return {"closed": True}
+
+
+def _why(error: BaseException) -> str:
+    line = " ".join(described(error).split())[:ERROR_CHARS]
+    # The ledger holds it, as UTF-8.
+    return line.encode(errors="backslashreplace").decode()
 
 
 async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[], None] = lambda: None) -> Any:
@@ -220,7 +226,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         make = _load(first["environment"])
     except BaseException as error:  # also what a module raises to end the process
-        say({"error": " ".join(described(error).split())[:ERROR_CHARS]})
+        say({"error": _why(error)})
         return
     asyncio.run(_serve(make, requests, say))
 

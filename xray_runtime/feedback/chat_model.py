@@ -20,9 +20,19 @@ TORN = "\ufffd"
 
 def trained_context(graph: Graph, node: Node) -> int | None:
     """How many messages a prompt had in the data a model was trained on; None where it was trained on none of ours."""
-    dataset = graph.nodes.get(node.manifest.dataset or "")
-    value = dataset.manifest.config.get("context_messages") if dataset is not None else None
+    value = _data_config(graph, node).get("context_messages")
     return value if isinstance(value, int) else None
+
+
+def trained_columns(graph: Graph, node: Node) -> list[str]:
+    """What the data a model was trained on carries beside its prompts (`data.columns`)."""
+    value = _data_config(graph, node).get("columns")
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def _data_config(graph: Graph, node: Node) -> dict[str, Any]:
+    dataset = graph.nodes.get(node.manifest.dataset or "")
+    return dataset.manifest.config if dataset is not None else {}
 
 
 def last_messages(history: Messages, context: int | None) -> Messages:

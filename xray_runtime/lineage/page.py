@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.findings import watched
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.tracking.mlflow_tracker import flatten
 from xray_runtime.tracking.recorder import METRICS, records_directory
@@ -85,10 +87,21 @@ def _section(store: LineageStore, sha: str, sibling: str | None, shown: set[str]
         "sibling": other.name if other else None,
         "differences": _differences(other, node) if other else [],
         "config": [] if other else [(k, v[:MAX_VALUE_CHARS]) for k, v in flatten(node.manifest.config).items()],
-        "numbers": [(k, _cell(v)) for k, v in sorted(node.results.items()) if isinstance(v, int | float | str)],
+        "numbers": list(_numbers(node.results)),
         **_records(store, node),
         "samples": _samples(node),
     }
+
+
+def _numbers(results: Mapping[str, Any], of: str = "", depth: int = 2) -> Iterator[tuple[str, str]]:
+    """(name, value) of what a stage found, by judge where judges found it; an interval is two numbers."""
+    for name, value in sorted(results.items()):
+        if isinstance(value, Mapping) and depth:
+            yield from _numbers(value, f"{of}{name}: ", depth - 1)
+        elif isinstance(value, int | float | str):
+            yield f"{of}{name}", _cell(value)
+        elif isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value):
+            yield f"{of}{name}", " to ".join(map(_cell, value))
 
 
 def _link(store: LineageStore, node: Node) -> str:
@@ -103,10 +116,11 @@ def _records(store: LineageStore, node: Node) -> dict[str, Any]:
     """Curves, and what stands out in them, where the stage's records are still there."""
     directory = records_directory(store.output, node.manifest.stage, node.manifest.key)
     figure = (directory / METRICS).with_suffix(".svg")
-    findings = node.kind.findings(read_metrics(directory / METRICS)) if node.kind is not None else []
+    series = read_metrics(directory / METRICS)
+    findings = node.kind.findings(series) if node.kind is not None else []
     # As an image: whatever the file holds, nothing in it runs.
     drawn = base64.b64encode(figure.read_bytes()).decode() if figure.is_file() else None
-    return {"figure": drawn, "findings": findings}
+    return {"figure": drawn, "findings": findings, "watched": watched(series)}
 
 
 def _samples(node: Node) -> tuple[list[str], list[list[str]]]:

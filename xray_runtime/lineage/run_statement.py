@@ -2,8 +2,8 @@
 
     attestations/RUN.json, RUN.sig   an in-toto statement that lists the files by sha256, and its signature
 
-They are written before lifecycle.json says that the run ended, so one that ended is signed. Several runs may have left
-the same file, a stage's metrics for example: the last one counts.
+They are written before lifecycle.json says that the run ended, so one that ended is signed, and so is every report but
+that of a run at work. Several runs may have left the same file, a stage's metrics for example: the last one counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
-FOLDER = "attestations"
+FOLDER, REPORT = "attestations", "report.html"
 ENDED = ("completed", "failed")
 """What lifecycle.json says of a run that ended."""
 
@@ -77,8 +77,11 @@ def check_runs(output: Path, verifier: Verifier | None, *, last_only: bool = Fal
     Args:
         last_only: look at the run of lifecycle.json alone.
     """
-    last, status = _said(output)
+    last, status = run_on_record(output)
     at_work = status == "running" and not _path(output, last).is_file()
+    if at_work:
+        # Or killed, or what somebody made of a run that ended: nothing here tells them apart.
+        yield Finding("lifecycle.json", "run-open", f"run {last[:12]} has not ended")
     if status in ENDED and not _path(output, last).is_file():
         yield Finding("lifecycle.json", "run-unsigned", f"run {last[:12]} has no statement in {FOLDER}/")
     paths = sorted((output / FOLDER).glob("*.json"))
@@ -102,10 +105,21 @@ def check_runs(output: Path, verifier: Verifier | None, *, last_only: bool = Fal
     signed: dict[str, str] = {}
     for _, record in sorted(records, key=lambda found: found[0]):
         signed |= {subject.name: subject.digest.sha256 for subject in record.subject}
+    if not at_work and REPORT not in signed and os.path.lexists(output / REPORT):
+        yield Finding(REPORT, "run-unsigned", "no statement of a run lists it")
     for name, sha256 in sorted(signed.items()):
         reason = _differs(output, name, sha256, at_work)
         if reason is not None:
             yield Finding(name, "run-changed", reason)
+
+
+def run_on_record(output: Path) -> tuple[str, str]:
+    """(run, status) of lifecycle.json; empty where it cannot be read."""
+    try:
+        content = json.loads(read_bounded(output / "lifecycle.json"))
+        return str(content["run_id"]), str(content["status"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "", ""
 
 
 def _differs(output: Path, name: str, sha256: str, at_work: bool) -> str | None:
@@ -118,15 +132,6 @@ def _differs(output: Path, name: str, sha256: str, at_work: bool) -> str | None:
     if path.is_symlink() or not path.is_file():
         return "it is missing, or a link"
     return None if file_sha256(path) == sha256 else "its bytes are others"
-
-
-def _said(output: Path) -> tuple[str, str]:
-    """(run, status) of lifecycle.json; empty where it cannot be read."""
-    try:
-        content = json.loads(read_bounded(output / "lifecycle.json"))
-        return str(content["run_id"]), str(content["status"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "", ""
 
 
 def _path(output: Path, run_id: str) -> Path:

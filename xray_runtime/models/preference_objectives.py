@@ -69,23 +69,23 @@ class KTOObjective:
         return {"logprobs": _reply_logprobs(module, rows)[0]}
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        config, desirable = self.config, rows["desirable"]
+        desirable = rows["desirable"]
         ratios = _reply_logprobs(module, rows)[0] - rows["ref_logprobs"]
-        loss = kto_losses(
-            ratios,
-            desirable,
-            totals["baseline"],
-            beta=config.beta,
-            desirable_weight=config.desirable_weight,
-            undesirable_weight=config.undesirable_weight,
-        ).sum()
-        rewards = config.beta * ratios.detach()
+        loss = self.of_replies(ratios, desirable, totals["baseline"]).sum()
+        rewards = self.config.beta * ratios.detach()
         stats = {
             "loss": loss.detach(),
             "desirable_rewards": (rewards * desirable).sum(),
             "undesirable_rewards": (rewards * ~desirable).sum(),
         }
         return loss / totals["rows"], stats
+
+    def of_replies(self, log_ratios: Tensor, desirable: Tensor, baseline: float) -> Tensor:
+        """The loss of each reply [B], of `kto_losses`."""
+        config = self.config
+        good, bad = config.desirable_weight, config.undesirable_weight
+        weights = {"desirable_weight": good, "undesirable_weight": bad}
+        return kto_losses(log_ratios, desirable, baseline, beta=config.beta, **weights)
 
 
 def _reply_logprobs(module: HeadedLM, rows: Tensors) -> tuple[Tensor, Tensor]:

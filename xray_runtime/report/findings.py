@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from xray_runtime.algorithms.hacking import averages, describe
+from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Metric → its (step, value) points."""
@@ -62,6 +62,21 @@ def _hacking(series: Series) -> list[str]:
         except KeyError:  # the record lacks what it was told from
             text = f"a sign of a hacked reward: {name.removeprefix(SIGN)}"
         found.append(f"{text} (seen from iteration {first_seen + 1} on)")
+    return found
+
+
+def watched(series: Series) -> list[tuple[str, str]]:
+    """What the watch over a policy saw: its signs, and each number that it compares, at first and at last; nothing
+    where it was off."""
+    if REPEATED not in series:
+        return []
+    signs = {name.removeprefix(SIGN): len(points) for name, points in sorted(series.items()) if name.startswith(SIGN)}
+    found = [("signs of a hacked reward", ", ".join(f"{n} in {i} iterations" for n, i in signs.items()) or "none")]
+    for name, points in sorted(series.items()):
+        if name.startswith(WATCHED) and points:
+            size = max(1, min(WINDOW, len(points) // 2))
+            ends = (_mean([value for _, value in part]) for part in (points[:size], points[-size:]))
+            found.append((name, " → ".join(f"{end:.4g}" for end in ends)))
     return found
 
 

@@ -56,8 +56,12 @@ def json_schema(reply: str, schema: Any) -> float:
     except jsonschema.SchemaError as error:
         raise ValueError(f"no JSON Schema ({error.message})") from error
     try:
-        value = json.loads(last_block(reply))
+        value = json.loads(last_block(reply), parse_constant=_no_json)
     except ValueError:
         return 0.0
     # A registry of its own: nothing is fetched from where a schema points to.
     return float(validator(schema, registry=referencing.Registry()).is_valid(value))
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is Python's alone")

@@ -101,7 +101,7 @@ async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
         raise RefusedError(f"{url}: status {status} {_start(content)}")
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second of lists in lists in lists
         raise AnswerError(f"the answer is not JSON: {_start(content)}") from error
 
 

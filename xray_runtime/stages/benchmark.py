@@ -31,15 +31,14 @@ from xray_runtime.config.benchmark import (
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
 from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.data.tokens import Tokens
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, tokenizing
 from xray_runtime.stages.episodes import episode_means, open_episodes
-from xray_runtime.stages.sampled_replies import sample_replies
+from xray_runtime.stages.sampled_replies import sample_replies, sampling_of
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -169,7 +168,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
     found = UniquePrompts(tokenizer, side, limit)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     rows = [prompt for prompt in chosen for _ in range(config.samples)]
-    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
+    sampling = sampling_of(config, policy, tokenizer)
     spec = GeneratorSpec(policy, limit + config.environment.max_tokens, config.generator)
     with (
         stage.open_models({"generator": spec}) as models,
@@ -251,12 +250,13 @@ def _sampled(
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     asked = [found[i] for i in chosen]
     ids = [tokens for _, tokens in asked for _ in range(samples)]
+    sampling = sampling_of(config, policy, tokenizer)
     spec = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
 
     def done(count: int) -> None:
         recorder.progress(count, len(ids), "replies", "sampled")
 
     with stage.open_models({"generator": spec}) as models:
-        sampled = sample_replies(models["generator"], stage, policy, tokenizer, ids, done=done)
+        sampled = sample_replies(models["generator"], stage, sampling, ids, done=done)
     replies = decode_replies(tokenizer, sampled)
     return [messages for messages, _ in asked], found.columns(chosen), replies

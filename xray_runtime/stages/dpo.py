@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.heldout import is_held_out
+from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
 from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.data.rows import Rows
@@ -46,9 +46,11 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
         Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
     )
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
-    left_out = _left_out(stage, dataset, len(train))
+    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if looks is not None else ()
+    wanted, where = looks.num_pairs if looks is not None else 0, f"{stage.name}.validation.num_pairs"
+    left_out = draw_left_out(prompts, len(train), wanted, stage.seed, PURPOSE, where)
     trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
-    best = BestVersion(stage.kept or recorder.log_dir, looks.keep if looks is not None else "last")
+    best = BestVersion(stage.kept or recorder.log_dir, looks)
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
@@ -75,7 +77,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
                 pairs = np.arange(parts[HELDOUT].size // 2)
                 found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
                 metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
-            if looks is not None and (step + 1 == steps or (step + 1) % looks.every == 0):
+            if looks is not None and looks.is_due(step + 1, steps):
                 found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
                 metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
                 best.saw(models, step + 1, -found["loss"])
@@ -94,22 +96,6 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
     if known is not None:
         rows |= {"ref_chosen": known[TRAIN][2 * index], "ref_rejected": known[TRAIN][2 * index + 1]}
     return rows
-
-
-def _left_out(stage: Stage[DPOConfig, DPOInputs], dataset: Path, count: int) -> np.ndarray:
-    """Which of the `count` training pairs are not trained on, since a version is chosen by them [count]."""
-    looks = stage.config.validation
-    if looks is None:
-        return np.zeros(count, bool)
-    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts()
-    drawn = (is_held_out(stage.seed, PURPOSE, prompt, looks.num_pairs / count) for prompt in prompts)
-    left_out = np.fromiter(drawn, bool, count)
-    if left_out.all() or not left_out.any():
-        raise ValueError(
-            f"{stage.name}.validation.num_pairs: {looks.num_pairs} of {count} training pairs leaves {left_out.sum()} "
-            f"to choose by and {(~left_out).sum()} to train on; both must be at least 1"
-        )
-    return left_out
 
 
 def _without_training(

@@ -18,7 +18,7 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.data.rows import Ragged, Rows, non_finite, take
+from xray_runtime.data.rows import Ragged, Rows, first_alike, non_finite, row_keys, take
 from xray_runtime.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def build_experience(
         lam = config.gae_lambda if has_critic else 1.0
         advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=lam)
     else:
-        compared = rewards - (penalties * mask).sum(-1)
+        # Replies alike have one KL, but for the last bits, which a group's deviation would blow up.
+        alike = torch.from_numpy(first_alike(row_keys(rows)))
+        compared = rewards - (penalties * mask).sum(-1)[alike]
         of_reply = group_advantages(compared, groups, config.advantages)
         advantages = returns = of_reply.to(values.dtype)[:, None] * mask
     if config.whiten_advantages:
@@ -118,7 +120,8 @@ def build_experience(
         columns["ref_logprobs"] = ref_logprobs
     metrics = {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
+        # In float64 equal rewards deviate by 0, and the summary says that there was nothing to learn.
+        "reward/std": float(rewards.double().std(correction=0)),
         "kl/reference_k1": kl["k1"],
         "kl/reference_k3": kl["k3"],
         "rollout/length": float(mask.sum(-1).float().mean()),

@@ -59,6 +59,8 @@ class Scoring:
         self._judges = RewardSources(stage, tokenizer, field="judges")
         self._gold = load_gold(stage.config.gold, stage.functions) if stage.config.gold is not None else None
         self.panel = Panel()
+        self._replies: dict[str, Sequence[str]] = {}
+        """Of sides scored before."""
 
     def specs(self) -> dict[str, ModelSpec]:
         """The models among them, to be opened."""
@@ -75,7 +77,7 @@ class Scoring:
         tokens: Rows | None = None,
         episodes: Sequence[Score] | None = None,
     ) -> None:
-        """Take a side's replies into the panel.
+        """Take a side's replies into the panel. Replies to a prompt that are equal score equally: they tie.
 
         Args:
             asked: the prompts as text.
@@ -91,13 +93,24 @@ class Scoring:
         of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
         if self._rewards.weights:
             scores = self._rewards.scores(
-                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes
+                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
             )
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
-            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns)
+            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns, tokens=tokens)
             for name, of_judge in self._judges.each(scores).items():
                 self.panel.judges.setdefault(name, {})[side] = of_judge
+        if episodes is None:
+            self._tie_equal(side, replies)
+
+    def _tie_equal(self, side: str, replies: Sequence[str]) -> None:
+        # Scored beside other rows the same reply differs in the last bits, and a judge may change its mind.
+        for other, said in self._replies.items():
+            equal = torch.tensor([a == b for a, b in zip(replies, said, strict=True)])
+            for scores in (self.panel.rewards, *self.panel.judges.values()):
+                if other in scores and side in scores:
+                    scores[side] = torch.where(equal & ~scores[other].isnan(), scores[other], scores[side])
+        self._replies[side] = replies
 
 
 def judge(

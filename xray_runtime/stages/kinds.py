@@ -307,7 +307,7 @@ KTO = register(
         check=checks.check_kto,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[
-            ("loss", ["kto/loss"]),
+            ("loss", ["kto/loss", "kto/validation_loss"]),
             ("implicit rewards", ["kto/desirable_reward", "kto/undesirable_reward"]),
             ("z, KL to the reference (nats a reply)", ["kto/baseline"]),
             ("held-out pairs in the right order", ["kto/heldout_accuracy"]),

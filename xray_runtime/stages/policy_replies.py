@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, transcript
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.rewards.source import Score
 from xray_runtime.stages.episodes import Prompt, episode_means, open_episodes
-from xray_runtime.stages.sampled_replies import sample_replies
+from xray_runtime.stages.sampled_replies import sample_replies, sampling_of
 from xray_runtime.stages.scoring import episode_scores, own_texts, own_tokens
 from xray_runtime.workers.protocols import ModelHandle
 
@@ -62,11 +60,11 @@ def ask_policy(
         columns: of the dataset, a value for each prompt.
         max_prompt: tokens that an episode may begin with.
     """
-    sampling = Sampling.of(stage.config, stops_of(model, tokenizer), tokenizer.pad_token_id)
+    sampling = sampling_of(stage.config, model, tokenizer)
     with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir) as episodes:
         if episodes is None:
             begun = [ids for _, ids in prompts]
-            replies = sample_replies(generator, stage, model, tokenizer, begun, version)
+            replies = sample_replies(generator, stage, sampling, begun, version)
             texts = decode_replies(tokenizer, replies)
             return PolicyReplies(begun, replies, replies, texts, texts)
         played = episodes.sample_all(prompts, columns, version)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.engines import Keep
+from xray_runtime.config.engines import ValidationSchedule
 from xray_runtime.files import sync
 from xray_runtime.stages.common import save_policy
 from xray_runtime.workers.protocols import ModelHandle
@@ -95,11 +95,11 @@ class BestVersion:
 
     Args:
         directory: as `PolicyVersions` takes it.
-        keep: which version the stage ends with.
+        looks: which version the stage ends with; None: nobody looks, and it is the last.
     """
 
-    def __init__(self, directory: Path, keep: Keep) -> None:
-        self._versions, self._keep = PolicyVersions(directory, "best"), keep
+    def __init__(self, directory: Path, looks: ValidationSchedule | None) -> None:
+        self._versions, self._keep = PolicyVersions(directory, "best"), looks.keep if looks is not None else "last"
         self.state = Seen()
 
     def saw(self, models: Mapping[str, ModelHandle], updates: int, score: float) -> None:

@@ -30,7 +30,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import JUDGED_PAIRS
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.stages.sampled_groups import sample_groups
-from xray_runtime.stages.sampled_replies import sample_replies
+from xray_runtime.stages.sampled_replies import sample_replies, sampling_of
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:
@@ -129,13 +129,14 @@ def _from_gold(
         )
     # Row 2i and row 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
+    sampling = sampling_of(config, policy, tokenizer)
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
 
     def done(count: int) -> None:
         recorder.progress(count // 2, len(prompts), "pairs", "sampling replies")
 
     with stage.open_models({"generator": generator}) as models:
-        sampled = sample_replies(models["generator"], stage, policy, tokenizer, twice, done=done)
+        sampled = sample_replies(models["generator"], stage, sampling, twice, done=done)
     replies = decode_replies(tokenizer, sampled)
     asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
     scores = gold(asked, replies)

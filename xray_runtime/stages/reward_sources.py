@@ -19,7 +19,7 @@ import torch
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
 from xray_runtime.config.rewards import source_names
 from xray_runtime.data.gold import import_function
-from xray_runtime.data.rows import non_finite
+from xray_runtime.data.rows import first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.tensor_file import same_trunk
@@ -158,6 +158,7 @@ class RewardSources:
         columns: Mapping[str, Sequence[Any]] | None = None,
         step: int = 0,
         episodes: Sequence[Score] | None = None,
+        tokens: Rows | None = None,
     ) -> SourceScores:
         """What each source says of each reply.
 
@@ -169,6 +170,7 @@ class RewardSources:
             columns: ground truth of each row, by column of the dataset.
             step: the iteration; what is asked again in another may be answered in another way.
             episodes: what the environment gave each episode, where there is one.
+            tokens: as of `requests`; rows alike in them, or else in their texts, have one score of each reward model.
 
         Raises:
             RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
@@ -183,6 +185,9 @@ class RewardSources:
         applies = {source: self._applies(source, batch) for source in self._terms}
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: (of_branches or {})[role] for role in self.branches}
+        # What goes through a model together shows in the last bits, which the deviation of a group would blow up.
+        first = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
+        answered = {role: given[first] for role, given in answered.items()}
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}

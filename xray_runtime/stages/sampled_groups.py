@@ -13,12 +13,12 @@ from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.stages.resumable import Resumable
 from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.stages.sampled_replies import sampling_of
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get, get_all
 
@@ -71,7 +71,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     num_replies = len(order) * config.samples
     # Equal ones: a small last one might have fewer rows than a reward model has ranks.
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
-    sampling = Sampling.of(config, stops_of(policy, tokenizer), tokenizer.pad_token_id)
+    sampling = sampling_of(config, policy, tokenizer)
     sources, done = RewardSources(stage), _Done()
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
     with stage.open_models({"generator": generator, **sources.specs()}) as models:

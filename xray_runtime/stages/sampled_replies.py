@@ -15,17 +15,22 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
+    from xray_runtime.config.sampling import SamplingConfig
     from xray_runtime.stages.kind import Stage
 
 GENERATION_BATCH = 512
 """Prompts that a generator is handed at a time."""
 
 
+def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling:
+    """As `config` says, of the checkpoint `model`, whose tokenizer is given."""
+    return Sampling.of(config, stops_of(model, tokenizer), tokenizer.pad_token_id)
+
+
 def sample_replies(
     generator: ModelHandle,
     stage: Stage[Any, Any],
-    model: Path,
-    tokenizer: Any,
+    sampling: Sampling,
     prompts: Sequence[Sequence[int]],
     version: int = 0,
     done: Callable[[int], None] = lambda count: None,
@@ -33,11 +38,9 @@ def sample_replies(
     """Token ids of one reply a prompt; a row has the same seed whichever model replies.
 
     Args:
-        model: the checkpoint that `generator` and `tokenizer` are of.
         version: of the weights that `generator` holds.
         done: told how many replies there are.
     """
-    sampling = Sampling.of(stage.config, stops_of(model, tokenizer), tokenizer.pad_token_id)
     replies: list[list[int]] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
         part = prompts[start : start + GENERATION_BATCH]

@@ -163,5 +163,6 @@ class Scorer:
             columns=self._prompts.columns(prompts),
             step=iteration,
             episodes=episode_scores(sampled),
+            tokens=whole,
         )
         return ScoredRollout(prompts, replies, sampled, rows, scores, sources)

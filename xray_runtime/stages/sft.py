@@ -44,7 +44,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         )
     heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
     validation_rows = _validation_rows(stage, looks, tokenizer, limits, recorder) if looks is not None else None
-    best = BestVersion(stage.kept or recorder.log_dir, looks.keep if looks is not None else "last")
+    best = BestVersion(stage.kept or recorder.log_dir, looks)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
@@ -78,8 +78,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
-            due = looks is not None and (step + 1 == config.steps or (step + 1) % looks.every == 0)
-            if due and validation_rows is not None:
+            if looks is not None and validation_rows is not None and looks.is_due(step + 1, config.steps):
                 metrics["sft/validation_loss"] = _loss(policy, validation_rows)
                 best.saw(models, step + 1, -metrics["sft/validation_loss"])
             recorder.metrics(skipped.metrics(metrics), step)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Looks at the policy every so many iterations; without `validation` in the config it does nothing.
+    """ValidationSchedule at the policy every so many iterations; without `validation` in the config it does nothing.
 
     Args:
         sampling: of the rollouts.
@@ -62,7 +62,7 @@ class Validation:
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
         self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
-        self.best = BestVersion(directory, "last" if self._config is None else self._config.keep)
+        self.best = BestVersion(directory, self._config)
         judges = RewardSources(stage, tokenizer, field="judges")
         self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
         if self._config is None:
@@ -126,6 +126,7 @@ class Validation:
             columns=self._columns,
             step=iteration,
             episodes=episode_scores(replies),
+            tokens=whole,
         )
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, Sign, signs
+from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, WATCHED, Sign, signs
 from xray_runtime.algorithms.statistics import variety
 from xray_runtime.files import write_atomic
 from xray_runtime.stages.answer import Answer
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 ANSWERS = "answers.json"
 RECORD = "watch.json"
 """In the checkpoint of a stage that ended early, or that a person let go on: what was seen, and who decided what."""
-WATCHED = ("reward/gold", "reward/source/", "rollout/length", "kl/reference_k1", REPEATED, COMMON)
-"""Beginnings of the metrics that are compared."""
 
 
 @dataclass

@@ -174,11 +174,22 @@ def test_whitening_is_over_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 3), torch.zeros(2, 3)])
-def test_whitening_a_constant_or_nothing(mask: Tensor) -> None:
-    # 0.25 is exact in binary, so the mean is exactly 0.25.
-    x = torch.full((2, 3), 0.25)
+# Of 0.25 the mean is exact; in float32 that of six times 0.7 is another number.
+@pytest.mark.parametrize("value", [0.25, 0.7, 100.3])
+def test_whitening_a_constant_or_nothing(mask: Tensor, value: float) -> None:
+    x = torch.full((2, 3), value)
     assert whiten(x, mask).tolist() == [[0.0] * 3] * 2
-    assert whiten(x, mask, shift_mean=False).tolist() == (0.25 * mask).tolist()
+    assert whiten(x, mask, shift_mean=False).tolist() == (x * mask).tolist()
+
+
+def test_whitening_rewards_that_are_all_the_same_teaches_nothing() -> None:
+    """64 replies of 16 tokens: the mean of so many times 100.3 is off by 1e-5, a tenth of √eps."""
+    x, mask = torch.full((64, 16), 100.3), torch.ones(64, 16)
+    mask[3, 7:], x[3, 7:] = 0.0, -7.0
+    assert masked_mean(x, mask) != x[0, 0]
+    assert not whiten(x, mask).any()
+    # Nor does a single token.
+    assert whiten(torch.tensor([[3.3, 7.0]]), torch.tensor([[1, 0]])).tolist() == [[0.0, 0.0]]
 
 
 @given(seed=st.integers(0, 10_000), extra=st.integers(1, 5))

@@ -160,6 +160,10 @@ def test_kto_weighs_each_side() -> None:
     torch.testing.assert_close(weighed, plain * numbers(1.5, 0.5))
 
 
+def test_ktos_baseline_of_nan_is_nan() -> None:
+    assert math.isnan(kto_baseline(torch.tensor([math.nan, 1.0])))
+
+
 def test_ktos_baseline_is_a_constant_and_never_below_zero() -> None:
     mismatched = numbers(0.5, -0.1, 0.2).requires_grad_()
     assert kto_baseline(mismatched) == pytest.approx(0.2)

@@ -5,54 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from tests.unit.environments import samples
+from tests.unit.environments.caller import save_caller
 from tests.unit.test_store import IDENTITY
 from xray.cli.main import app
 from xray_runtime.config.allowed_imports import VARIABLE
-from xray_runtime.config.base import FreshBase
-from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.environments.protocol import Start
-from xray_runtime.models.causal_lm import fresh_llama, save_model
 from xray_runtime.store.checkpoints import Store
 
-SMALL = FreshBase(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=512)
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 ENVIRONMENT = f"{samples.__name__}:calculator"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with a model that knows one conversation by heart."""
-    torch.manual_seed(0)
-    start = samples.calculator().reset({}, 0)
-    assert isinstance(start, Start)
-    messages = [
-        {"role": "user", "content": "1 and 2", "tools": start.tools},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "1 and 2 is 3"},
-    ]
-    tokenizer = train_tokenizer([str(messages)] * 20, 500)
-    [turns] = chat_format(tokenizer).turns([(messages, [1, 3])])
-    lm = fresh_llama(SMALL, tokenizer, seed=1)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-    ids = torch.tensor([turns.ids])
-    labels = torch.full_like(ids, -100)
-    for start, end in turns.spans:
-        labels[0, start:end] = ids[0, start:end]
-    for _ in range(150):
-        lm(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     output = tmp_path_factory.mktemp("chat")
     store = Store(output / "checkpoints")
+    data = IDENTITY.model_copy(update={"stage": "prepare", "kind": "prepare", "config": {"columns": ["answer"]}})
+    with store.building(data.stage, data.key) as built:
+        (built / "train.arrow").touch()
+        dataset = store.publish(built, data, type="Dataset", step=0, dataset=None)
     with store.building(IDENTITY.stage, IDENTITY.key) as built:
-        save_model(lm, tokenizer, built)
-        store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
+        save_caller(built)
+        store.publish(built, IDENTITY, type="Model", step=0, dataset=dataset.sha256)
     return output
 
 
@@ -72,6 +48,21 @@ def test_the_tools_of_an_environment_are_called(place: Path, monkeypatch: pytest
     plain = chat(place, "1 and 2\n")
     assert plain.exit_code == 0, plain.output
     assert "[" not in plain.stderr.split("temperature")[1]
+    assert "columns" not in plain.stderr
+
+
+def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, samples.__name__)
+    done = chat(place, "1 and 2\n1 and 2\n", "--environment", f"{samples.__name__}:examined")
+    assert done.exit_code == 0, done.output
+    before, after = done.stderr.split("fails\n")
+    assert before.endswith(
+        "\nanswer: its training data has such columns, messages here have not; where the environment reads one, "
+        "the episode "
+    )
+    # The first episode comes to its end, where the judge reads one; the chat goes on.
+    assert after.startswith("[3]\nthe environment failed: episode 0: KeyError: 'answer'\n")
+    assert done.stdout.splitlines()[1] == "1 and 2 is 3"
 
 
 @pytest.mark.parametrize(

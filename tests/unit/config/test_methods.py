@@ -21,6 +21,25 @@ def test_every_method_is_there_and_valid() -> None:
         assert (config.critic_in_use == "none") == (name != "ppo")
 
 
+def test_dapos_buffer_is_a_fifth_of_the_longest_reply() -> None:
+    """As in the paper, 4,096 of 20,480 tokens, however long replies may be here."""
+    for tokens, buffer in ((20_480, 4096), (1024, 204), (16, 3), (4, 1)):
+        assert PPOStageConfig(method="dapo", max_new_tokens=tokens).overlong_buffer == buffer
+    assert PPOStageConfig(method="dapo").overlong_buffer == 3
+    assert PPOStageConfig(method="dapo", overlong_buffer=7, max_new_tokens=20).overlong_buffer == 7
+    assert PPOStageConfig(method="dapo", overlong_buffer=None).overlong_buffer is None
+    # Turns of a conversation have none.
+    played = PPOStageConfig(method="dapo", environment={"path": "m:E", "max_turns": 2, "max_tokens": 64})  # type: ignore[arg-type]
+    assert played.overlong_buffer is None
+
+
+def test_whole_episodes_are_credited() -> None:
+    episodes: dict[str, Any] = {"environment": {"path": "m:E", "max_turns": 2, "max_tokens": 64}}
+    assert PPOStageConfig(**episodes).gae_lambda == 1.0
+    assert PPOStageConfig(**episodes, gae_lambda=0.9).gae_lambda == 0.9
+    assert PPOStageConfig().gae_lambda == 0.95
+
+
 def test_what_is_written_out_counts_more() -> None:
     config = PPOStageConfig(method="grpo", samples_per_prompt=4, kl={"coef": 0.5})  # type: ignore[arg-type]
     assert (config.samples_per_prompt, config.advantages) == (4, "grpo")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.environments.adapters import from_tools
+from xray_runtime.environments.adapters import from_gymnasium, from_tools
 from xray_runtime.environments.protocol import Environment, Start, Step
 
 
@@ -29,6 +29,28 @@ def add(a: int, b: int) -> int:
 def calculator() -> Environment:
     """Worth 1 where the last reply says what was asked."""
     return from_tools([add], lambda task, reply: float(task["prompt"] in reply))()
+
+
+def examined() -> Environment:
+    """Worth 1 where the last reply is what a column says."""
+    return from_tools([add], lambda task, reply: float(task["answer"] == reply))()
+
+
+class Spelling:
+    """Of Gymnasium's API: three words, paid by their letters."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self._words = 0
+        return f"Word {(seed or 0) % 10}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._words += 1
+        letters = sum(letter.isalpha() for letter in action)
+        return f"{letters} letters", letters / 10, self._words == 3, False, {"letters": letters, "object": object()}
+
+
+def spelling() -> Environment:
+    return from_gymnasium(Spelling, lambda reply: reply.strip() or None)()
 
 
 class Guess:
@@ -75,6 +97,8 @@ class Faulty:
         match reply.split():
             case ["raise"]:
                 raise KeyError("no such\nroom")
+            case ["half"]:
+                raise ValueError("half a character: \ud800")
             case ["stop"]:
                 next(iter(()))
             case ["leave"]:

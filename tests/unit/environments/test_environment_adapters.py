@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import CHATML
 from xray_runtime.data.tokenizing import CHAT_TEMPLATE, decode_replies, encode_replies_to, train_tokenizer
 from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
@@ -69,31 +70,42 @@ def test_tools() -> None:
         "required": ["a"],
     }
     assert steps == [
-        Step([{"role": "tool", "content": "5"}, {"role": "tool", "content": "Hello you"}], info={"tool_errors": 0}),
+        Step(
+            [
+                {"role": "tool", "name": "add", "content": "5"},
+                {"role": "tool", "name": "greet", "content": "Hello you"},
+            ],
+            info={"tool_errors": 0},
+        ),
         Step(reward=1.0, terminated=True),
         Step(reward=0.0, terminated=True),
     ]
 
 
 @pytest.mark.parametrize(
-    ("reply", "answer"),
+    ("reply", "name", "answer"),
     [
-        ("<tool_call>{a}</tool_call>", "Error: the call is no JSON (Expecting property name"),
-        ('<tool_call>{"name": "add", "arg', "Error: the call is no JSON ("),
-        ("<tool_call>[1]</tool_call>", 'Error: a call must be {"name": ..., "arguments": {...}}'),
-        (call("sub", a=1), "Error: there is no tool 'sub'; there are: add, greet"),
-        (call("add", b=1), "Error: wrong arguments of 'add': 'a' is a required property"),
-        (call("add", a="1"), "Error: wrong arguments of 'add': '1' is not of type 'integer'"),
-        (call("add", a=1, c=1), "Error: wrong arguments of 'add': got an unexpected keyword argument 'c'"),
-        (call("greet", name="nobody"), "Error: LookupError: nobody is there"),
-        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "Error: wrong arguments of 'add': 'a' is not of"),
+        ("<tool_call>{a}</tool_call>", None, "Error: the call is no JSON (Expecting property name"),
+        ('<tool_call>{"name": "add", "arg', None, "Error: the call is no JSON ("),
+        ("<tool_call>[1]</tool_call>", None, 'Error: a call must be {"name": ..., "arguments": {...}}'),
+        (call("sub", a=1), None, "Error: there is no tool 'sub'; there are: add, greet"),
+        (call("add", b=1), "add", "Error: wrong arguments of 'add': 'a' is a required property"),
+        (call("add", a="1"), "add", "Error: wrong arguments of 'add': '1' is not of type 'integer'"),
+        (call("add", a=1, c=1), "add", "Error: wrong arguments of 'add': got an unexpected keyword argument 'c'"),
+        (call("greet", name="nobody"), "greet", "Error: LookupError: nobody is there"),
+        (
+            '<tool_call>{"name": "add", "arguments": "a"}</tool_call>',
+            "add",
+            "Error: wrong arguments of 'add': 'a' is not of",
+        ),
     ],
 )
-def test_bad_calls_are_answered(reply: str, answer: str) -> None:
+def test_bad_calls_are_answered(reply: str, name: str | None, answer: str) -> None:
     _, [step] = played(from_tools([add, greet], judge), reply + call("add", a=1))
     assert step.messages[0]["content"].startswith(answer)
     if "</tool_call>" in reply:
-        assert step.messages[1]["content"] == "2"
+        assert step.messages[1] == {"role": "tool", "name": "add", "content": "2"}
+    assert step.messages[0].get("name") == name
     assert (step.info, step.terminated, step.reward) == ({"tool_errors": 1}, False, 0.0)
 
 
@@ -112,6 +124,19 @@ def test_calls_that_sft_teaches_are_read(template: str) -> None:
     assert reply.startswith("I call.\n<tool_call>")
     _, [step] = played(from_tools([add, greet], judge), reply)
     assert [message["content"] for message in step.messages] == ["5", "Hello <|end|> é"]
+
+
+def test_half_a_character_in_a_call_is_answered() -> None:
+    _, [step] = played(from_tools([greet], judge), call("greet", name="\ud800"))
+    assert step.messages == [{"role": "tool", "name": "greet", "content": "Hello \\ud800"}]
+
+
+def test_templates_that_name_the_tool_of_an_answer_are_told_it() -> None:
+    tokenizer = train_tokenizer(["how are you"], 300)
+    tokenizer.chat_template = CHATML.replace("message['role'] +", "message['role'] + ' ' + (message['name'] or '') +")
+    _, [step] = played(from_tools([add, greet], judge), call("greet", name="you"))
+    form = chat_format(tokenizer)
+    assert "tool greet\nHello you" in tokenizer.decode(form.observations(step.messages, form.end_of_turn))
 
 
 def test_environments_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +206,9 @@ def test_gymnasium() -> None:
     start = as_start(environment.reset(task, 1))
     assert start.messages == [system, {"role": "user", "content": "Walk.\n\nYou are at 1."}]
     assert task["messages"][-1] == {"role": "user", "content": "Walk."}
+    asked = {"role": "user", "content": "Walk.", "tools": [tool_schema(add)]}
+    start = as_start(environment.reset({"prompt": "p", "messages": [asked]}, 1))
+    assert start.messages == [asked | {"content": "Walk.\n\nYou are at 1."}]
     assert as_step(environment.step("I think")) == Step([{"role": "user", "content": NO_ACTION}])
     last = Step([{"role": "user", "content": "You are at 3."}], 1.0, terminated=True, info={"at": 3})
     assert as_step(environment.step("move 2")) == last

@@ -111,6 +111,7 @@ def test_async_episodes_run_side_by_side() -> None:
     ("reply", "cause"),
     [
         ("raise", r"episode 0: KeyError: 'no such\nroom'"),
+        ("half", r"episode 0: ValueError: half a character: \ud800"),
         ("stop", "episode 0: RuntimeError: coroutine raised StopIteration"),
         ("leave", "episode 0: SystemExit: 3"),
         (

@@ -48,6 +48,10 @@ def test_a_start_is_what_a_dataset_holds() -> None:
             Step([{"role": "tool", "content": "", "tool_call_id": 1}]),
             "Step.messages[0].tool_call_id is 1: must be a string",
         ),
+        (
+            Step([{"role": "tool", "content": "\ud800"}]),
+            r"Step.messages[0].content is '\ud800': must be text that UTF-8 can write (surrogates not allowed)",
+        ),
         (Step([SAID | {"name": "x"}]), "Step.messages[0] has 'name': its role may have role, content"),
         (Step([SAID | {"tools": []}]), "Step.messages[0] has 'tools': its role may have role, content"),
         (Step(reward=math.nan), "Step.reward is nan: must be a finite number"),
@@ -59,6 +63,10 @@ def test_a_start_is_what_a_dataset_holds() -> None:
         (
             Step(info={"a": {1}}),
             "Step.info is {'a': {1}}: must be JSON (Object of type set is not JSON serializable)",
+        ),
+        (
+            Step(info={"a": "\ud800"}),
+            r"""Step.info is '{"a": "\ud800"}': must be text that UTF-8 can write (surrogates not allowed)""",
         ),
     ],
 )

@@ -311,6 +311,8 @@ class Lifecycle:
         record = self.output / "lifecycle.json"
         record.write_text(json.dumps(content, indent=2))
         sign_run(self.output, run_id, [*files, record], {}, self.key)
+        if self.tracker is not None:
+            self.tracker.finish(run_id, "FINISHED")
 
 
 GRAPHS: dict[str, Callable[[Lifecycle], str]] = {

@@ -502,3 +502,16 @@ def the_statement_of_a_run(rng: random.Random, output: Path) -> set[str]:
         sign(path, path.with_suffix(".sig"), signing_key(output / "intruder"))
         shutil.rmtree(output / "intruder")
     return {"run-unsigned"}
+
+
+@case
+def all_that_vouches_for_a_report(rng: random.Random, output: Path) -> set[str]:
+    """So that a report of one's own may lie there: as that of no run, or of one that is still at work."""
+    shutil.rmtree(output / "attestations")
+    (output / "report.html").write_text("a forged report")
+    record = output / "lifecycle.json"
+    if rng.random() < 0.5:
+        record.unlink()
+        return {"run-unsigned"}
+    record.write_text(record.read_text().replace('"completed"', '"running"'))
+    return {"run-changed"}

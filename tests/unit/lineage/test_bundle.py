@@ -59,6 +59,9 @@ def test_one_page_shows_the_lineage_the_judgements_and_the_terms(unpacked: Path)
         "own.jsonl",
         "not stated",
         "win_rate",
+        # By each judge, with its interval.
+        "<td>judges: gold: win_rate</td><td>0.6</td>",
+        "<td>judges: gold: win_rate_ci95</td><td>0.4 to 0.8</td>",
         "question 50",
         "data:image/svg+xml;base64,",
         "checkpoints/ppo-2-",

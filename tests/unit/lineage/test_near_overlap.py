@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.unit.lineage.synthetic import Lifecycle, evaluation_files, judged_by,
 from xray_runtime.data.pairs import Example, PreferenceExample
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.reference import open_lineage_store, resolve
 
 SPAN = "what would you say if somebody asked you to choose between tea and coffee"
 WEIGHTS = {"model.safetensors": b"weights"}
@@ -59,3 +60,73 @@ def test_a_short_prompt_counts_as_a_whole(tmp_path: Path) -> None:
 
 def test_twelve_words_in_common_are_none(tmp_path: Path) -> None:
     assert not found(tmp_path, SPAN.replace("coffee", "milk").replace("what", "which"))
+
+
+def audited(life: Lifecycle, policy: str = "kto") -> dict[str, str]:
+    """Code → detail of what an audit of the policy finds of its evaluations."""
+    place, node = resolve(policy, life.output, None)
+    found = audit(place, [node]).findings
+    return {finding.code: finding.detail for finding in found if finding.code.startswith("evaluation-")}
+
+
+def learned_from_verdicts(tmp_path: Path, *lines: str, benchmark: bool = False) -> Lifecycle:
+    """A policy that learned from verdicts, and was judged on `Well, SPAN 1`, which its own data does not hold out."""
+    life, asked = Lifecycle(tmp_path / "out", tracking=False), f"Well, {SPAN} 1"
+    for name, prompt in (("prepare", asked), ("chats", "held out")):
+        sides = {side: [Example("1", "1", said(text), "x")] for side, text in (("train", "else"), ("heldout", prompt))}
+        files = {f"{side}.arrow": pair_file(Example, rows) for side, rows in sides.items()} | {"stats.json": b"{}"}
+        life.add(name, "prepare", files, {}, {"source": name})
+    life.add("sft", "sft", WEIGHTS, {"data": "chats"})
+    judged = {"judgements.jsonl": "\n".join(lines).encode(), "pairs.arrow": pair_file(PreferenceExample)}
+    life.add("judged", "judgements", judged, {"policy": "sft"}, type="Judgements")
+    life.add("kto", "kto", WEIGHTS, {"policy": "sft", "verdicts": "judged", "data": "chats"})
+    files, roles = evaluation_files([asked], 0.6, 0.2), {"policy": "kto", "prompts": "prepare"}
+    if benchmark:
+        files["benchmark.json"] = files.pop("evaluation.json")
+        life.add("benchmark", "benchmark", files, roles)
+    else:
+        life.add("evaluate", "evaluate", files, roles | {"against": "sft"}, judged_by([]))
+    return life
+
+
+def verdict(text: str, said_of_it: str = "tie") -> str:
+    return json.dumps({"prompt": said(text), "a": "yes", "b": "no", "verdict": said_of_it})
+
+
+@pytest.mark.parametrize("benchmark", [False, True])
+def test_verdicts_that_a_policy_learned_from_are_looked_at(tmp_path: Path, benchmark: bool) -> None:
+    same, near = verdict(f"Well, {SPAN} 1"), verdict(f"So {SPAN}?")
+    assert (
+        "training part of kto"
+        in audited(learned_from_verdicts(tmp_path / "same", same, benchmark=benchmark))["evaluation-overlap"]
+    )
+    assert (
+        "training part of kto"
+        in audited(learned_from_verdicts(tmp_path / "near", near, benchmark=benchmark))["evaluation-near-overlap"]
+    )
+
+
+def test_verdicts_that_taught_nothing_are_no_overlap(tmp_path: Path) -> None:
+    skipped = verdict(f"Well, {SPAN} 1", "skip")
+    assert audited(learned_from_verdicts(tmp_path / "skipped", skipped)) == {}
+    # What the policy's own dataset holds out was left out of them.
+    life = learned_from_verdicts(tmp_path / "out", verdict("held out"))
+    asked, roles = ["held out"], {"policy": "kto", "against": "sft", "prompts": "chats"}
+    life.add("again", "evaluate", evaluation_files(asked, 0.6, 0.2), roles, judged_by([]))
+    assert audited(life) == {}
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"verdict": "a"}', '{"verdict": [], "prompt": 3}'])
+def test_verdicts_that_cannot_be_read_are_named(tmp_path: Path, line: str) -> None:
+    found = audited(learned_from_verdicts(tmp_path, line))
+    assert "training part of kto" in found["evaluation-unchecked"]
+
+
+def test_a_dataset_without_a_side_to_train_on_is_named(tmp_path: Path) -> None:
+    life = learned_from_verdicts(tmp_path)
+    files = {"heldout.arrow": pair_file(Example), "stats.json": b"{}"}
+    life.add("own", "prepare", files, {}, {"source": "own"})
+    life.add("tuned", "sft", WEIGHTS, {"base": "sft", "data": "own"})
+    roles = {"policy": "tuned", "against": "sft", "prompts": "prepare"}
+    life.add("again", "evaluate", evaluation_files([f"Well, {SPAN} 1"], 0.6, 0.2), roles, judged_by([]))
+    assert "training part of own" in audited(life, "tuned")["evaluation-unchecked"]

@@ -14,6 +14,8 @@ from xray_runtime.lineage.run_statement import begin_run, check_runs, sign_run
 from xray_runtime.lineage.signing import Verifier, sign, signing_key
 
 REPORT, METRICS = "report.html", "records/sft/metrics.csv"
+OPEN = ("lifecycle.json", "run-open")
+"""Only worth knowing."""
 
 
 def said(output: Path, status: str, run: str = "run-1") -> None:
@@ -67,27 +69,45 @@ def test_while_a_run_is_at_work_only_what_it_writes_anew_may_differ(tmp_path: Pa
     ended(tmp_path, "run-1")
     said(tmp_path, "running", "run-2")
     (tmp_path / REPORT).write_text("half a report")
-    assert found(tmp_path) == []
+    assert found(tmp_path) == [OPEN]
     (tmp_path / METRICS).write_text("other")
-    assert found(tmp_path) == [(METRICS, "run-changed")]
+    assert found(tmp_path) == [OPEN, (METRICS, "run-changed")]
     # A run that signed its end is at work no more, whatever it is made to say.
     ended(tmp_path, "run-1")
     said(tmp_path, "running", "run-1")
     assert found(tmp_path) == [("lifecycle.json", "run-changed")]
 
 
-@pytest.mark.parametrize(("status", "codes"), [("completed", 1), ("failed", 1), ("running", 0), ("cancelled", 0)])
-def test_a_run_that_ended_has_signed(tmp_path: Path, status: str, codes: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "codes"),
+    [("completed", ["run-unsigned"]), ("failed", ["run-unsigned"]), ("running", ["run-open"]), ("cancelled", [])],
+)
+def test_a_run_that_ended_has_signed(tmp_path: Path, status: str, codes: list[str]) -> None:
     said(tmp_path, status)
     signing_key(tmp_path)
-    assert found(tmp_path) == [("lifecycle.json", "run-unsigned")] * codes
+    assert found(tmp_path) == [("lifecycle.json", code) for code in codes]
+
+
+@pytest.mark.parametrize("status", [None, "completed", "cancelled", "running"])
+def test_a_report_whose_signature_is_gone_is_nobodys(tmp_path: Path, status: str | None) -> None:
+    ended(tmp_path)
+    for path in (tmp_path / "attestations").iterdir():
+        path.unlink()
+    (tmp_path / REPORT).write_text("forged")
+    if status is None:
+        (tmp_path / "lifecycle.json").unlink()
+    else:
+        said(tmp_path, status)
+    # Without a signature a run that is said to be at work cannot be told from one that is.
+    assert (OPEN in found(tmp_path)) == (status == "running")
+    assert ((REPORT, "run-unsigned") in found(tmp_path)) == (status != "running")
 
 
 def test_a_run_that_goes_on_has_no_end_on_record(tmp_path: Path) -> None:
     ended(tmp_path)
     for _ in range(2):
         begin_run(tmp_path, "run-1")
-    assert found(tmp_path) == [("lifecycle.json", "run-unsigned")]
+    assert found(tmp_path) == [("lifecycle.json", "run-unsigned"), (REPORT, "run-unsigned")]
     ended(tmp_path)
     assert found(tmp_path) == []
 
@@ -115,7 +135,8 @@ def test_a_statement_of_another_run_is_none(tmp_path: Path) -> None:
     ended(tmp_path, "a")
     for suffix in (".json", ".sig"):
         (tmp_path / "attestations" / f"a{suffix}").rename(tmp_path / "attestations" / f"b{suffix}")
-    assert found(tmp_path) == [("lifecycle.json", "run-unsigned"), ("attestations/b.json", "run-unsigned")]
+    subjects = ["lifecycle.json", "attestations/b.json", REPORT]
+    assert found(tmp_path) == [(subject, "run-unsigned") for subject in subjects]
 
 
 def test_a_retired_key_vouches_for_runs_that_ended_before(tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_retired_key_vouches_for_runs_that_ended_before(tmp_path: Path) -> Non
     assert found(tmp_path) == []
     later = {"at": "2099-01-01T00:00:00+00:00"}
     signed_again(tmp_path, lambda content: content["predicate"].update(later), key=old)
-    assert found(tmp_path) == [("attestations/run-1.json", "run-unsigned")]
+    assert found(tmp_path) == [("attestations/run-1.json", "run-unsigned"), (REPORT, "run-unsigned")]
 
 
 @pytest.mark.parametrize("name", ["../outside", "records/../../outside", "{outside}"])
@@ -139,7 +160,8 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, name: str) -> None:
     signed_again(output, lambda content: next(s for s in content["subject"] if s["name"] == REPORT).update(name=name))
     # Its bytes are those that were signed.
     findings = list(check_runs(output, Verifier(trusted_keys(output))))
-    assert [(f.subject, f.detail) for f in findings] == [(name, "it names a file elsewhere")]
+    assert (name, "it names a file elsewhere") in [(f.subject, f.detail) for f in findings]
+    assert [f.subject for f in findings] == [REPORT, name]
 
 
 @pytest.mark.parametrize("run", ["../run", "/run", ""])

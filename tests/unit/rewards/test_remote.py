@@ -157,6 +157,7 @@ def test_null_is_no_score(server: Server) -> None:
         (status(500), "status 500 no"),
         (status(429), "status 429 no"),
         (content(b"<html>"), "the answer is not JSON: <html>"),
+        (content(b"[" * 60_000), "the answer is not JSON: [[["),
         (content({"scores": [1, 2]}), "the answer must be {scores: [3 numbers or null]}"),
         (content({"scores": [1, 2, "3"]}), "the answer must be"),
         (content({"scores": [1, 2, True]}), "the answer must be"),
@@ -211,6 +212,27 @@ def test_a_server_that_is_away_and_returns(server: Server) -> None:
     found = service(f"http://127.0.0.1:{port}", retries=8, backoff_s=0.05, timeout_s=5.0)
     assert values(found) == [1.0, 2.0, 3.0]
     returned[0].stop()
+
+
+def test_by_default_a_server_may_be_away_for_a_minute(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whom nothing is said but where it is: it is asked until it is back, and no row is lost."""
+    url = server.url
+    server.stop()
+    pauses: list[float] = []
+
+    async def passes(seconds: float) -> None:
+        pauses.append(seconds)
+        if sum(pauses) >= 60.0:
+            monkeypatch.setattr(remote, "post", answers)
+
+    async def answers(client: Any, url: str, request: dict[str, Any]) -> Any:
+        return {"scores": [len(reply) for reply in request["replies"]]}
+
+    monkeypatch.setattr(remote.asyncio, "sleep", passes)
+    config = ServiceConfig(url=url)
+    assert values(ServiceSource(config).score(BATCH)) == [1.0, 2.0, 3.0]
+    assert sum(pauses) >= 60.0
+    assert max(pauses) <= remote.MAX_PAUSE_S
 
 
 def test_so_many_requests_at_the_same_time(server: Server) -> None:

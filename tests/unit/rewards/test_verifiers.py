@@ -65,6 +65,10 @@ def test_json_schema() -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     rows = [('{"a": 1}', None), ('Here:\n```json\n{"a": 2}\n```\nDone.', None), ('{"a": "1"}', None), ("a: 1", None)]
     assert values(JSONSchemaVerifier(definition=schema), rows) == [1.0, 1.0, 0.0, 0.0]
+    # Python reads these, JSON does not know them; and what nests too deep is no fault of the system's.
+    numbers = JSONSchemaVerifier(definition={"type": ["number", "array"]})
+    given = [("1e3", None), ("NaN", None), ("[1, -Infinity]", None), ("[" * 60_000, None)]
+    assert values(numbers, given) == [1.0, 0.0, 0.0, 0.0]
     by_row = JSONSchemaVerifier(column="answer")
     assert values(by_row, [("3", {"type": "integer"}), ("3", '{"type": "string"}')]) == [0.0 + 1.0, 0.0]
     [broken] = verify(by_row, ["3"], [{"type": "number?"}])

@@ -139,6 +139,33 @@ def test_a_judge_may_lack_few_scores(root: Path) -> None:
     assert (found["judges"]["f"]["samples"], found["win_rate"]) == (7, 0.5)
 
 
+def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that says what it said before wins and loses nothing, though models and judges score it anew."""
+    calls = 0
+
+    def moody(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return [float(calls + row) for row in range(len(replies))]
+
+    class Rounds(Judged):
+        def do_score(self, rows: Rows, at_once: int = 1) -> Rows:
+            scores = super().do_score(rows, at_once)
+            if "scores" in scores:
+                scores["scores"] += np.float32(1e-6) * (moody([], ["x"] * len(scores["scores"]))[0])
+            return scores
+
+    monkeypatch.setitem(globals(), "Judged", Rounds)
+    judges: list[dict[str, Any]] = [{"model": "judges.0"}, {"function": "f"}]
+    differ, _ = evaluated(root, judges, moody)
+    assert {name: said["win_rate"] for name, said in differ["judges"].items()} == {"judges.0": 0.0, "f": 1.0}
+    monkeypatch.setitem(globals(), "SAID", ("yes", "yes"))
+    alike, _ = evaluated(root, judges, moody)
+    assert (alike["reward_delta"], alike["reward_delta_ci95"]) == (0.0, [0.0, 0.0])
+    for said in alike["judges"].values():
+        assert (said["win_rate"], said["win_rate_ci95"], said["delta"]) == (0.5, [0.5, 0.5], 0.0)
+
+
 def test_episodes_with_an_environment(root: Path) -> None:
     path = f"{sample_environments.__name__}:Tells"
     fields: dict[str, Any] = {"environment": {"path": path, "num_workers": 1}, "rewards": [], "max_failed": 0.2}

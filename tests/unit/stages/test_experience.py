@@ -21,6 +21,7 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.report.findings import policy_findings
 from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
 
 NAN = float("nan")
@@ -384,6 +385,32 @@ def test_replies_to_one_prompt_are_compared() -> None:
     assert tied.metrics["rollout/tied_groups"] == 1.0
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, -2.7, 100.3])
+def test_equal_rewards_do_not_deviate(reward: float) -> None:
+    """As the summary must notice: in float32 their mean is another number than they are."""
+    assert torch.full((8,), reward).std(correction=0) > 0.0
+    one = ragged([[-1.0]] * 8)
+    rows = {"input_ids": Ragged.of([[5, 6]] * 8), "prompt_lengths": np.ones(8, np.int64), "id": np.arange(8)}
+    rollout, scored = {"rollout_logprobs": one, "ended": np.ones(8, bool)}, {"logprobs": one, "ref_logprobs": one}
+    fields = {"advantages": "reinforce++", "whiten_advantages": True, "max_new_tokens": 2, "prompts_per_iteration": 8}
+    experience = build([reward] * 8, (rows, rollout, scored), minibatch_size=8, **fields)
+    assert experience.metrics["reward/std"] == 0.0
+    assert not experience.rows["advantages"].values.any()
+    series = {name: [(0, value)] for name, value in experience.metrics.items()}
+    assert policy_findings(series) == ["every reply had the same reward: there was nothing to learn from"]
+
+
+def test_equal_replies_have_one_penalty() -> None:
+    """Their log-probabilities differ in the last bits by what they were computed with."""
+    near = float(np.nextafter(np.float32(-0.7), np.float32(0)))
+    rows = {"input_ids": Ragged.of([[5, 6]] * 3), "prompt_lengths": np.ones(3, np.int64), "id": np.arange(3)}
+    rollout = {"rollout_logprobs": ragged([[-1.0]] * 3), "ended": np.ones(3, bool)}
+    scored = {"logprobs": ragged([[-0.7], [near], [-0.7]]), "ref_logprobs": ragged([[-1.0]] * 3)}
+    fields: dict[str, Any] = {"advantages": "grpo", "samples_per_prompt": 3, "minibatch_size": 3}
+    experience = build([1.0] * 3, (rows, rollout, scored), prompts_per_iteration=2, **fields)
+    assert column(experience, "advantages") == [[0.0]] * 3
+
+
 def test_reinforce_takes_what_is_still_to_come() -> None:
     # Rewards: −¼, 2 + ½ of row 0; 0, −½, 4 + ½ of row 1, the KL in them. Nothing is discounted.
     plain = without_critic(advantages="reinforce++", gamma=1.0, samples_per_prompt=1)
@@ -392,6 +419,49 @@ def test_reinforce_takes_what_is_still_to_come() -> None:
     flat = [x for row in column(white, "advantages") for x in row]
     assert statistics.fmean(flat) == pytest.approx(0.0, abs=1e-6)
     assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
+
+
+def of_method(method: Any, rewards: list[float], lengths: list[int], k1: Any = 0.0, **fields: Any) -> list[list[float]]:
+    """Advantages of replies of so many tokens, each k1 nats a token from the reference."""
+    off = np.broadcast_to(f32(k1), sum(lengths))
+    logprobs = Ragged(np.full(sum(lengths), -2.0, np.float32), np.cumsum([0, *lengths]))
+    rows = {
+        "input_ids": Ragged.of([range(n + 1) for n in lengths]),
+        "prompt_lengths": np.ones(len(lengths), np.int64),
+        "id": np.arange(len(lengths)),
+    }
+    scored = {"logprobs": logprobs, "ref_logprobs": Ragged(logprobs.values - off, logprobs.offsets)}
+    fields |= {"method": method, "reward_scaling": "none", "minibatch_size": 1, "max_new_tokens": 4}
+    config = PPOStageConfig(**({"prompts_per_iteration": 2} | fields))
+    rollout = {"rollout_logprobs": logprobs, "ended": np.ones(len(lengths), bool)}
+    experience = build_experience(config, rows, rollout, scored, torch.tensor(rewards), 0.1)
+    return column(experience, "advantages")
+
+
+def test_reinforce_pp_in_closed_form() -> None:
+    # 1 − 0.1 · (0.2 − 0.1 + 0.4), then of what is left of the KL: 0.3 and 0.4.
+    [plain] = of_method("reinforce++", [1.0], [3], [0.2, -0.1, 0.4], whiten_advantages=False)
+    assert plain == pytest.approx([0.95, 0.97, 0.96], abs=1e-6)
+    # Tokens 1, 00, 000, 11: mean 3/8, deviation √(15/64); a long reply counts by its tokens.
+    white = of_method("reinforce++", [1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2])
+    high, low = 1.2909944, -0.7745967
+    for found, expected in zip(white, ([high], [low] * 2, [low] * 3, [high] * 2), strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_reinforce_pp_with_a_baseline_in_closed_form() -> None:
+    fields = {"samples_per_prompt": 2}
+    # Tokens ½½ −½−½ 00 00: mean 0, deviation √⅛. A group that ties stays at 0 where lengths are equal …
+    even = of_method("reinforce++_baseline", [1.0, 0.0, 0.0, 0.0], [2] * 4, **fields)
+    assert [row[0] for row in even] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+    # … and is whitened with the others where they are not: ½ three times, −½ once, 0 four times: mean ⅛, deviation
+    # √(7/64).
+    uneven = of_method("reinforce++_baseline", [1.0, 0.0, 0.0, 0.0], [3, 1, 2, 2], **fields)
+    assert [row[0] for row in uneven] == pytest.approx([1.1338934, -1.8898224, -0.3779645, -0.3779645], abs=1e-6)
+    # All groups tie: nothing.
+    assert of_method("reinforce++_baseline", [0.7, 0.7, 0.1, 0.1], [3, 1, 2, 2], **fields) == [
+        [0.0] * n for n in (3, 1, 2, 2)
+    ]
 
 
 def test_long_replies_pay_for_their_last_tokens() -> None:

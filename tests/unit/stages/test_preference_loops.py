@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.dpo import DPOConfig, DPOValidation
-from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.kto import KTOConfig, KTOValidation
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.rows import Rows
@@ -254,7 +255,7 @@ def test_after_a_crash_the_best_version_of_before_is_found(root: Path) -> None:
 
 @pytest.mark.parametrize("num_pairs", [PAIRS, 10 * PAIRS])
 def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
-    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 training pairs leaves 10 to"):
+    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 for training leaves 10 to"):
         chosen_by_validation(root, "out", num_pairs=num_pairs)
 
 
@@ -326,6 +327,92 @@ def test_kto_goes_on_as_if_nothing_had_happened(root: Path) -> None:
     second = attempt(kto, inputs, config, root / "resumed", resumed, first.snapshots[0])
     np.testing.assert_equal(plain(resumed.batches), plain(whole.batches[1:]))
     assert second.points == first.points[2:]
+
+
+class Parting(Likelier):
+    """What it was taught to like becomes likelier in each step, and from the third on less likely."""
+
+    MARGINS = (0.0, 1.0, 3.0, 2.0)
+
+    def do_score(self, rows: Rows) -> Rows:
+        found = super().do_score(rows)
+        # "no" is shorter than every answer, under whatever prompt.
+        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+        margin = self.MARGINS[min(self.updates, 3)] * np.where(tokens > tokens.min(), 1.0, -1.0)
+        return {"logprobs": (found["logprobs"] - STEP * self.updates + margin).astype(np.float32)}
+
+
+def kto_chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
+    world, fields = World(), {"every": 1, "num_replies": 6} | looks
+    config, inputs = KTOConfig(batch_size=4, validation=KTOValidation(**fields)), replies_of(root, preferences=True)
+    return world, attempt(kto, inputs, config, root / out, world, newest, model=Parting)
+
+
+def test_ktos_version_of_the_lowest_loss_on_replies_left_out_is_kept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zs: list[float] = []
+
+    def baseline(ratios: Any) -> float:
+        zs.append(max(float(ratios.mean()), 0.0))
+        return zs[-1]
+
+    monkeypatch.setattr(kto, "kto_baseline", baseline)
+    world, recorder = kto_chosen_by_validation(root, "out")
+    record = json.loads((root / "out" / "validation.json").read_text())
+    left = record["replies"]
+    # Both replies to a prompt.
+    assert 0 < left < 2 * PAIRS
+    assert left % 2 == 0
+    steps = (2 * PAIRS - left) // 4
+    assert world.calls.count("model learns") == steps >= 3
+    # Of each prompt the desirable reply has log-ratio m, the other −m: 1 − σ(0.1 (m − z)) and 1 − σ(0.1 (z + m)).
+    for step, margin in enumerate(Parting.MARGINS[1:]):  # of the first three steps
+        point = recorder.points[step + 1]
+        z = zs[2 * step + 1]  # after that of the step
+        losses = [1 / (1 + math.exp(0.1 * (margin - z))), 1 / (1 + math.exp(0.1 * (margin + z)))]
+        assert point["kto/validation_loss"] == pytest.approx(sum(losses) / 2)
+        assert point["kto/validation_accuracy"] == 1.0
+        assert record["scores"][str(step + 1)] == -point["kto/validation_loss"]
+    assert (record["kept"], (root / "out" / "updates").read_text()) == (2, "2")
+    # Nothing that a version is chosen by is trained on.
+    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows["input_ids"]}
+    whole = World()
+    attempt(kto, replies_of(root, preferences=True), KTOConfig(batch_size=20), root / "all", whole)
+    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows["input_ids"]}
+    assert trained < everything
+    assert len(everything - trained) >= left
+
+
+def test_ktos_last_version_is_kept_where_that_is_wanted(root: Path) -> None:
+    world, _ = kto_chosen_by_validation(root, "out", keep="last")
+    assert (root / "out" / "updates").read_text() == str(world.calls.count("model learns"))
+
+
+def test_ktos_best_version_of_before_a_crash_is_found(root: Path) -> None:
+    _, first = kto_chosen_by_validation(root, "out")
+    newest = first.snapshots[1]
+    assert (newest.step, newest.state["validation"]["best"]) == (2, 2)
+    kto_chosen_by_validation(root, "again", newest)
+    for name in ("validation.json", "updates"):
+        assert (root / "again" / name).read_text() == (root / "out" / name).read_text()
+
+
+def test_replies_to_train_on_must_be_left(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"stage.validation.num_replies: 99 of 20 for training leaves 20 to"):
+        kto_chosen_by_validation(root, "out", num_replies=99)
+
+
+def test_all_that_was_said_of_a_prompt_is_left_out_together(root: Path) -> None:
+    both = replies_of(root, preferences=True, verdicts=True)
+    config = KTOConfig(batch_size=4, epochs=9, validation=KTOValidation(every=1, num_replies=8))
+    world = World()
+    attempt(kto, both, config, root / "out", world)
+    left = json.loads((root / "out" / "validation.json").read_text())["replies"]
+    prompts = {ids[:n].tobytes() for rows, _, _ in world.batches
+               for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)}  # fmt: skip
+    # Ten prompts of pairs and four of verdicts, each with two replies.
+    assert len(prompts) == 14 - left // 2
 
 
 def test_too_few_replies_are_said(root: Path) -> None:

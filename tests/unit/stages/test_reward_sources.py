@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.stages.test_ppo_loop import MINIBATCH, REPLIES, PPOModel, World, attempt, inputs, plain
+from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
@@ -173,6 +175,30 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
         score(found, ["a", "b"], answers)
 
 
+def test_replies_alike_have_one_score_whatever_they_went_through_with(models: list[Path]) -> None:
+    """A model's last bits depend on the rows beside; divided by a group's deviation they would be advantages of 1."""
+    found = sources(RewardTerm(model="rewards.0"), RewardTerm(models=["rewards.0", "rewards.1"]), models=models)
+    raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)
+    raw[1:3] = np.nextafter(raw[1:3], np.float32(1.0))
+    replies, answers = ["yes", "yes", "yes", "no"], [{"scores": raw}, {"scores": raw[::-1].copy()}]
+
+    def rewards(**more: Any) -> torch.Tensor:
+        scaled = found.scaled(score(found, replies, answers, **more))
+        assert scaled[3] != scaled[0]
+        return scaled
+
+    assert len(set(rewards()[:3].tolist())) == 1
+    groups = torch.tensor([0, 0, 0, 1])
+    assert group_advantages(rewards(), groups, "grpo").tolist() == [0.0] * 4
+    # To other prompts they are other replies; and so they are in other tokens, of what was said between the turns, say.
+    texts = [[{"role": "user", "content": text}] for text in "aabb"]
+    alike = rewards(messages=texts)[:3].tolist()
+    assert alike[0] == alike[1] != alike[2]
+    ids = {"input_ids": Ragged.of([[5, 6], [5, 7], [5, 6], [5, 6]]), "prompt_lengths": np.array([1, 1, 1, 2])}
+    alike = rewards(tokens=ids)[:3].tolist()
+    assert alike[0] == alike[2] != alike[1]
+
+
 def test_a_source_that_is_there_twice_is_two_sources() -> None:
     term = RewardTerm(function="f")
     assert list(sources(term, term, f=as_is).weights) == ["f", "f-2"]
@@ -291,6 +317,57 @@ def test_a_flaky_source_is_masked_counted_and_bounded(inputs: PPOInputs, tmp_pat
         RuntimeError, match=r"^ppo: 1 of 4 replies have no reward; flaky failed for 1: it returned None"
     ):
         attempt(inputs, tmp_path / "other", World(), functions={"flaky": flaky}, max_failed=0.2, **fields)
+
+
+def test_a_service_that_fails_in_every_way_costs_rows_and_not_the_loop(inputs: PPOInputs, tmp_path: Path) -> None:
+    """An iteration each, of whose four requests, a reply each, the first goes wrong. Then all do: the cause is said."""
+    ways = ("hangs", "crashes", "is away", "answers nonsense", "nests", "gives NaN", "is slow")
+    asked, stuck, all_lost = 0, threading.Event(), False
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal asked
+            self.rfile.read(int(self.headers["Content-Length"]))
+            number, asked = asked, asked + 1
+            way = "is away" if all_lost else ways[number // REPLIES] if number % REPLIES == 0 else ""
+            said = {"answers nonsense": b"<html>", "nests": b"[" * 60_000, "gives NaN": b'{"scores": [NaN]}'}
+            if way == "hangs":
+                stuck.wait(60.0)
+            elif way == "crashes":
+                self.connection.close()
+            elif way == "is away":
+                self.send_error(503)
+            else:
+                if way == "is slow":
+                    stuck.wait(0.2)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(said.get(way, b'{"scores": [%d]}' % (number % 3)))
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    limits: dict[str, Any] = {"timeout_s": 4.0, "retries": 0, "batch_size": 1, "concurrency": 1}
+    term = RewardTerm(service=ServiceConfig(url=f"http://127.0.0.1:{server.server_port}", **limits))
+    fields: dict[str, Any] = {"rewards": [term], "reward_scaling": "none", "max_failed": 0.25}
+    world = World()
+    recorder = attempt(inputs, tmp_path / "out", world, iterations=len(ways), **fields)
+    lost = [0.0 if way == "is slow" else 1.0 for way in ways]
+    assert [point["reward/source/service/failed"] for point in recorder.points] == lost
+    assert [point["reward/failed"] for point in recorder.points] == lost
+    # Whose score failed is in no minibatch, nor in a mean: the others scored 1, 2, 0 or so by their numbers.
+    trained = [sum(num_rows(rows) for _, rows, _, _ in world.batches[i : i + 2]) for i in range(0, 2 * len(ways), 2)]
+    assert trained == [REPLIES - int(one) for one in lost]
+    assert [point["reward/raw"] for point in recorder.points[:2]] == [1.0, pytest.approx(1.0)]
+    assert all(math.isfinite(value) for point in recorder.points for value in point.values())
+    all_lost = True
+    with pytest.raises(RuntimeError, match=r"^ppo: 4 of 4 replies have no reward; service failed for 4: .*status 503"):
+        attempt(inputs, tmp_path / "lost", World(), **fields)
+    stuck.set()
+    server.shutdown()
 
 
 def test_too_few_replies_for_a_minibatch_each(inputs: PPOInputs, tmp_path: Path) -> None:

@@ -56,11 +56,27 @@ NO_CALLS = (
 )
 
 
+READ_TYPES = ("function", "custom", "namespace")
+"""Of tools that `/v1/responses` shows the model. Of others, which a server would have to run, vLLM says nothing."""
+
+
 def call_parser(directory: Path) -> str:
     """The name under which vLLM knows what reads the calls of the model in `directory`."""
-    if chat_format(load_tokenizer(directory)).writes_hermes_calls:
-        return "hermes"
     from vllm.tool_parsers import ToolParser, ToolParserManager
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    class Calls(Hermes2ProToolParser):
+        """Refuses requests with tools that nobody would run."""
+
+        def adjust_request(self, request: Any) -> Any:
+            for tool in request.tools or ():
+                if tool.type not in READ_TYPES:
+                    raise ValueError(f"tools: the type {tool.type!r} is not allowed: must be {', '.join(READ_TYPES)}")
+            return super().adjust_request(request)
+
+    if chat_format(load_tokenizer(directory)).writes_hermes_calls:
+        ToolParserManager.register_module("calls", module=Calls)
+        return "calls"
 
     class NoCalls(ToolParser):
         """Refuses requests that would have it read calls."""

@@ -29,7 +29,7 @@ from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.run_statement import check_runs
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier
 from xray_runtime.lineage.statement import Statement
-from xray_runtime.stages.artifacts import Evaluation
+from xray_runtime.stages.artifacts import Benchmark, Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE
@@ -82,7 +82,7 @@ def audit(
     hashing: bool = True,
     since_verified: bool = False,
 ) -> Audit:
-    """Audit checkpoints, their ancestors and their evaluations.
+    """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
     Args:
         starts: None audits everything in the store, and looks for records of what is no longer there.
@@ -96,7 +96,7 @@ def audit(
     everything = starts is None
     chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
     if not everything:
-        chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation)]
+        chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation, Benchmark)]
     order = graph.ancestors(chosen)
     found = result.findings
     found += _structure(store, order, everything)

@@ -1,7 +1,8 @@
 """Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
 
 The same is asked of the policy it is held against. Equal prompts break an audit; prompts that share a span of 13 words
-with what was trained on, or all their words, are worth knowing.
+with what was trained on, or all their words, are worth knowing; so is that this cannot be known. What was trained on is
+the training side of every dataset, and of people's verdicts those that no dataset beside them holds out.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, pairs_of, prompt_text
+from xray_runtime.data.replies import LabelledReply, from_verdicts
 from xray_runtime.data.spans import SPAN_WORDS, Hashes, SpanSet
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.stages.artifacts import VERDICTS, Dataset, Judgements, Model
 from xray_runtime.store.checkpoints import read_bounded
 
 
 class Prompts:
-    """Prompts of datasets, each file read once; in memory are 16 bytes a prompt."""
+    """Prompts of what was trained on or held out, each file read once; in memory are 16 bytes a prompt."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -41,10 +45,11 @@ class Prompts:
     def texts(self, dataset: str, side: str) -> Iterator[str]:
         """The same one by one. Raises OSError or ValueError where they cannot be read."""
         node = self._graph.nodes.get(dataset)
-        path = node.directory / f"{side}.arrow" if node else None
-        if path is None or path.is_symlink() or not path.is_file():
-            raise ValueError(f"{dataset[:12]} has no file for {side}")
-        return pairs_of(path).prompt_texts()
+        if node is None:
+            raise ValueError(f"{dataset[:12]} is not in the store")
+        if not node.is_data:
+            return (prompt_text(one.prompt) for one in _verdicts(self._graph, node))
+        return pairs_of(_side(node, side)).prompt_texts()
 
 
 class Spans:
@@ -66,11 +71,43 @@ class Spans:
         found = self._found[dataset]
         return [text for text in prompts if len(found) and np.isin(self._asked.hashes(text), found).any()]
 
-    def _trained(self, dataset: str) -> tuple[Iterator[str], Iterator[str]]:
-        path = self._graph.nodes[dataset].directory / "train.arrow"
-        if path.is_symlink() or not path.is_file():
-            raise ValueError(f"{path} is no file")
+    def _trained(self, dataset: str) -> tuple[Iterable[str], Iterable[str]]:
+        node = self._graph.nodes[dataset]
+        if not node.is_data:
+            asked = [(prompt_text(one.prompt), one.reply) for one in _verdicts(self._graph, node)]
+            return map("\n".join, asked), (prompt for prompt, _ in asked)
+        path = _side(node, "train")
         return _conversations(path), pairs_of(path).prompt_texts()
+
+
+def _side(node: Node, side: str) -> Path:
+    path = node.directory / f"{side}.arrow"
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{node.name} has no file for {side}")
+    return path
+
+
+def _trains(graph: Graph, node: Node) -> bool:
+    """Whether something to train on is in a checkpoint, or was in people's verdicts and is in no other."""
+    return node.is_data or (node.is_a(Model) and any(parent.is_a(Judgements) for parent in _parents(graph, node)))
+
+
+def _parents(graph: Graph, node: Node) -> list[Node]:
+    return [graph.nodes[sha] for _, sha in graph.parents(node.sha256) if sha in graph.nodes]
+
+
+def _verdicts(graph: Graph, policy: Node) -> Iterator[LabelledReply]:
+    """What a policy learned of people's verdicts. Raises OSError or ValueError where that cannot be read."""
+    parents = _parents(graph, policy)
+    try:
+        held_out = [held_out_prompts(parent.directory) for parent in parents if parent.is_a(Dataset)]
+        for parent in parents:
+            if parent.is_a(Judgements):
+                records = map(json.loads, read_bounded(parent.directory / VERDICTS).splitlines())
+                learned, _ = from_verdicts(records, TextSet())
+                yield from (one for one in learned if not any(prompt_text(one.prompt) in texts for texts in held_out))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the verdicts that {policy.name} learned from cannot be read") from error
 
 
 def _conversations(path: Path) -> Iterator[str]:
@@ -127,9 +164,12 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
     judged = [node.manifest.parents[role] for role in node.sides if role in node.manifest.parents]
     for sha in graph.ancestors(judged):
         ancestor = graph.nodes.get(sha)
-        if ancestor is None or not ancestor.is_data:
+        if ancestor is None or not _trains(graph, ancestor):
             continue
-        trained = prompts.of(sha, "train") or TextSet()
+        trained = prompts.of(sha, "train")
+        if trained is None:
+            yield Finding(node.name, "evaluation-unchecked", f"the training part of {ancestor.name} cannot be read")
+            continue
         overlap = {text for text in questions if text in trained}
         if overlap:
             example = min(overlap)[:80]

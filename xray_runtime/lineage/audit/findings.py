@@ -87,6 +87,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The policy was judged on prompts of which parts stand in what it, or a model it came from, was trained on.",
         "Look at them; where they give the answer away, evaluate on other prompts.",
     ),
+    "evaluation-unchecked": (
+        "Whether the policy was judged on prompts that it was trained on is not known.",
+        "Give a dataset of a kind of your own its train.arrow; restore a file that is damaged.",
+    ),
     "evaluation-foreign": ("The policy was judged on prompts that are not in the dataset's held-out part.", _ASK),
     "evaluation-inconsistent": ("The evaluation's files contradict each other.", _ASK),
     "evaluation-missing": ("The registered policy was never evaluated.", "Run the lifecycle to its end."),
@@ -98,6 +102,10 @@ CODES: dict[str, tuple[str, str]] = {
     "run-unsigned": (
         "Nobody vouches for the record, the report and the figures of a run that ended.",
         "Run the lifecycle again: it writes and signs them anew.",
+    ),
+    "run-open": (
+        "A run is at work, or was killed: its record and its report are not signed yet.",
+        "Run the lifecycle to its end: it signs them.",
     ),
     "run-changed": (
         "A run's record, report, metrics or figure is not what was signed when the run ended.",
@@ -133,5 +141,7 @@ NOTES = {
     "source-changed",
     "evaluation-missing",
     "evaluation-near-overlap",
+    "evaluation-unchecked",
+    "run-open",
 }
 """Worth knowing; the audit is sound nevertheless."""

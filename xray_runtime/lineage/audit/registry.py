@@ -17,6 +17,7 @@ from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.decisions import current, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.run_statement import run_on_record
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG, MAX_PARAM_CHARS, PARENT_TAG, flatten
 
@@ -131,6 +132,7 @@ def check_tracking(store: LineageStore, nodes: list[Node], everything: bool, cha
         found += _check_registry(snapshot, store, {node.sha256 for node in nodes}, everything)
         if everything:
             found += _check_orphans(snapshot, store)
+            found += _check_ended(snapshot, store)
     # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -296,3 +298,11 @@ def _check_orphans(snapshot: RegistryView, store: LineageStore) -> Iterator[Find
             if uri.name not in names:
                 stage = uri.name.rpartition("-")[0]
                 yield Finding(f"{stage} {sha[:12]}", "checkpoint-missing", f"MLflow's {model.model_id} names it")
+
+
+def _check_ended(snapshot: RegistryView, store: LineageStore) -> Iterator[Finding]:
+    """A run is finished in MLflow only after its record and report are signed."""
+    run_id, status = run_on_record(store.output)
+    run = snapshot.runs.get(run_id)
+    if status == "running" and run is not None and run.info.status == "FINISHED":
+        yield Finding("lifecycle.json", "run-changed", f"run {run_id[:12]} is at work there, and finished in MLflow")
