@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +67,11 @@ def openai(number: int) -> dict[str, Any]:
 
 def done(kind: Any, config: Any, inputs: Any, out: Path) -> tuple[Path, FakeRecorder]:
     """What the body of a stage leaves, and reports."""
-
-    @contextlib.contextmanager
-    def opened(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        with open_models(RUNTIME, out.parent / "logs", specs) as models:
-            yield models
-
     log_dir = out.with_name(f"{out.name}-log")
     for directory in (out, log_dir):
         directory.mkdir(parents=True)
     recorder = FakeRecorder(log_dir)
+    opened = functools.partial(open_models, RUNTIME, out.parent / "logs")
     kind.run(Stage(out.name, 3, config, inputs, RUNTIME, opened), out, recorder)
     return out, recorder
 
@@ -96,10 +90,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer, directory = (
-        train_tokenizer([str(trl(number)) for number in range(40)], 500),
-        tmp_path_factory.mktemp("base"),
-    )
+    tokenizer = train_tokenizer([str(trl(number)) for number in range(40)], 500)
+    directory = tmp_path_factory.mktemp("base")
     save_model(fresh_llama(caller.SMALL, tokenizer, seed=1), tokenizer, directory)
     return directory
 

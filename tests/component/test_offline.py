@@ -19,7 +19,7 @@ from tests.unit.stages.recorder import FakeRecorder
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
-from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.kto import KTOConfig, KTOValidation
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
 from xray_runtime.stages import best_of_n, dpo, kto
@@ -117,6 +117,19 @@ def test_kto_learns_and_its_split_does_not_show(root: Path) -> None:
     for one, two in zip(runs["one"], runs["two"], strict=True):
         for metric in ("loss", "baseline", "grad_norm"):
             assert two[f"kto/{metric}"] == pytest.approx(one[f"kto/{metric}"], rel=2e-3, abs=2e-4)
+
+
+def test_kto_ends_with_the_best_version_of_replies_left_out(root: Path) -> None:
+    validation = KTOValidation(every=1, num_replies=12)
+    config = KTOConfig(batch_size=2 * BATCH, epochs=4, lr=5e-3, warmup_fraction=0.0, validation=validation)
+    inputs = KTOInputs(Model(root / "model"), Preferences(root / "pairs"))
+    points = attempt(root, "out", kto, config, inputs).points[1:]
+    losses = [point["kto/validation_loss"] for point in points]
+    assert losses[-1] < 0.5
+    assert points[-1]["kto/validation_accuracy"] == 1.0
+    record = json.loads((root / "out" / "validation.json").read_text())
+    assert record["kept"] == 1 + losses.index(min(losses))
+    assert 2 <= record["replies"] < 2 * PAIRS
 
 
 def length(prompts: list[str], replies: list[str]) -> list[float]:

@@ -200,8 +200,9 @@ def test_the_champion_is_served_and_followed_without_a_lost_request(first: Outco
         assert answers == sorted(answers, key=[old.sha256, new.sha256].index)
     moved = min(answer.received for answer in load.answers if answer.sha256 == new.sha256)
     assert {answer.sha256 for answer in load.answers if answer.sent > moved} == {new.sha256}
-    # Answers of the old one that ended when the new one had answered already: they were under way as it moved.
-    during = [answer for answer in load.answers if answer.sha256 == old.sha256 and answer.received > moved]
+    # Answers of the old one that ended when the new one had been asked already: they were under way as it moved.
+    asked = min(answer.sent for answer in load.answers if answer.sha256 == new.sha256)
+    during = [answer for answer in load.answers if answer.sha256 == old.sha256 and answer.received > asked]
     print(f"answers: {before} before, {len(during)} under way as it moved, {len(load.answers) - after} after")
     assert during
     assert server.code == 0

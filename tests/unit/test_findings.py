@@ -71,6 +71,9 @@ def test_an_evaluation_says_that_the_policy_pleased_its_reward_alone() -> None:
     [finding] = said()
     assert "rose from +0.20 to +1.76 while the gold score went from +0.18 to +0.20 (win rate 0.49)" in finding
     assert "learned to please the reward" in finding
+    judged = {name: value for name, value in SMOLLM.items() if not name.startswith("gold")}
+    [finding] = evaluation_findings({f"evaluate/{name}": [(0, value)] for name, value in judged.items()})
+    assert "to +1.76 while its judge found it no better (win rate 0.49)" in finding
 
 
 @pytest.mark.parametrize("changed", [{"win_rate": 0.62}, {"reward_after": 0.9}, {"reward_after": float("nan")}])

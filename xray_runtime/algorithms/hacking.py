@@ -20,6 +20,7 @@ Points = Mapping[str, float]
 
 GOLD = "gold"
 JUDGE, LENGTH, REPETITION, PHRASE, KL, ENSEMBLE = "judge", "length", "repetition", "phrase", "kl", "ensemble"
+SILENT = "silent"
 SOURCE = "reward/source/"
 REPEATED, COMMON = "rollout/distinct_in_reply", "rollout/common_phrase"
 WATCHED = ("reward/gold", SOURCE, "rollout/length", "kl/reference_k1", REPEATED, COMMON)
@@ -36,7 +37,8 @@ class Sign:
     """Something that speaks for a hacked reward."""
 
     name: str
-    """`judge/SOURCE/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`; a metric is `hacking/NAME`."""
+    """`judge/SOURCE/JUDGE`, `silent/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`; a metric is
+    `hacking/NAME`."""
     text: str
     """What was seen, in plain words."""
 
@@ -59,6 +61,8 @@ def signs(
         for judge in (GOLD, *(name for name, of_judge in weights.items() if of_judge == 0))
         if weight and _pleased(early, late, source, judge, math.copysign(1, weight), bounds, num_prompts * len(first))
     ]
+    # A judge that does not answer sees nothing wrong.
+    names += [f"{SILENT}/{name}" for name, weight in weights.items() if weight == 0 and _mean_of(name) not in late]
     if _outside(early, late, "rollout/length", bounds.max_length_ratio):
         names.append(LENGTH)
     if _known(early, late, REPEATED) and not late[REPEATED] >= bounds.min_distinct_ratio * early[REPEATED]:
@@ -101,6 +105,8 @@ def describe(name: str, early: Points, late: Points) -> str:
             f"{early[judged]:+.2f} to {late[judged]:+.2f}: the policy learned to please the reward, not what it stands "
             "for"
         )
+    if kind == SILENT:
+        return f"{rest}, which is not trained on, scored none of the last replies: it can judge nothing"
     if kind == ENSEMBLE:
         metric = f"{SOURCE}{rest}/disagreement"
         return (

@@ -120,6 +120,9 @@ class Supervisor:
             self.ready.set_exception(RuntimeError(cause))
 
     def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
+        if self._stop_at is not None:
+            fail(future, RuntimeError(SHUT_DOWN))
+            return
         if request["op"] == "reset":
             self._fail(number, "it was reset before its answer came")
             self._episodes[number] = Episode(number, next(self._keys))

@@ -82,10 +82,14 @@ class KTOObjective:
 
     def of_replies(self, log_ratios: Tensor, desirable: Tensor, baseline: float) -> Tensor:
         """The loss of each reply [B], of `kto_losses`."""
-        config = self.config
-        good, bad = config.desirable_weight, config.undesirable_weight
-        weights = {"desirable_weight": good, "undesirable_weight": bad}
-        return kto_losses(log_ratios, desirable, baseline, beta=config.beta, **weights)
+        return kto_losses(
+            log_ratios,
+            desirable,
+            baseline,
+            beta=self.config.beta,
+            desirable_weight=self.config.desirable_weight,
+            undesirable_weight=self.config.undesirable_weight,
+        )
 
 
 def _reply_logprobs(module: HeadedLM, rows: Tensors) -> tuple[Tensor, Tensor]:

@@ -86,17 +86,20 @@ def _points(series: Series, steps: Sequence[int]) -> list[dict[str, float]]:
 
 
 def evaluation_findings(series: Series) -> list[str]:
-    """Of an evaluation: a learned reward that rose while the gold score says that nothing got better."""
+    """Of an evaluation: a learned reward that rose while the gold score, or another judge, says that nothing got
+    better."""
     last = {name.removeprefix("evaluate/"): points[-1][1] for name, points in series.items() if points}
-    needed = ("reward_before", "reward_after", "gold_before", "gold_after", "win_rate")
-    if any(name not in last for name in needed):
+    if any(name not in last for name in ("reward_before", "reward_after", "win_rate")):
         return []
-    before, after, gold_before, gold_after, rate = (last[name] for name in needed)
+    before, after, rate = (last[name] for name in ("reward_before", "reward_after", "win_rate"))
     if not after - before >= ROSE or rate > EVEN:
         return []
+    judged = "its judge found it no better"
+    if "gold_before" in last and "gold_after" in last:
+        judged = f"the gold score went from {last['gold_before']:+.2f} to {last['gold_after']:+.2f}"
     return [
-        f"the learned reward rose from {before:+.2f} to {after:+.2f} while the gold score went from {gold_before:+.2f} "
-        f"to {gold_after:+.2f} (win rate {rate:.2f}): the policy learned to please the reward, not what it stands for"
+        f"the learned reward rose from {before:+.2f} to {after:+.2f} while {judged} (win rate {rate:.2f}): the policy "
+        "learned to please the reward, not what it stands for"
     ]
 
 

@@ -40,17 +40,17 @@ PURPOSE = "dpo validation"
 
 def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> int:
     """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json."""
-    config, looks, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
+    config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     train, heldout = (
         Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
     )
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
-    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if looks is not None else ()
-    wanted, where = looks.num_pairs if looks is not None else 0, f"{stage.name}.validation.num_pairs"
+    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if validation is not None else ()
+    wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"
     left_out = draw_left_out(prompts, len(train), wanted, stage.seed, PURPOSE, where)
     trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
-    best = BestVersion(stage.kept or recorder.log_dir, looks)
+    best = BestVersion(stage.kept or recorder.log_dir, validation)
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
@@ -77,14 +77,14 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
                 pairs = np.arange(parts[HELDOUT].size // 2)
                 found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
                 metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
-            if looks is not None and looks.is_due(step + 1, steps):
+            if validation is not None and validation.is_due(step + 1, steps):
                 found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
                 metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
                 best.saw(models, step + 1, -found["loss"])
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
             state.step_done(step + 1, steps)
-        if looks is not None:
+        if validation is not None:
             return best.save(models, out, steps, {"pairs": len(chosen_by)})
         get(policy.save.remote(out))
     return steps

@@ -56,15 +56,15 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     Raises:
         ValueError: fewer than two replies are left, or with `validation` none to train on or to choose by.
     """
-    config, inputs, looks = stage.config, stage.inputs, stage.config.validation
+    config, inputs, validation = stage.config, stage.inputs, stage.config.validation
     parts, desirable, prompts, counts = _data(stage, load_tokenizer(inputs.policy.path), recorder)
     train = parts[TRAIN]
     beside = inputs.preferences or inputs.verdicts
     assert beside is not None
-    wanted, where = looks.num_replies if looks is not None else 0, f"{stage.name}.validation.num_replies"
+    wanted, where = validation.num_replies if validation is not None else 0, f"{stage.name}.validation.num_replies"
     left_out = draw_left_out(prompts, train.size, wanted, stage.seed, PURPOSE, where)
     trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
-    best = BestVersion(stage.kept or recorder.log_dir, looks)
+    best = BestVersion(stage.kept or recorder.log_dir, validation)
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
@@ -95,7 +95,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
                 pairs = _ratios(policy, parts, known, HELDOUT, np.arange(parts[HELDOUT].size))
                 metrics["kto/heldout_accuracy"] = float(wins(*pairs.reshape(-1, 2).T).mean())
-            if looks is not None and looks.is_due(step + 1, steps):
+            if validation is not None and validation.is_due(step + 1, steps):
                 z = kto_baseline(_ratios(policy, parts, known, MISMATCHED, chosen_by))
                 ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
                 found = float(objective.of_replies(ratios, good, z).mean())
@@ -104,7 +104,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
             state.step_done(step + 1, steps)
-        if looks is not None:
+        if validation is not None:
             return best.save(models, out, steps, {"replies": len(chosen_by)})
         get(policy.save.remote(out))
     return steps

@@ -95,11 +95,12 @@ class BestVersion:
 
     Args:
         directory: as `PolicyVersions` takes it.
-        looks: which version the stage ends with; None: nobody looks, and it is the last.
+        validation: which version the stage ends with; None: the last.
     """
 
-    def __init__(self, directory: Path, looks: ValidationSchedule | None) -> None:
-        self._versions, self._keep = PolicyVersions(directory, "best"), looks.keep if looks is not None else "last"
+    def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
+        self._versions = PolicyVersions(directory, "best")
+        self._keep = validation.keep if validation is not None else "last"
         self.state = Seen()
 
     def saw(self, models: Mapping[str, ModelHandle], updates: int, score: float) -> None:

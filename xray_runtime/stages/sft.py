@@ -31,7 +31,7 @@ HELDOUT_ROWS = 256
 
 def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
     """Writes the tuned model in Hugging Face form; with `validation` the version that is kept, and validation.json."""
-    config, looks = stage.config, stage.config.validation
+    config, validation = stage.config, stage.config.validation
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
     limits = (max_prompt_tokens(dataset), config.max_response_tokens)
@@ -43,8 +43,10 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
     heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
-    validation_rows = _validation_rows(stage, looks, tokenizer, limits, recorder) if looks is not None else None
-    best = BestVersion(stage.kept or recorder.log_dir, looks)
+    validation_rows = (
+        _validation_rows(stage, validation, tokenizer, limits, recorder) if validation is not None else None
+    )
+    best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     model = ModelSpec(
         base,
@@ -78,7 +80,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
-            if looks is not None and validation_rows is not None and looks.is_due(step + 1, config.steps):
+            if validation is not None and validation_rows is not None and validation.is_due(step + 1, config.steps):
                 metrics["sft/validation_loss"] = _loss(policy, validation_rows)
                 best.saw(models, step + 1, -metrics["sft/validation_loss"])
             recorder.metrics(skipped.metrics(metrics), step)
@@ -92,7 +94,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
 
 def _validation_rows(
     stage: Stage[SFTConfig, SFTInputs],
-    looks: SFTValidation,
+    validation: SFTValidation,
     tokenizer: Any,
     limits: tuple[int, int],
     recorder: Recorder,
@@ -102,7 +104,7 @@ def _validation_rows(
     )
     if not len(found):
         raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")
-    return found.take(range(min(looks.num_conversations, len(found))))
+    return found.take(range(min(validation.num_conversations, len(found))))
 
 
 def _loss(policy: ModelHandle, rows: Rows) -> float:

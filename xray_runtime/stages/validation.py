@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """ValidationSchedule at the policy every so many iterations; without `validation` in the config it does nothing.
+    """Looks at the policy every so many iterations; without `validation` in the config it does nothing.
 
     Args:
         sampling: of the rollouts.

@@ -217,3 +217,16 @@ def test_a_reply_of_one_token_has_its_reward_there() -> None:
     mask = torch.tensor([[1, 0], [0, 0]])
     rewards = place_rewards(torch.tensor([2.0, 3.0]), torch.full((2, 2), 0.5), mask)
     assert rewards.tolist() == [[1.5, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("lam", "is_good"), [(1.0, True), (0.95, False)])
+def test_the_first_tokens_of_a_success_are_good_ones_only_at_lambda_1(lam: float, is_good: bool) -> None:
+    """60 tokens of a success and of a failure, under a critic that says 0: below 1 the first are far below the mean."""
+    rewards = torch.zeros(2, 60, dtype=torch.float64)
+    rewards[0, -1] = 1.0
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    advantages, _ = gae(
+        rewards, torch.zeros_like(rewards), mask, torch.zeros(2, dtype=torch.float64), gamma=1.0, lam=lam
+    )
+    assert float(advantages[0, 0]) == pytest.approx(lam**59)
+    assert (float(whiten(advantages, mask)[0, 0]) > 0) == is_good

@@ -70,6 +70,14 @@ def test_a_source_of_weight_0_judges_and_is_not_judged() -> None:
     assert seen(point(**judge | {"reward__source__held__mean": 9.0}), early, {"rm": 1.0, "held": 0.0}) == []
 
 
+def test_a_judge_that_scores_nothing_any_more_is_a_sign() -> None:
+    weights = {"rm": 1.0, "held": 0.0}
+    judged = point(reward__source__held__mean=0.0, reward__source__held__std=2.0)
+    assert seen(CLEAN, judged, weights) == ["silent/held"]
+    assert seen(CLEAN, CLEAN, weights) == ["silent/held"]
+    assert seen(judged, judged, weights) == []
+
+
 def test_a_penalty_is_pleased_by_falling() -> None:
     assert seen(point(reward__source__rm__mean=-1.76), weights={"rm": -1.0}) == ["judge/rm/gold"]
     assert seen(point(reward__source__rm__mean=1.76), weights={"rm": -1.0}) == []
@@ -165,6 +173,7 @@ def test_without_lengths_the_kl_is_of_one_token() -> None:
         ),
         ("judge/a/b/gold", "the reward a/b rose from +2.00 to +3.00 while the gold score went from +0.18 to +0.20"),
         ("judge/rm/gold", "the policy learned to please the reward, not what it stands for"),
+        ("silent/held", "held, which is not trained on, scored none of the last replies"),
         ("length", "replies went from 20.0 to 20.0 tokens"),
         ("repetition", "replies repeat themselves: 90% of the pairs of tokens"),
         ("phrase", "10% of the replies hold the same"),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ import pytest
 from environments import samples
 from xray_runtime.environments import supervisor
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
+from xray_runtime.environments.protocol import Step
 
 TIMEOUT_S = 1.2
 TASK = {"prompt": "p", "messages": []}
@@ -259,11 +261,19 @@ def test_nothing_is_left_after_shutdown_and_collection(tmp_path: Path) -> None:
     started(pool, 0, log=str(tmp_path / "log"))
     started(pool, 1)
     hanging = pool.step(1, "hang")
-    pool.shutdown()
-    for future in (hanging, pool.step(0, "1")):
+
+    def is_shut_down(future: Future[Step]) -> None:
         with pytest.raises(RuntimeError, match=r"^the pool was shut down$") as caught:
             future.result(20)
         assert not isinstance(caught.value, EnvironmentFailure)
+
+    ending = threading.Thread(target=pool.shutdown)
+    ending.start()
+    is_shut_down(hanging)
+    # The process still waits for the one that hangs.
+    is_shut_down(pool.step(0, "1"))
+    ending.join()
+    is_shut_down(pool.step(0, "1"))
     assert (tmp_path / "log").read_text() == "closed at 0"
     assert children() == before
     pool = pool_of(samples.Faulty)
