@@ -1,7 +1,7 @@
 """A pretrained model learns to be kind from a function alone: SmolLM2-135M by GRPO, without pairs and reward model.
 
-The reward counts two dozen words. What the replies are worth is judged by VADER, which knows thousands of them, negation
-and emphasis, and is never trained on. A quarter of an hour on two cores:
+The reward knows three dozen words. What the replies are worth is judged by VADER, which knows thousands of them,
+negation and emphasis, and is never trained on. Five minutes on two cores:
 
     xray run examples.smollm2_grpo:smollm2_grpo
 """
@@ -30,11 +30,12 @@ def kind(prompts: list[str], replies: list[str]) -> list[float]:
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def smollm2_grpo(output: str = "runs/smollm2-grpo", seed: int = 0, iterations: int = 12) -> None:
     """SFT on short human replies, GRPO, and an evaluation by a judge that was not trained against."""
-    top = {"trainable_layers": 2}
+    top = {"trainable_layers": 2, "engine": {"precision": "bfloat16", "zero_stage": 1, "micro_batch_tokens": 2048}}
+    frozen = {"precision": "bfloat16"}
     with xray.workspace(output, project="smollm2-grpo", seed=seed, gold="vader"):
         chats = xray.prepare(max_chars=80, max_prompt_tokens=80)
         base = xray.base(model="smollm2-135m")
-        sft = xray.sft(base, data=chats, steps=30, batch_size=32, lr=3e-4, engine={"micro_batch_tokens": 1024}, **top)
+        sft = xray.sft(base, data=chats, steps=30, batch_size=32, lr=3e-4, **top)
         policy = xray.ppo(
             sft,
             prompts=chats,
@@ -45,9 +46,12 @@ def smollm2_grpo(output: str = "runs/smollm2-grpo", seed: int = 0, iterations: i
             minibatch_size=32,
             lr=3e-4,
             reward_scaling="none",
+            frozen=frozen,
             **top,
         )
-        result = xray.evaluate(policy, against=sft, prompts=chats, rewards=[xray.reward(kind)], num_prompts=256)
+        result = xray.evaluate(
+            policy, against=sft, prompts=chats, rewards=[xray.reward(kind)], num_prompts=256, frozen=frozen
+        )
         xray.register(policy, result)
 
 
