@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.layouts import global_batches, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.models import open_models
+from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
@@ -177,13 +178,17 @@ def test_what_a_model_of_ours_computes_is_refused_with_its_rank(
             ray.get(models["critic"].save.remote(tmp_path / "out"))
 
 
-def test_a_generator_that_computes_nan_is_refused(cluster: None, nan_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["transformers", "deepspeed", "vllm"])
+def test_a_generator_that_computes_nan_is_refused(
+    cluster: None, nan_model: Path, tmp_path: Path, engine: Literal["transformers", "deepspeed", "vllm"]
+) -> None:
     import ray
 
-    from xray_runtime.config.engines import GeneratorConfig
-
-    spec = GeneratorSpec(nan_model, 32, GeneratorConfig(engine="transformers"))
+    spec = GeneratorSpec(nan_model, 32, GeneratorConfig(engine=engine))
     rows = {"input_ids": Ragged.of([[5, 6, 7]]), "seed": np.array([1])}
     opened = open_models(RuntimeConfig(device="cpu", threads=1), tmp_path, {"generator": spec})
-    with opened as models, pytest.raises(Exception, match=r"nan|not finite"):
+    with opened as models, pytest.raises(Exception, match="not finite") as caught:
         ray.get(models["generator"].generate.remote(rows, Sampling(4, 1.0, (1,), 0), 0))
+    cause = root_cause(caught.value)
+    assert isinstance(cause, NonFiniteError)
+    assert str(cause).startswith("'generator', rank 0: rollout_logprobs")
