@@ -201,6 +201,43 @@ def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, r
     expect(pages.artifact("promotion").get_by_text("Ada promoted it")).to_be_visible()
 
 
+def test_a_stage_asks_a_person_and_hears_the_answer(operator: Operator, scheduled: str) -> None:
+    """From its Ray worker, on the page of its run; the run is lost before anybody answers, and the question stands."""
+    operator.ended(scheduled)
+    parameters = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]
+    # Whatever moves is a sign.
+    bounds = {"max_length_ratio": 1.000001, "min_distinct_ratio": 0.999999, "max_kl_per_token": 1e-9}
+    parameters["config"]["ppo"]["stages"][0]["watch"] = {"action": "pause", "window": 1} | bounds
+    run = operator.start("lifecycle/lifecycle-tiny", parameters)
+    operator.until(lambda: operator.asked(run) is not None, "nobody is asked")
+    assert operator.ask(f"flow_runs/{run}")["state_type"] == "PAUSED"
+    assert "may be learning to please its reward alone" in operator.artifacts(run)["xray-ppo-1-review"]
+    operator.kill(run)
+    operator.until(lambda: operator.ask(f"flow_runs/{run}")["state_type"] == "CRASHED", "nobody sees that it is lost")
+    operator.ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
+
+    answer = {"decision": "go on", "name": "Ada", "note": "It moves as it should."}
+    answered = set[str]()
+
+    def done() -> bool:
+        asked = operator.asked(run)
+        if asked is not None and asked not in answered:
+            operator.ask(f"flow_runs/{run}/resume", {"run_input": answer})
+            answered.add(asked)
+        return operator.ask(f"flow_runs/{run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED")
+
+    operator.until(done, "it does not go on")
+    assert operator.ask(f"flow_runs/{run}")["state_type"] == "COMPLETED"
+    assert answered
+    stages = json.loads((operator.home / "output" / "lifecycle.json").read_text())["stages"]
+    (key,) = (stage["key"] for stage in stages if stage["name"] == "ppo-1")
+    watched = json.loads((operator.home / "output" / "checkpoints" / f"ppo-1-{key[:12]}" / "watch.json").read_text())
+    assert not watched["ended_early"]
+    assert {(seen["by"], seen["note"], seen["go_on"]) for seen in watched["seen"]} == {
+        ("Ada", "It moves as it should.", True)
+    }
+
+
 def test_a_search_runs_like_a_lifecycle_and_its_best_is_served(operator: Operator, scheduled: str) -> None:
     """The last step at a terminal, with the variables that `up` printed."""
     operator.ended(scheduled)
