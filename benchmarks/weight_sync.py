@@ -2,7 +2,8 @@
 
     python -m benchmarks.weight_sync [--mib 0 128]
 
-Through the product's actors: `follow` of a vLLM generator, from a policy in another process, from call to answer.
+Through the product's actors: `follow` of a vLLM generator, from a policy in another process, from call to answer; of a
+policy of which all is trained, the top layer alone, or LoRA adapters (whose merged matrices are sent).
 Beside it, in the generator's process and from its own memory: vLLM's layer-wise reload of the same tensors, and the
 load that a sync ends with. All in turns. 0 MiB: the quickstart's policy.
 """
@@ -21,6 +22,7 @@ import ray
 
 from benchmarks.loading import make
 from benchmarks.machine import MIB, line, machine, ratio, spread, start_ray, table
+from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
@@ -30,6 +32,11 @@ from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.pool import open_worker_pool
 
 RUN_ID = "benchmark"
+TRAINED = {
+    "all": SFTConfig(),
+    "top layer": SFTConfig(trainable_layers=1),
+    "LoRA of q_proj, v_proj": SFTConfig(lora=LoRAConfig(target_modules=["q_proj", "v_proj"])),
+}
 REPEATS = 15
 WARM_UP = 4
 """Rounds that do not count: both buffers are mapped, and Ray's workers know each other."""
@@ -91,17 +98,18 @@ def vllm_load(worker: Any, tensors: dict[str, Any]) -> None:
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
 
 
-def measure(directory: Path) -> tuple[float, dict[str, list[float]]]:
-    """MiB of weights, and seconds by part."""
-    size = (directory / "model.safetensors").stat().st_size / MIB
+def measure(directory: Path, training: SFTConfig) -> tuple[float, dict[str, list[float]]]:
+    """MiB that are sent, and seconds by part."""
+    layers = training.trainable_layers
     specs: dict[str, Any] = {
         "generator": GeneratorSpec(directory, 64),
-        "policy": ModelSpec(directory, SFTObjective(), training=SFTConfig()),
+        "policy": ModelSpec(directory, SFTObjective(), training=training, trainable_layers=layers),
     }
     found: dict[str, list[float]] = {}
     runtime = RuntimeConfig(threads=1, device="cpu")
     with model_opener(runtime, directory.parent / "logs", RUN_ID)(specs) as models:
         generator: Any = models["generator"]
+        policy: Any = models["policy"]
 
         def load(model: Any) -> dict[str, float]:
             seconds: dict[str, float] = ray.get(
@@ -111,12 +119,19 @@ def measure(directory: Path) -> tuple[float, dict[str, list[float]]]:
 
         for number in range(WARM_UP + REPEATS):
             start = time.perf_counter()
-            ray.get(generator.follow.remote(models["policy"], number + 1))
+            ray.get(generator.follow.remote(policy, number + 1))
             seconds = {"sync": time.perf_counter() - start} | ray.get(generator.__ray_call__.remote(load))
             if number >= WARM_UP:
                 for name, value in seconds.items():
                     found.setdefault(name, []).append(value)
-    return size, found
+        sent = ray.get(policy.__ray_call__.remote(num_bytes))
+    return sent / MIB, found
+
+
+def num_bytes(model: Any) -> int:
+    """Of what a policy sends."""
+    update = ray.get(model._workhorses[0].export_weights.remote(0, False))
+    return int(update.num_bytes)
 
 
 def main() -> None:
@@ -126,7 +141,10 @@ def main() -> None:
     start_ray(num_cpus=2)
     pool = open_worker_pool(RUN_ID)
     print(f"{machine()}\n")
-    table(["MiB", "memcpy, ms", "vLLM's load, ms", "our load, ms", "sync, ms", "sync ÷ (memcpy + vLLM's load)"], [])
+    print("memcpy and both loads are of the whole model.\n")
+    parts = ("memcpy", "vLLM's load", "our load", "sync")
+    columns = (f"{name}, ms" for name in parts)
+    table(["model, MiB", "trained", "sent, MiB", *columns, "sync ÷ (memcpy + vLLM's load)"], [])
     for mib in args.mib:
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder) / "model"
@@ -134,10 +152,12 @@ def main() -> None:
                 make(directory, mib)
             else:
                 quickstart(directory)
-            size, found = measure(directory)
-        own = [a + b for a, b in zip(found["memcpy"], found["vLLM's load"], strict=True)]
-        parts = [spread(1000 * s for s in found[n]) for n in ("memcpy", "vLLM's load", "our load", "sync")]
-        line([f"{size:.1f}", *parts, ratio(found["sync"], own)])
+            size = (directory / "model.safetensors").stat().st_size / MIB
+            for name, training in TRAINED.items():
+                sent, found = measure(directory, training)
+                own = [a + b for a, b in zip(found["memcpy"], found["vLLM's load"], strict=True)]
+                ms = [spread(1000 * s for s in found[part]) for part in parts]
+                line([f"{size:.1f}", name, f"{sent:.1f}", *ms, ratio(found["sync"], own)])
     del pool  # it lives as long as its handle
 
 
