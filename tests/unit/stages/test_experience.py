@@ -421,6 +421,21 @@ def test_reinforce_takes_what_is_still_to_come() -> None:
     assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
 
 
+def test_of_episodes_each_turn_has_its_own_reward() -> None:
+    """Turns gave row 0 nothing and 2, row 1 the 1 and 2 at its ends; what it read in between is no token of its own."""
+    rows, rollout, scored = inputs(ended=np.array([True, True]))
+    rollout["response_mask"] = Ragged.of([[True, True], [True, False, True]], np.bool_)
+    rollout["turn_rewards"] = ragged([[0, 2], [1, 0, 2]])
+    fields: dict[str, Any] = {"advantages": "reinforce++", "gamma": 1.0, "kl": KLConfig(place="loss")}
+    experience = build(data=(rows, rollout, scored), truncated="penalize", **fields)
+    # Row 1 scored 5: the 2 that no turn gave come with its last token. An advantage is what is still to come.
+    assert column(experience, "advantages") == [[2.0, 2.0], [5.0, 0.0, 4.0]]
+    assert experience.num_tokens == 4
+    assert experience.metrics["rollout/length"] == 2.0
+    assert experience.metrics["reward/mean"] == 3.5
+    assert column(experience, "response_mask") == [[True, True], [True, False, True]]
+
+
 def of_method(method: Any, rewards: list[float], lengths: list[int], k1: Any = 0.0, **fields: Any) -> list[list[float]]:
     """Advantages of replies of so many tokens, each k1 nats a token from the reference."""
     off = np.broadcast_to(f32(k1), sum(lengths))
