@@ -108,7 +108,7 @@ class Scoring:
         for other, said in self._replies.items():
             equal = torch.tensor([a == b for a, b in zip(replies, said, strict=True)])
             for scores in (self.panel.rewards, *self.panel.judges.values()):
-                if other in scores and side in scores:
+                if side in scores:
                     scores[side] = torch.where(equal & ~scores[other].isnan(), scores[other], scores[side])
         self._replies[side] = replies
 

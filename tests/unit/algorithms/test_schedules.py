@@ -68,4 +68,9 @@ def test_beyond_the_end_stays_at_the_end() -> None:
 def test_one_step_is_taken_at_the_peak() -> None:
     for schedule in ("constant", "linear", "cosine"):
         assert rates(1, schedule=schedule, warmup_fraction=0.05) == [1.0]
+
+
+def test_the_second_of_two_steps_is_at_the_end() -> None:
+    assert rates(2, schedule="linear") == [1.0, 0.0]
+    assert rates(3, schedule="linear", warmup_fraction=0.33) == [0.5, 1.0, 0.0]
     assert math.isclose(rates(1, warmup_fraction=0.9)[0], 0.5)  # round(0.9) = 1 step of warm-up

@@ -29,6 +29,7 @@ from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import EVALUATE
 
 PROMPTS = 8
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 SAID = ("no", "yes")
 """What each version of the policy replies."""
 
@@ -73,7 +74,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name / "reward.json").write_text('{"mean": 1.0, "std": 2.0}')
     save_file({"w": torch.zeros(1)}, tmp_path / "after" / "model.safetensors")
     (tmp_path / "data").mkdir()
-    rows = [Example(str(i), "c", [{"role": "user", "content": text}], "x") for i, text in enumerate(texts)]
+    rows = [
+        Example(str(i), "c", [*SYSTEM, {"role": "user", "content": text}], "x", columns=f'{{"task": "task {i}"}}')
+        for i, text in enumerate(texts)
+    ]
     write_pairs(tmp_path / "data" / "heldout.arrow", Example, rows)
     (tmp_path / "data" / "dataset.json").write_text('{"max_prompt_tokens": 64}')
     return tmp_path
@@ -137,6 +141,17 @@ def test_a_judge_may_lack_few_scores(root: Path) -> None:
         evaluated(root, [{"function": "f"}], sometimes, max_failed=0.1)
     found, _ = evaluated(root, [{"function": "f"}], sometimes, max_failed=0.2)
     assert (found["judges"]["f"]["samples"], found["win_rate"]) == (7, 0.5)
+
+
+def test_a_judge_reads_the_whole_conversation_and_its_columns(root: Path) -> None:
+    seen = []
+
+    def judge(prompts: Sequence[str], replies: Sequence[str], task: Sequence[str], messages: Any) -> list[float]:
+        seen.extend((said[0]["content"], said[-1]["content"], name) for said, name in zip(messages, task, strict=True))
+        return [1.0] * len(replies)
+
+    evaluated(root, [{"function": "f"}], judge)
+    assert sorted(seen) == sorted([("Be brief.", f"question {i}", f"task {i}") for i in range(PROMPTS)] * 2)
 
 
 def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

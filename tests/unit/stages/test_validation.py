@@ -33,6 +33,7 @@ from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.store.snapshots import Snapshot
 
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 ASKED = 3
 JUDGED = [1.0, 5.0, 5.0, 2.0]
 """What the judge says of all replies of each version."""
@@ -58,7 +59,7 @@ class Judge:
         self.verdicts, self.calls = verdicts, first
 
     def __call__(self, prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
-        assert all(prompt.startswith("validation") for prompt in prompts)
+        assert all("validation" in prompt for prompt in prompts)
         self.calls += 1
         return [self.verdicts[self.calls - 1]] * len(replies)
 
@@ -72,7 +73,13 @@ def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
         if path.is_file():
             (data / path.name).write_bytes(path.read_bytes())
     rows = [
-        Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x", columns=f'{{"task": "task {i}"}}')
+        Example(
+            f"v{i}",
+            "v",
+            [*SYSTEM, {"role": "user", "content": f"validation {i}"}],
+            "x",
+            columns=f'{{"task": "task {i}"}}',
+        )
         for i in range(ASKED)
     ]
     write_pairs(data / "validation.arrow", Example, rows)
@@ -156,7 +163,8 @@ def test_in_an_environment_its_episodes_are_looked_at(validated: PPOInputs, tmp_
 def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
-    def judge(prompts: Sequence[str], replies: Sequence[str], task: Sequence[str]) -> list[float]:
+    def judge(prompts: Sequence[str], replies: Sequence[str], task: Sequence[str], messages: Any) -> list[float]:
+        assert [said[0]["content"] for said in messages] == ["Be brief."]
         asked.append([f"{prompt[-1]} {name}" for prompt, name in zip(prompts, task, strict=True)])
         return [1.0] * len(replies)
 
