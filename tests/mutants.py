@@ -6,7 +6,7 @@ the mutant's name draws them: an edit of another function changes nothing. Each 
 
 No guard here: modules whose tests read the code of X-ray itself (`function_digest`, `module_graph`) or share what was
 made once for all of them (`attestation`, `provenance`); and those that nobody has gone through yet (`bundle`,
-`promotion`, `replay`, `retention`, `episodes`).
+`promotion`, `replay`, `retention`).
 
 Fails where a change survives that tests/survivors.toml does not list, with why no test can tell it from the code, and
 where one is listed that does not survive.
@@ -48,6 +48,7 @@ GUARDS = {
     "lineage/statement": "lineage/test_statement.py",
     "lineage/terms": "lineage/test_terms.py",
     "stages/checks": "stages/test_graph.py stages/test_validation.py stages/test_benchmark.py",
+    "stages/episodes": "stages/test_episodes.py stages/test_benchmark.py",
     "stages/experience": "stages/test_experience.py",
     "stages/finite": "stages/test_non_finite.py",
     "stages/independence": "stages/test_independence.py",

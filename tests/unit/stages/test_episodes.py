@@ -26,6 +26,7 @@ from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.environments import worker
 from xray_runtime.lineage.recorded_answers import take_answers
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.graph import recording
 from xray_runtime.stages.inputs import PPOInputs
 
@@ -109,6 +110,28 @@ def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path
 def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
     masks = [np.array(row) for row in table["response_mask"].to_pylist()]
     return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
+
+
+def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    """Derived from the names of who asks alone, turns counted from 0: a replay has to draw the same."""
+    groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "advantages": "rloo"}
+    world, _ = played(inputs, tmp_path / "out", "ThreeTurns", **groups)
+    turns = [(row, turn) for row in range(4) for turn in range(3)]
+    assert sorted(world.seeds) == sorted(derive_seed(7, "ppo", "sample", 0, *turn) for turn in turns)
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    environments = [derive_seed(7, "ppo", "sample", "environment", 0, group) for group in (0, 1)]
+    assert table["seed"].to_pylist() == [seed for seed in environments for _ in range(2)]
+
+
+def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_bytes(
+    inputs: PPOInputs,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    played(inputs, tmp_path / "out", "Tells", max_failed=0.5)
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    infos, answers = table["info"].to_pylist(), table["answers"].to_pylist()
+    assert '{"is_last": 1.0, "tool_errors": 3.0}' in infos
+    assert [json.dumps(json.loads(text), sort_keys=True) for text in infos + answers] == infos + answers
 
 
 def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:  # noqa: F811

@@ -310,6 +310,13 @@ def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: 
     assert column(experience, "old_logprobs") == [[-1, -2], [-1, -1, -1]]
 
 
+def test_a_whole_reply_can_have_one_weight() -> None:
+    # As above; of two tokens, 4 times and equally likely, the mean is √4.
+    data = inputs(rollout_logprobs=ragged([[-1 - math.log(4), -2], [-1, -1, -1]]))
+    experience = build(data=data, importance_level="reply", importance_cap=3.0)
+    assert experience.rows["weights"].values.tolist() == pytest.approx([2, 2, 1, 1, 1], abs=1e-6)
+
+
 def test_metrics_by_hand() -> None:
     metrics = build(truncated="bootstrap").metrics
     expected = {
