@@ -56,7 +56,7 @@ GUARDS = {
     "stages/ledger": "stages/test_ledger.py",
     "stages/policy_versions": "stages/test_validation.py stages/test_watch.py",
     "stages/reward_sources": "stages/test_reward_sources.py stages/test_episodes.py",
-    "stages/scoring": "stages/test_ppo_loop.py stages/test_reward_sources.py stages/test_episodes.py",
+    "stages/scoring": "stages/test_scoring.py stages/test_ppo_loop.py stages/test_episodes.py",
     "stages/validation": "stages/test_validation.py",
     "stages/watch": "stages/test_watch.py",
     "store/checkpoints": "test_store.py test_shared.py",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.environments.protocol import Step
+from xray_runtime.environments.protocol import Start, Step
 
 STEPS = "XRAY_TEST_STEPS"
 """In the environment: a file to which each step adds a line."""
@@ -54,6 +54,14 @@ class Breaks(ThreeTurns):
     def reset(self, task: Mapping[str, Any], seed: int) -> None:
         super().reset(task, seed)
         self.broken = "3" in task["prompt"]
+
+
+class Opens(ThreeTurns):
+    """Begins with messages of its own."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:  # type: ignore[override]
+        super().reset(task, seed)
+        return Start([{"role": "system", "content": "a game"}, {"role": "user", "content": "your move"}])
 
 
 class Tells(Breaks):

@@ -17,7 +17,16 @@ import pytest
 import xray
 from tests.unit.stages import sample_environments
 from tests.unit.stages.recorder import FakeRecorder
-from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs, logprob, plain  # noqa: F401  (a fixture)
+from tests.unit.stages.test_ppo_loop import (  # noqa: F401  (a fixture)
+    MINIBATCH,
+    REPLIES,
+    PPOModel,
+    World,
+    attempt,
+    inputs,
+    logprob,
+    plain,
+)
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
@@ -110,6 +119,17 @@ def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path
 def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
     masks = [np.array(row) for row in table["response_mask"].to_pylist()]
     return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
+
+
+def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+    world, _ = played(inputs, tmp_path / "out", "Opens")
+    [opening] = chat_format(world.tokenizer).prompts(  # type: ignore[attr-defined]
+        [[{"role": "system", "content": "a game"}, {"role": "user", "content": "your move"}]]
+    )
+    for _, rows, *_ in world.batches:
+        starts = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+        assert [ids[:length].tolist() for ids, length in starts] == [opening] * MINIBATCH
+    assert read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table["prompt_ids"].to_pylist() == [opening] * REPLIES
 
 
 def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
