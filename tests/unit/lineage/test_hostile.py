@@ -103,6 +103,14 @@ def test_links_among_the_other_records_are_not_followed(fresh: Callable[[], Path
     assert {"record-malformed", "key-missing", "card-missing"} <= found(output)
 
 
+def test_a_link_to_nothing_in_the_place_of_a_card_is_found(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    output = fresh()
+    prepare = next(path for path in checkpoints(output) if path.name.startswith("prepare"))
+    # A dataset has no card.
+    (prepare / "README.md").symlink_to(tmp_path / "nothing")
+    assert "card-missing" in found(output)
+
+
 def _fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)

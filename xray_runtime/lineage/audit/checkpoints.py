@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -256,7 +257,8 @@ def _code(node: Node, statement: Statement) -> Iterator[Finding]:
 def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Finding]:
     path = node.directory / CARD
     allowed = {subject.digest.sha256 for subject in statement.subject if subject.name == CARD}
-    if not allowed and not path.exists():
+    # A link to nothing is there too.
+    if not allowed and not os.path.lexists(path):
         return
     for _, child in store.graph.children.get(node.sha256, []):
         card = store.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
