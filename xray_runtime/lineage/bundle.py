@@ -109,26 +109,31 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
     """
     with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_disk) as temporary:
         output = Path(temporary)
-        try:
-            with tarfile.open(path, "r:") as archive:
-                free = shutil.disk_usage(output).free
-                if path.stat().st_size > free:
-                    raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
-                for member in archive:
-                    # A file with holes says to be larger than the archive it comes in, by any factor.
-                    if not (member.isfile() or member.isdir()) or member.issparse():
-                        raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
-                    if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
-                        archive.extract(member, output, filter="data")
-        except (tarfile.TarError, OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
-        if not (output / CHECKPOINTS).is_dir():
-            raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
+        _unpack(path, output, manifests_only)
         store = open_lineage_store(output, None)
         # Whatever MLflow this machine has knows nothing of the bundle.
         yield LineageStore(store.output, store.graph, None)
+
+
+def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
+    """Raises ConfigError as `opened`."""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            free = shutil.disk_usage(output).free
+            if path.stat().st_size > free:
+                raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
+            for member in archive:
+                # A file with holes says to be larger than the archive it comes in, by any factor.
+                if not (member.isfile() or member.isdir()) or member.issparse():
+                    raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
+                if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
+                    archive.extract(member, output, filter="data")
+    except (tarfile.TarError, OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
+    if not (output / CHECKPOINTS).is_dir():
+        raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
 
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:

@@ -14,6 +14,7 @@ from tests.unit.lineage.test_custody import _bundle, broken
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
 from xray_runtime.lineage.adopt import checkpoint_from
+from xray_runtime.lineage.bundle import take_in
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.stages.artifacts import Artifact
 from xray_runtime.store.checkpoints import load_manifest, verify
@@ -124,6 +125,18 @@ def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[
     )
     with pytest.raises(ConfigError, match=r"holds another checkpoint than .*, of the same key"):
         checkpoint_from(f"{source}#sft", output, None)
+
+
+def test_a_link_is_not_read_through_where_it_is_brought(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    """As it may have come after the audit there."""
+    source, output, elsewhere = fresh(), tmp_path / "run-2", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "secret").write_text("not of this checkpoint")
+    (directory(source, "base") / "more").symlink_to(elsewhere)
+    place, node = resolve("base", source, None)
+    take_in(place, place.graph.ancestors([node.sha256]), output, tracking_uri=None, experiment="")
+    assert (directory(output, "base") / "more").readlink() == elsewhere
+    assert [text.split()[0] for text in broken(output)] == ["file-added"]
 
 
 class Sketch(Artifact):

@@ -18,10 +18,12 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 
+from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import flip
 from tests.unit.lineage.test_tampering import COUNT
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export
+from xray_runtime.lineage.adopt import checkpoint_from
+from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, opened
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.manifest import ATTESTATION
 
@@ -95,6 +97,23 @@ def test_in_totos_own_tools_verify_the_provenance(unpacked: Path) -> None:
         envelope.payload = envelope.payload.replace(b'"seed": 0', b'"seed": 1')
         with pytest.raises(VerificationError):
             envelope.verify([key], 1)
+
+
+def test_what_was_signed_elsewhere_is_sound_in_the_next_bundle(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    """It brings both keys along."""
+    life = Lifecycle(tmp_path / "run-2", tracking=False)
+    life.done["sft"] = checkpoint_from(f"{fresh()}#sft", life.output, None)
+    life.add("more", "sft", {"model.safetensors": b"more"}, {"base": "sft"})
+    place, node = resolve("more", life.output, None)
+    assert export(place, node, tmp_path / "more.tar") == 4
+    result = audit_bundle(tmp_path / "more.tar")
+    assert result.is_sound, result.broken
+
+
+def test_to_see_what_is_in_it_manifests_are_enough(unpacked: Path, tmp_path: Path) -> None:
+    with opened(packed(unpacked, tmp_path / "policy.tar"), manifests_only=True) as store:
+        assert len(store.graph.nodes) == 8
+        assert {path.name for path in store.output.rglob("*") if path.is_file()} == {"manifest.json"}
 
 
 ADDED = ("index.html", "provenance.intoto.jsonl", "records", "attestations")
