@@ -14,7 +14,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle, examples, judged
+from tests.unit.lineage.synthetic import NAME, Lifecycle, evaluation_files, examples, judged, judged_by
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -78,6 +78,17 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     assert [d["action"] for d in chain] == ["register", "promote", "register", *["promote"] * 2, *["rollback"] * 2]
     assert chain[4]["evidence"].keys() == {"evaluation", "comparison"}
     assert {gate["name"] for gate in chain[4]["gates"]} >= {"min_win_rate", "max_regression"}
+    assert re.fullmatch(r"the defaults: .*; set by hand: max_regression, min_win_rate", chain[4]["gates_from"])
+    assert [(d["alias"], d["version"]) for d in chain[3:]] == [
+        *[("previous", "1"), ("champion", "2")],
+        *[("previous", "2"), ("champion", "1")],
+    ]
+    assert [(d["by"], d["note"]) for d in chain[3:]] == [
+        *[("a person", "looks good")] * 2,
+        *[("a person", "worse than it looked")] * 2,
+    ]
+    # Nothing is checked of who was champion before.
+    assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {})
 
 
 def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[], Path]) -> None:
@@ -100,7 +111,13 @@ def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -
     decline(place, seen, by="a person", note="it flatters")
     assert aliases(output) == {"candidate": "1"}
     assert broken(output) == []
-    assert json.loads((output / "decisions" / "000002.json").read_text())["predicate"]["note"] == "it flatters"
+    said = json.loads((output / "decisions" / "000002.json").read_text())["predicate"]
+    assert (said["action"], said["name"], said["alias"], said["version"]) == ("decline", NAME, "champion", "1")
+    assert (said["checkpoint"], said["by"], said["note"]) == (node.sha256, "a person", "it flatters")
+    # What the person saw.
+    assert [gate["name"] for gate in said["gates"]] == ["max_kl", "max_length_ratio", "max_judge_drop"]
+    assert said["gates_from"].startswith("the defaults: evaluate")
+    assert said["evidence"] == {"evaluation": resolve("evaluate", output, None)[1].sha256}
 
 
 def test_two_who_decide_at_the_same_time(fresh: Callable[[], Path]) -> None:
@@ -121,6 +138,40 @@ def test_a_previous_champion_that_was_changed_is_not_rolled_back_to(fresh: Calla
     with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
         roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
     assert aliases(output)["champion"] == "2"
+
+
+def test_without_a_previous_champion_nothing_is_rolled_back_to(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+
+    def back() -> None:
+        roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
+
+    with pytest.raises(ConfigError, match="--rollback: 'synthetic-policy' has no previous champion"):
+        back()
+    promoted(output, "ppo-2", min_win_rate=None)
+    with pytest.raises(ConfigError, match="--rollback: 'synthetic-policy' has no previous champion"):
+        back()
+    lifecycle = Lifecycle(output).whole()
+    lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "rewards.0": "reward"})
+    lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-4", stage="evaluate-4")
+    lifecycle.register("ppo-4")
+    promoted(output, "ppo-4", min_win_rate=None, max_regression=None)
+    shutil.rmtree(next(iter(output.glob("checkpoints/ppo-2-*"))))
+    with pytest.raises(NotPromoted, match=r"the previous champion \w{12} is not in the store"):
+        back()
+
+
+def test_a_candidate_is_a_version_of_that_name(fresh: Callable[[], Path]) -> None:
+    place, node = resolve("ppo-1", fresh(), None)
+    with pytest.raises(ConfigError, match=rf"--name: '{NAME}' has no version with checkpoint {node.sha256[:12]}"):
+        review(place, node, name=NAME)
+
+
+def test_a_candidate_of_another_signer_is_not_promoted(fresh: Callable[[], Path], tmp_path: Path) -> None:
+    place, node = resolve("ppo-2", fresh(), None)
+    signing_key(tmp_path / "other")
+    with pytest.raises(NotPromoted, match=r"the audit found signature-foreign \(ppo-2"):
+        review(place, node, name=NAME, public=tmp_path / "other" / "keys" / "signing.pub")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +289,16 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
 
 
+def test_a_comparison_that_was_changed_is_none(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    promoted(output, "ppo-2", min_win_rate=None)
+    stage = second_candidate(output, win_rate=0.3)
+    path = next(iter(output.glob("checkpoints/compare-*/comparison.json")))
+    path.write_text(path.read_text().replace("0.3", "0.9"))
+    with pytest.raises(NotPromoted, match=r"the audit found .*\(compare"):
+        promoted(output, stage, "compare", min_win_rate=None, max_regression=0.2)
+
+
 def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callable[[], Path]) -> None:
     output = fresh()
     second_candidate(output)
@@ -268,6 +329,26 @@ def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
     assert (spec.seed, spec.runtime) == (0, {"device": "cpu", "threads": 2})
 
 
+def test_an_evaluation_that_cannot_be_repeated_with_the_champion_says_why(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+    answered, config = evaluation_files(["question 50"], 0.6, 0.2), judged_by(["question 50"], [])
+    life.add("evaluate-1", "evaluate", answered, {"policy": "ppo-1", "against": "base"}, config)
+    roles = {"policy": "sft", "against": "base", "prompts": "prepare"}
+    life.add("evaluate-sft", "evaluate", answered, roles, config | {"num_promts": 8})
+    graph, champion = open_lineage_store(tmp_path, None).graph, life.done["ppo-2"].sha256
+
+    def told(stage: str, champion: str = champion) -> str:
+        with pytest.raises(NotPromoted) as error:
+            comparison_spec(graph, graph.nodes[life.done[stage].sha256], champion)
+        return error.value.reasons[0]
+
+    why = "its evaluation, of kind evaluate, cannot be repeated with the champion"
+    assert told("ppo-1").startswith(f"{why} (prompts): set promotion.max_regression=null")
+    assert told("sft").startswith(f"{why} (num_promts: unknown field")
+    assert told("ppo-2", "0" * 64) == "the champion 000000000000 is not in the store: nothing to compare with"
+    assert told("base") == "the candidate has no evaluation in the store"
+
+
 def test_an_unsound_candidate_is_not_promoted(fresh: Callable[[], Path]) -> None:
     output = fresh()
     weights = next(iter(output.glob("checkpoints/base-*/model.safetensors")))
@@ -294,6 +375,32 @@ def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     assert [directory.exists() for directory in tokens] == [True, False]
     assert len(list((output / "checkpoints").iterdir())) == 8 + 1
     assert broken(output) == []
+    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    said = [(d["action"], d["checkpoint"], d["note"]) for d in chain[1:]]
+    assert said == [("prune", node.sha256, node.name) for node in plan.remove]
+
+
+def test_a_comparison_stays_with_both_that_it_compares(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+    life.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-1", "prompts": "prepare"})
+    life.compare("ppo-3", "ppo-2", [f"question {i}" for i in range(51, 57)])
+
+    def removed(*stages: str) -> list[str]:
+        plan = plan_prune(open_lineage_store(tmp_path, None), [resolve(s, tmp_path, None)[1] for s in stages])
+        assert len(plan.keep) + len(plan.remove) == len(life.done)
+        return sorted(node.manifest.stage for node in plan.remove)
+
+    assert removed("ppo-2", "ppo-3") == []
+    assert removed("ppo-3") == ["compare", "evaluate", "ppo-2"]
+    assert removed("ppo-2") == ["compare", "ppo-3"]
+
+
+def test_a_broken_chain_is_pruned_and_kept_as_far_as_it_is_there(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+    shutil.rmtree(life.done["base"].path)
+    plan = plan_prune(open_lineage_store(tmp_path, None), [resolve("sft", tmp_path, None)[1]])
+    assert [node.manifest.stage for node in plan.keep] == ["prepare", "sft"]
+    assert len(plan.remove) == 5
 
 
 def _bundle(output: Path, path: Path) -> Path:
