@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.lineage.test_commands import xray
 from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
@@ -21,7 +22,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.lineage.replay import Replay, replay, replayable
+from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
 from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.workers.protocols import ModelHandle
 
@@ -106,7 +107,9 @@ class Published:
     def world(self, **facts: Any) -> WorldOfFiles:
         return WorldOfFiles(**{"surer_by": SURER} | facts, parent=self.inputs.policy.path)
 
-    def replay(self, iteration: int, scratch: Path, world: World | None = None) -> Replay:
+    def replay(
+        self, iteration: int, scratch: Path, world: World | None = None, progress: OnProgress = lambda *_: None
+    ) -> Replay:
         world = world or self.world()
 
         @contextlib.contextmanager
@@ -115,7 +118,7 @@ class Published:
 
         scratch.mkdir()
         place, node = resolve("ppo", self.output, None)
-        return replay(replayable(node, place.graph, iteration), iteration, open_models, scratch)
+        return replay(replayable(node, place.graph, iteration), iteration, open_models, scratch, progress)
 
     def change_a_token(self, iteration: int, row: int = 2) -> None:
         path = shard_path(self.ledger, iteration)
@@ -141,10 +144,22 @@ def published(inputs: PPOInputs, tmp_path: Path) -> Published:
 @pytest.mark.parametrize("iteration", range(4))
 def test_any_iteration_comes_out_the_same(published: Published, tmp_path: Path, iteration: int) -> None:
     world = published.world()
-    result = published.replay(iteration, tmp_path / "again", world)
+    told: list[tuple[int, int]] = []
+    result = published.replay(
+        iteration, tmp_path / "again", world, lambda done, total, note: told.append((done, total))
+    )
     assert result.is_same
     assert result.compared == list(range(iteration + 1))
     assert result.weights is not None
+    assert result.to_json() == {
+        "same": True,
+        "iteration": iteration,
+        "compared": result.compared,
+        "weights": result.weights,
+        "taken": [],
+        "difference": None,
+    }
+    assert told == [(done, iteration + 1) for done in range(1, iteration + 2)]
     # Nothing is computed past what is asked for but what shows its weights.
     assert len([call for call in world.calls if call.startswith("generator generate")]) == iteration + 1
 
@@ -158,6 +173,14 @@ def test_a_changed_token_is_named_by_replay_and_by_the_audit(published: Publishe
         f"iteration 1, row 2, reply_ids of token 0: {token + 1} in the ledger, {token} computed again"
     )
     assert result.changed_since
+    assert result.to_json()["difference"] == {
+        "iteration": 1,
+        "row": 2,
+        "column": "reply_ids of token 0",
+        "recorded": str(token + 1),
+        "recomputed": str(token),
+        "changed_since": True,
+    }
     assert result.compared == [0]
     found = [finding for finding in audit(published.store).findings if finding.is_broken]
     assert [(finding.code, finding.detail) for finding in found] == [
@@ -197,6 +220,27 @@ def test_the_last_weights_are_the_checkpoints(published: Published, tmp_path: Pa
     assert result.difference is not None
     assert (result.difference.iteration, result.difference.column) == (3, "model.safetensors")
     assert not result.is_same
+
+
+def test_a_file_that_does_not_come_out_is_a_difference(published: Published, tmp_path: Path) -> None:
+    path = published.ledger.parent / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"].append({"path": "more.json", "sha256": "00" * 32, "size": 2})
+    path.write_text(json.dumps(manifest))
+    difference = published.replay(3, tmp_path / "again").difference
+    assert difference is not None
+    assert (difference.column, difference.recomputed) == ("more.json", "no such file")
+
+
+def test_other_bytes_of_the_same_rollouts_are_a_difference(published: Published, tmp_path: Path) -> None:
+    path = shard_path(published.ledger, 1)
+    pq.write_table(pq.read_table(path), path, compression="none")
+    result = published.replay(1, tmp_path / "again")
+    assert str(result.difference) == (
+        "iteration 1, ledger/000001.parquet: other bytes for the same values in the ledger, those of the values "
+        "computed again"
+    )
+    assert result.changed_since
 
 
 def test_without_digests_the_next_rollouts_speak_for_the_weights(inputs: PPOInputs, tmp_path: Path) -> None:
@@ -245,6 +289,24 @@ def test_what_cannot_be_replayed_is_said_first(published: Published, tmp_path: P
         replayable(ppo, place.graph, 0)
 
 
+def test_a_stage_of_another_version_cannot_be_replayed(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False)
+    life.add("drawn", "draw", ledger(), {}, type="Model")
+    life.add("older", "ppo", ledger(), {}, {"no_such_field": 1, "runtime": {}})
+    life.add("oldest", "ppo", ledger(), {}, {"iterations": 2})
+    for stage, why in {
+        "drawn": r"REF: drawn \w+ is not allowed: its stage kind 'draw' is unknown here",
+        "older": r"REF: older \w+: its config is not one of this version of X-ray \(\d+ validation errors? for",
+        "oldest": r"REF: oldest \w+: its config is not one of this version of X-ray \('runtime'\)",
+    }.items():
+        place, node = resolve(stage, tmp_path, None)
+        with pytest.raises(ConfigError, match=why):
+            replayable(node, place.graph, 0)
+
+
+SERVICE = ServiceConfig(url="http://127.0.0.1:9/score", retries=0)
+
+
 def test_what_servers_answered_is_taken_from_the_ledger(
     inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,14 +317,27 @@ def test_what_servers_answered_is_taken_from_the_ledger(
     def score(self: ServiceSource, batch: Batch) -> list[Score]:
         return [failure("away") if len(reply) % 7 == 0 else Score(0.1 * len(reply)) for reply in batch.replies]
 
-    service = ServiceConfig(url="http://127.0.0.1:9/score", retries=0)
-    fields = {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(service=service)], "max_failed": 0.9}
+    fields = {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(service=SERVICE)], "max_failed": 0.9}
     with monkeypatch.context() as patched:
         patched.setattr(ServiceSource, "score", score)
         published = Published(tmp_path / "run", inputs).make(tmp_path / "made", **fields)
-    result = published.replay(3, tmp_path / "again")
-    assert result.is_same
-    assert result.taken == ["service"]
+    for iteration in (3, 1):
+        result = published.replay(iteration, tmp_path / f"again-{iteration}")
+        assert result.is_same
+        assert result.taken == ["service"]
+
+
+@pytest.mark.parametrize(("tokens", "first"), [("kept", 1), ("hashed", 0)])
+def test_without_all_replies_what_servers_answered_is_not_known(
+    tokens: Literal["kept", "hashed"], first: int, tmp_path: Path
+) -> None:
+    life = Lifecycle(tmp_path, tracking=False)
+    config = PPOConfig(**FIELDS | {"rewards": [RewardTerm(service=SERVICE)], "ledger": LedgerConfig(tokens=tokens)})
+    said = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
+    life.add("ppo", "ppo", dict(sorted(ledger().items())[first:]), {}, said)
+    place, node = resolve("ppo", tmp_path, None)
+    with pytest.raises(ConfigError, match="and its ledger does not hold the replies of all iterations to 1"):
+        replayable(node, place.graph, 1)
 
 
 def test_rollouts_are_shown_and_filtered(published: Published) -> None:
