@@ -38,7 +38,7 @@ test-long: install  ## what takes minutes for one thing: a node lost, servers go
 	$(BIN)/pytest tests -m long
 	@$(MAKE) --no-print-directory mutants
 
-mutants: install  ## which changes of the algorithms' code, and of a sample of the guards', does no test notice (30 minutes)
+mutants: install  ## which changes of the algorithms' code, and of a sample of the guards', does no test notice (40 minutes)
 	$(BIN)/python tests/mutants.py
 
 lint: install  ## style and types; the docs build without a warning
