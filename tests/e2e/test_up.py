@@ -218,7 +218,7 @@ def test_a_stage_asks_a_person_and_hears_the_answer(operator: Operator, schedule
     def retried() -> bool:
         # Prefect's worker and its runner both report the loss; the later report undoes a retry asked for in between.
         operator.ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
-        return bool(operator.ask(f"flow_runs/{run}")["state_type"] != "CRASHED")
+        return str(operator.ask(f"flow_runs/{run}")["state_type"]) != "CRASHED"
 
     operator.until(retried, "it cannot be retried")
 
