@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -17,7 +16,7 @@ from xray_runtime.data.rows import Rows, shard
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import RankInfo
+from xray_runtime.workers.workhorse import RankInfo, reserve_port
 
 PRELOAD = [
     "deepspeed",
@@ -43,9 +42,8 @@ def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: typ
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+    reserved = reserve_port()
+    port = int(reserved.getsockname()[1])
     ours, processes = [], []
     for rank in range(topology.size):
         mine, theirs = context.Pipe()
@@ -75,6 +73,7 @@ def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: typ
             process.join(5.0 if len(answers) == topology.size else 0.0)
             if process.is_alive():
                 os.kill(process.pid or 0, signal.SIGKILL)
+        reserved.close()
 
 
 def _work(

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import httpx
 import psutil
 
 from benchmarks.machine import line, machine, spread, table
+from xray.deployments.service import free_port
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm import environment
 from xray_runtime.engines.generation.vllm_server import arguments
@@ -117,12 +117,6 @@ def running(command: list[str], port: int, log: Path, extra: dict[str, str]) -> 
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ start time, or by a process tag that its descendants inherit; never by its name.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 import socket
 import subprocess
 import time
@@ -22,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from xray_runtime.processes import kill, tagged
 
 LOOPBACK = "127.0.0.1"
+SERVER_PORTS = range(20_000, 32_000)
 START_SECONDS = 240.0
 """A service that does not work after this has failed to start."""
 STOP_SECONDS = 8.0
@@ -170,9 +173,16 @@ def answers(url: str) -> bool:
     return False
 
 
+_ports = itertools.count(random.SystemRandom().randrange(len(SERVER_PORTS)))
+
+
 def free_port() -> int:
-    """A port on loopback that nothing listens on."""
-    with socket.socket() as s:
-        s.bind((LOOPBACK, 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A port on loopback that nothing listens on, another one at each call.
+
+    A server may need seconds to come up. So it is one that systems do not give to connections on their way out.
+    """
+    while True:
+        port = SERVER_PORTS[next(_ports) % len(SERVER_PORTS)]
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind((LOOPBACK, port))
+            return port

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from xray.deployments.service import free_port
+
 BUCKET = "bucket"
 
 
@@ -20,9 +22,7 @@ class S3Server:
         self.objects = directory / BUCKET
         self.objects.mkdir(parents=True)
         self._root, self._log = directory, directory.with_name("rclone.log")
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
+        self._port = free_port()
         self.variables = {
             "AWS_ACCESS_KEY_ID": "tester",
             "AWS_SECRET_ACCESS_KEY": "hunter2hunter2",

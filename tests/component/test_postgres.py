@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -19,18 +18,12 @@ import pytest
 from xray.deployments.databases import VARIABLES
 from xray.deployments.server_home import PORTS, ServerHome, new_state
 from xray.deployments.servers import ask, servers, start_missing, stop
+from xray.deployments.service import free_port
 from xray_runtime.config.validation import ConfigError
 
 pytestmark = pytest.mark.long
 
 PASSWORD = "hunter2-of-xray"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 @dataclass

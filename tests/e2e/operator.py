@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
+from xray.deployments.service import free_port
 from xray_runtime.processes import TAG
 
 PORTS = ("prefect", "mlflow", "ray", "dashboard")
@@ -48,12 +48,7 @@ class Operator:
         """With these other commands work on what `up` started: it prints them."""
         self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.error_summary))
         threading.Thread(target=self._chat.serve_forever, daemon=True).start()
-        sockets = [socket.socket() for _ in PORTS]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        self._ports = {name: s.getsockname()[1] for name, s in zip(PORTS, sockets, strict=True)}
-        for s in sockets:
-            s.close()
+        self._ports = {name: free_port() for name in PORTS}
 
     def xray(self, command: str, *arguments: str) -> Outcome:
         done = subprocess.run(

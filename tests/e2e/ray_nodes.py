@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.conftest import environment
+from xray.deployments.service import free_port
 from xray_runtime.processes import TAG, tagged
 
 LONG = 1200.0
@@ -39,9 +39,7 @@ class Cluster:
         token = directory / "ray-token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = s.getsockname()[1]
+        self._port = free_port()
         self.variables = {
             "RAY_ADDRESS": f"127.0.0.1:{self._port}",
             "RAY_AUTH_MODE": "token",

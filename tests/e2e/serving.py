@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, environment
+from xray.deployments.service import free_port
 from xray_runtime.serving.middleware import SHA256_HEADER
 
 WAIT_SECONDS = 400
@@ -103,9 +103,7 @@ class Served:
 @contextlib.contextmanager
 def serving(output: Path, ref: str, variables: Mapping[str, str] | None = None) -> Iterator[Served]:
     """`xray serve REF`, once it answers, with `variables` in its environment; at the end it is told to stop."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     log = output / "logs" / "serve-command.log"
     command = [XRAY, "serve", ref, "--output", str(output), "--port", str(port)]
     with log.open("wb") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.secrets import OTHERS, SECRETS, environments, places_of
+from xray.deployments.service import free_port
 
 pytestmark = pytest.mark.long
 
@@ -27,9 +27,7 @@ class Server:
     """A server of the user's own, in a session of its own."""
 
     def __init__(self, name: str, directory: Path, command: list[str], variables: dict[str, str]) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._health = f"{self.url}/api/health" if name == "prefect" else f"{self.url}/health"
         self._log = directory / f"{name}.log"

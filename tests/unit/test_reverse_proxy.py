@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from xray.deployments.service import free_port
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import PROXY_HEADER
 from xray_runtime.serving.reverse_proxy import ReverseProxy
@@ -72,12 +72,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
 
     def log_message(self, *_: object) -> None: ...
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture

@@ -140,18 +140,26 @@ class Workhorse(FileReceiver):
 
         host = ray.util.get_node_ip_address()
         self._close_meeting()
-        # Imports come before the group: until then the system could give the port to another connection. A socket that
-        # is bound and does not listen keeps it for those who bind its number with SO_REUSEADDR, as torch's store does.
-        self._meeting = socket.socket()
-        self._meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # On all addresses, as torch will listen: a server on loopback alone would else be given the same port.
-        self._meeting.bind(("", 0))
+        self._meeting = reserve_port()
         return host, int(self._meeting.getsockname()[1])
 
     def _close_meeting(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
             self._meeting = None
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port for torch's store until it is closed.
+
+    Imports come before the group: until then the system could give the port to another connection. A socket that is
+    bound and does not listen keeps it for those who bind its number with SO_REUSEADDR, as torch's store does.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # On all addresses, as torch will listen: a server on loopback alone would else be given the same port.
+    reserved.bind(("", 0))
+    return reserved
 
 
 def resolve_device(wanted: str) -> str:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.lineage.test_custody import promoted, second_candidate
 from xray.cli.main import app
+from xray.deployments.service import free_port
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.serving import NotServedError
@@ -87,9 +88,7 @@ def test_a_champion_that_moves_is_followed_once_it_is_sound(fresh: Callable[[], 
 
 def command(output: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and what was said, of a command that ends before anything is started."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     done = CliRunner().invoke(app, ["serve", "--output", str(output), "--port", str(port), *arguments])
     return done.exit_code, done.output.strip()
 
