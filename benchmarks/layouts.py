@@ -198,7 +198,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         from_pretrained(PretrainedBase(model=str(model))),
         4,
         Layout(
-            zero_stage=engine.zero_stage,
+            zero_stage=engine.zero,
             tp=engine.tensor_parallel,
             pp=engine.pipeline_parallel,
             dp=engine.data_parallel,

@@ -30,7 +30,7 @@ def kind(prompts: list[str], replies: list[str]) -> list[float]:
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def smollm2_grpo(output: str = "runs/smollm2-grpo", seed: int = 0, iterations: int = 12) -> None:
     """SFT on short human replies, GRPO, and an evaluation by a judge that was not trained against."""
-    top = {"trainable_layers": 2, "engine": {"precision": "bfloat16", "zero_stage": 1, "micro_batch_tokens": 2048}}
+    top = {"trainable_layers": 2, "engine": {"precision": "bfloat16", "micro_batch_tokens": 2048}}
     frozen = {"precision": "bfloat16"}
     with xray.workspace(output, project="smollm2-grpo", seed=seed, gold="vader"):
         chats = xray.prepare(max_chars=80, max_prompt_tokens=80)

@@ -80,25 +80,26 @@ class EngineConfig(LayoutConfig):
     library: Literal["deepspeed", "megatron"] = "deepspeed"
     """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
     pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too. None: the lowest that the
+    other fields allow."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. The result does not depend on it; memory does."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed, weights stepped, saved and sent to the
-    generator in float32. Needs a zero_stage of at least 1, also on one Workhorse."""
+    generator in float32. Takes a zero_stage of at least 1, also on one Workhorse."""
     activation_checkpointing: bool = False
     """Keep only what enters each layer and compute the rest again in the backward pass: less memory, the same bits."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """`cpu`: optimizer states, and with zero_stage 3 weights, live in host memory (ZeRO-Offload); `nvme`: in files
-    under nvme_path (ZeRO-Infinity). Results differ in float rounding alone. `cpu` needs a zero_stage of at least 1,
-    `nvme` needs 3, and CUDA."""
+    under nvme_path (ZeRO-Infinity). Results differ in float rounding alone. `cpu` takes a zero_stage of at least 1,
+    `nvme` takes 3, and CUDA."""
     nvme_path: Annotated[str, Field(min_length=1)] | None = None
     """Directory on every node's own disk, with offload 'nvme'. What ended processes left in it is removed."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
-        check_partitioned(self, self.zero_stage, 2)
+        check_partitioned(self, self.zero, 2)
         if (self.offload == "nvme") != (self.nvme_path is not None):
             path = "null" if self.nvme_path is None else repr(self.nvme_path)
             raise ValueError(f"nvme_path = {path} does not go with offload = {self.offload!r}: 'nvme' alone needs one")
@@ -107,8 +108,8 @@ class EngineConfig(LayoutConfig):
         return self
 
     def _check_megatron(self) -> None:
-        if self.zero_stage > 1:
-            raise ValueError(f"zero_stage = {self.zero_stage} must be at most 1 with library 'megatron'")
+        if self.zero > 1:
+            raise ValueError(f"zero_stage = {self.zero} must be at most 1 with library 'megatron'")
         for field in ("precision", "offload", "activation_checkpointing"):
             value, default = getattr(self, field), type(self).model_fields[field].default
             if value != default:
@@ -122,12 +123,17 @@ class EngineConfig(LayoutConfig):
             return 3
         return int(self.offload != "none" or self.precision != "float32")
 
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage: `zero_stage`, or the lowest one where that is None."""
+        return self.least_zero_stage if self.zero_stage is None else self.zero_stage
+
     def check_zero_stage(self) -> None:
         """Raises ValueError where `zero_stage` is too low for the other fields."""
-        if self.zero_stage < self.least_zero_stage:
+        if self.zero < self.least_zero_stage:
             field = "precision" if self.offload == "none" else "offload"
             raise ValueError(
-                f"zero_stage = {self.zero_stage} must be at least {self.least_zero_stage} with {field} = "
+                f"zero_stage = {self.zero} must be at least {self.least_zero_stage} with {field} = "
                 f"{getattr(self, field)!r}"
             )
 
@@ -136,8 +142,8 @@ class EngineConfig(LayoutConfig):
         """What this layout asks for and Megatron-core cannot do on CPU, as `field: value`."""
         if self.library == "megatron" and self.pipeline_parallel > 1:
             return f"pipeline_parallel: {self.pipeline_parallel}"
-        if self.library == "megatron" and self.zero_stage:
-            return f"zero_stage: {self.zero_stage}"
+        if self.library == "megatron" and self.zero:
+            return f"zero_stage: {self.zero}"
         return None
 
 

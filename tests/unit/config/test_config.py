@@ -13,6 +13,7 @@ from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 
 from xray.flows.lifecycle_graph import recorded_graph
+from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
 from xray_runtime.config.validation import ConfigError
@@ -155,11 +156,11 @@ REFUSED = [
         "sft.engine.precision: \"float16\" is not allowed: must be 'float32' or 'bf",
     ),
     (
-        "sft: {engine: {precision: bfloat16}}",
+        "sft: {engine: {precision: bfloat16, zero_stage: 0}}",
         "sft.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
     ),
     (
-        "ppo: {stages: [{critic: separate, critic_engine: {offload: cpu}}]}",
+        "ppo: {stages: [{critic: separate, critic_engine: {offload: cpu, zero_stage: 0}}]}",
         "ppo.stages.0.critic_engine.zero_stage = 0 must be at least 1 with offload = 'cpu'",
     ),
     (
@@ -228,7 +229,7 @@ REFUSED = [
         "dpo: batch_size = 1 must be at least engine.num_workhorses = 2",
     ),
     (
-        "{ppo: null, dpo: {engine: {precision: bfloat16}}}",
+        "{ppo: null, dpo: {engine: {precision: bfloat16, zero_stage: 0}}}",
         "dpo.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
     ),
     ("preferences: null", "preferences must be set where a reward model is trained"),
@@ -463,3 +464,19 @@ def test_a_judge_that_compares_is_none_of_the_evaluation() -> None:
     assert [term.compares for term in calls["ppo-1"].config.rewards] == [False, True, False]
     assert [term.compares for term in calls["evaluate"].config.rewards] == [False, False]
     assert calls["evaluate"].parents["rewards.0"].name == "reward"
+
+
+@pytest.mark.parametrize(
+    ("written", "zero"),
+    [
+        ({}, 0),
+        ({"precision": "bfloat16"}, 1),
+        ({"offload": "cpu"}, 1),
+        ({"offload": "nvme", "nvme_path": "/nvme"}, 3),
+        ({"precision": "bfloat16", "zero_stage": 2}, 2),
+    ],
+)
+def test_a_zero_stage_left_out_is_the_lowest_that_has_what_is_asked_for(written: dict[str, Any], zero: int) -> None:
+    engine = EngineConfig(**written)
+    assert engine.zero == zero
+    engine.check_zero_stage()

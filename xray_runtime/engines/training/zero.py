@@ -54,7 +54,7 @@ class ZeroEngine:
     ) -> None:
         import deepspeed
 
-        self.stage = training.engine.zero_stage
+        self.stage = training.engine.zero
         self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
         self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -324,7 +324,7 @@ def _offload(engine: EngineConfig) -> dict[str, Any]:
     place: dict[str, str] = {"device": engine.offload}
     if engine.nvme_path is not None:
         place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
-    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero_stage == 3 else {})
+    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero == 3 else {})
 
 
 def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:

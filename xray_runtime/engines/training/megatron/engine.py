@@ -73,7 +73,7 @@ class MegatronEngine:
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
             pieces = [read(checkpoint, piece) if given[piece].is_meta else given[piece] for piece in fused.pieces]
             parameter.data.copy_(self._part(name, pieces))
-        self._updates: Updates = (Sharded if training.engine.zero_stage else Replicated)(self.module, training)
+        self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
         self._num_steps = 0
 
     @property
