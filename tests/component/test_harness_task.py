@@ -21,6 +21,7 @@ from tests.unit.stages.test_harness_task import CHOICE, REPLY
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.stages import harness_task
 from xray_runtime.stages.artifacts import Model
+from xray_runtime.stages.harness_files import read_tasks
 from xray_runtime.stages.inputs import LMEvalInputs
 from xray_runtime.stages.kind import Stage
 
@@ -52,10 +53,13 @@ def theirs(root: Path) -> dict[str, Any]:
     """The same by the harness alone."""
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
-    task = harness_task.read_task(root / "task", "task")
-    task["dataset_kwargs"] = task["dataset_kwargs"] | {"cache_dir": str(root / "cache")}
+    asked, files = read_tasks(root / "task", "task"), root / "files"
+    files.mkdir()
+    asked.write(files, root / "cache")
     own = HFLM(model, tokenizer=tokenizer, device="cpu", batch_size=1, max_length=48, add_bos_token=False)
-    found = simple_evaluate(own, tasks=[task], task_manager=TaskManager(include_defaults=False))
+    found = simple_evaluate(
+        own, tasks=[asked.name], task_manager=TaskManager(include_path=str(files), include_defaults=False)
+    )
     [name] = found["samples"]
     answers = {row["arguments"][0][0]: row["filtered_resps"] for row in found["samples"][name]}
     return harness_task.numbers_of(found["results"][name]) | {"answers": answers}

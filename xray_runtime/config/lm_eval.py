@@ -1,4 +1,4 @@
-"""A task of the lm-evaluation-harness that lies on disk."""
+"""A task, or a group of them, of the lm-evaluation-harness that lies on disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xray_runtime.config.sources import Source
 
 
 class LMEvalConfig(Section):
-    """One task, with its data, in a directory."""
+    """One task, or one group, with its data, in a directory."""
 
     task: Source
-    """A directory with the task's .yaml and the files that its `data_files` name. Nothing is fetched, and no code of
-    the task's runs: `!function` is refused."""
+    """A directory with the .yaml of a task, or of a group and of all tasks in it, what they include, and the files that
+    their `data_files` name. Nothing is fetched, and no code of a task's runs: `!function` is refused."""
     limit: Count | None = None
-    """Only so many documents; None: all."""
+    """Only so many documents of each task; None: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     """None: as the task says."""
     chat: bool = False

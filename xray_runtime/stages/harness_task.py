@@ -1,7 +1,7 @@
-"""Stage `lm_eval`: a task of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
+"""Stage `lm_eval`: a task, or a group, of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
 
-The harness makes prompts and metrics; here are its model, whose answers come from the policy's own engines, and what
-reads the task. Greedy replies are the generator's with `top_k` 1.
+The harness makes prompts and metrics; here is its model, whose answers come from the policy's own engines. Greedy
+replies are the generator's with `top_k` 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from xray_runtime.data.rows import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
@@ -22,6 +21,7 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import text_rows
+from xray_runtime.stages.harness_files import HarnessTasks, read_tasks
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from xray_runtime.stages.inputs import LMEvalInputs
     from xray_runtime.stages.kind import Recorder, Stage
 
-FORMATS = ("json", "csv", "parquet", "arrow", "text")
-"""Of `dataset_path`: what reads files; anything else would be a name of the hub."""
 BATCH = 512
 NUM_SAMPLES_SHOWN = 24
 Z = 1.959964
@@ -43,26 +41,25 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
     """Writes benchmark.json, prompts.json and samples.json, as `benchmark` does.
 
     Raises:
-        ValueError: the task is none that lies whole in its directory.
+        ValueError: what is asked does not lie whole in its directory.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     config, policy = stage.config, stage.inputs.policy.path
-    task = read_task(Path(config.task), f"{stage.name}.task")
-    samples_replies = task.get("output_type", "generate_until") == "generate_until"
-    specs: dict[str, ModelSpec | GeneratorSpec] = (
-        {"generator": GeneratorSpec(policy, config.max_length, config.generator)}
-        if samples_replies
-        else {"policy": ModelSpec(policy, LikelihoodObjective(), frozen=config.frozen)}
-    )
-    with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as cache:
-        task["dataset_kwargs"] = task["dataset_kwargs"] | {"cache_dir": cache}
+    asked = read_tasks(Path(config.task), f"{stage.name}.task")
+    specs: dict[str, ModelSpec | GeneratorSpec] = {}
+    if asked.samples_replies:
+        specs["generator"] = GeneratorSpec(policy, config.max_length, config.generator)
+    if asked.scores:
+        specs["policy"] = ModelSpec(policy, LikelihoodObjective(), frozen=config.frozen)
+    with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as files:
+        asked.write(Path(files), Path(files) / "cache")
         seed = derive_seed(stage.seed, stage.name)
         found = simple_evaluate(
             _harness_model(stage, models, recorder),
-            tasks=[task],
-            task_manager=TaskManager(include_defaults=False),
+            tasks=[asked.name],
+            task_manager=TaskManager(include_path=files, include_defaults=False),
             num_fewshot=config.num_fewshot,
             limit=config.limit,
             apply_chat_template=config.chat,
@@ -71,62 +68,42 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    [name] = found["samples"]
-    asked, shown = _documents(found["samples"][name])
-    content = {"suite": "lm_eval", "task": name, "samples": len(asked), **numbers_of(found["results"][name])}
+    content, prompts, shown = results_of(found, asked)
     (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
     (out / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
-    numbers = {key: float(value) for key, value in content.items() if isinstance(value, int | float)}
-    recorder.metrics({f"lm_eval/{key}": value for key, value in numbers.items()}, step=0)
+    numbers = _values(content, "lm_eval")
+    for name, of_part in content.get("parts", {}).items():
+        numbers |= _values(of_part, f"lm_eval/{name}")
+    recorder.metrics(numbers, step=0)
     recorder.table("samples", ["prompt", "answer", "target"], [list(row.values()) for row in shown])
-    recorder.progress(len(asked), len(asked), "documents", name)
+    recorder.progress(content["samples"], content["samples"], "documents", asked.name)
     return 0
 
 
-def read_task(directory: Path, field: str) -> dict[str, Any]:
-    """The task in a directory, its files by their whole paths.
+def results_of(found: Mapping[str, Any], asked: HarnessTasks) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(what benchmark.json holds, different prompts, documents for people) of what the harness found.
 
-    Args:
-        field: of the config, for errors.
-
-    Raises:
-        ValueError: there is not one .yaml, it calls code, or its data are not files in the directory.
+    A group's numbers are what its `aggregate_metric_list` comes to; `parts` has those of all that is in it.
     """
-    files = sorted(directory.glob("*.yaml"))
-    if len(files) != 1:
-        raise ValueError(f"{field}: {str(directory)!r} must be a directory with one .yaml; it has {len(files)}")
-    try:
-        task = yaml.safe_load(files[0].read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field}: {files[0].name} cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(task, dict) or not isinstance(task.get("task"), str):
-        raise ValueError(f"{field}: {files[0].name} must say what its `task` is called")
-    for name in ("include", "custom_dataset", "unsafe_code"):
-        if name in task:
-            raise ValueError(
-                f"{field}: `{name}` in {files[0].name} is not allowed: a task here is one file, without code"
-            )
-    if task.get("dataset_path") not in FORMATS:
-        raise ValueError(
-            f"{field}: dataset_path {task.get('dataset_path')!r} in {files[0].name} is not allowed: must be one of "
-            f"{', '.join(FORMATS)}, with data_files in the task's directory; nothing is fetched"
-        )
-    given = task.get("dataset_kwargs") or {}
-    if not isinstance(given, dict) or set(given) != {"data_files"}:
-        raise ValueError(f"{field}: dataset_kwargs in {files[0].name} must have data_files and nothing else")
-    return task | {"dataset_kwargs": {"data_files": _inside(given["data_files"], directory, field)}}
+    each = {name: _documents(found["samples"][name]) for name in sorted(found["samples"])}
+    content: dict[str, Any] = {
+        "suite": "lm_eval",
+        "task": asked.name,
+        "samples": sum(len({row["doc_id"] for row in rows}) for rows in found["samples"].values()),
+        **numbers_of(found["results"][asked.name]),
+    }
+    if asked.groups:
+        content["parts"] = {
+            name: numbers_of(results) for name, results in sorted(found["results"].items()) if name != asked.name
+        }
+    prompts = list(dict.fromkeys(prompt for asked_of, _ in each.values() for prompt in asked_of))
+    of_each = max(NUM_SAMPLES_SHOWN // len(each), 1)
+    return content, prompts, [row for _, rows in each.values() for row in rows[:of_each]][:NUM_SAMPLES_SHOWN]
 
 
-def _inside(files: Any, directory: Path, field: str) -> Any:
-    if isinstance(files, dict):
-        return {split: _inside(of, directory, field) for split, of in files.items()}
-    if isinstance(files, list):
-        return [_inside(of, directory, field) for of in files]
-    path = (directory / str(files)).resolve()
-    if not path.is_relative_to(directory.resolve()) or not path.is_file():
-        raise ValueError(f"{field}: data file {str(files)!r} is not in the task's directory")
-    return str(path)
+def _values(content: Mapping[str, Any], under: str) -> dict[str, float]:
+    return {f"{under}/{name}": float(value) for name, value in content.items() if isinstance(value, int | float)}
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,14 +125,14 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """(different prompts, a few documents for people), in the task's order."""
+    """(prompts, documents for people), in the task's order."""
     ordered = sorted(rows, key=lambda row: row["doc_id"])
     prompts = [str(row["arguments"][0][0]) for row in ordered]
     shown = [
         {"prompt": prompt, "answer": json.dumps(row["filtered_resps"], default=str), "target": str(row["target"])}
         for prompt, row in zip(prompts, ordered, strict=True)
     ]
-    return list(dict.fromkeys(prompts)), shown[:NUM_SAMPLES_SHOWN]
+    return prompts, shown
 
 
 def _harness_model(

@@ -21,7 +21,8 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages import harness_task
 from xray_runtime.stages.artifacts import Model
-from xray_runtime.stages.harness_task import numbers_of, read_task
+from xray_runtime.stages.harness_files import read_tasks
+from xray_runtime.stages.harness_task import numbers_of
 from xray_runtime.stages.inputs import LMEvalInputs
 from xray_runtime.stages.kind import Stage
 
@@ -81,14 +82,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def attempt(root: Path, task: str, **fields: Any) -> tuple[dict[str, Any], Even]:
+def attempt(root: Path, needed: set[str], **fields: Any) -> tuple[dict[str, Any], Even]:
     pytest.importorskip("lm_eval")
-    (root / "task" / "task.yaml").write_text(task)
     model = Even(root)
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        assert set(specs) == ({"generator"} if task is REPLY else {"policy"})
+        assert set(specs) == needed
         yield dict.fromkeys(specs, model)
 
     out = root / f"out-{len(list(root.iterdir()))}"
@@ -99,26 +99,99 @@ def attempt(root: Path, task: str, **fields: Any) -> tuple[dict[str, Any], Even]
     assert harness_task.run(stage, out, recorder) == 0  # type: ignore[arg-type]
     found: dict[str, Any] = json.loads((out / "benchmark.json").read_text())
     asked = json.loads((out / "prompts.json").read_text())
-    assert len(asked) == found["samples"]
+    assert len(asked) == len(set(asked)) <= found["samples"]
     assert all(text.startswith("is ") for text in asked)
     assert recorder.points[-1]["lm_eval/samples"] == found["samples"]
     return found, model
 
 
 def test_a_task_of_choices(root: Path) -> None:
-    found, model = attempt(root, CHOICE)
+    (root / "task" / "task.yaml").write_text(CHOICE)
+    found, model = attempt(root, {"policy"})
     # 6 of 10 are even; the standard error of a mean of 0s and 1s is √(p (1 − p) / (n − 1)).
     assert (found["task"], found["samples"], found["acc"]) == ("parity", 10, 0.6)
     error = 1.959964 * math.sqrt(0.6 * 0.4 / 9)
     assert found["acc_ci95"] == pytest.approx([0.6 - error, 0.6 + error], abs=1e-9)
     assert sorted(model.asked)[:2] == [("is 1", " even"), ("is 1", " odd")]
-    few, model = attempt(root, CHOICE, limit=2, num_fewshot=0)
+    few, model = attempt(root, {"policy"}, limit=2, num_fewshot=0)
     assert (few["samples"], few["acc"], len(model.asked)) == (2, 0.5, 4)
 
 
 def test_a_task_of_replies(root: Path) -> None:
-    found, _ = attempt(root, REPLY)
+    (root / "task" / "task.yaml").write_text(REPLY)
+    found, _ = attempt(root, {"generator"})
     assert found["exact_match"] == 1.0
+
+
+GROUP = {
+    "all.yaml": """
+group: all
+task: [numbers, echo]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+""",
+    "numbers.yaml": """
+group: numbers
+task: of_numbers
+aggregate_metric_list: [{metric: acc, weight_by_size: false}]
+""",
+    "choice.yaml": CHOICE + "tag: of_numbers\n",
+    "odd.yaml": """
+include: choice.yaml
+task: odd
+dataset_kwargs: {data_files: {test: odd.jsonl}}
+""",
+    "echo.yaml": """
+include: echo_template
+task: echo
+""",
+    "echo_template": REPLY.replace("task: echo\n", "tag: of_replies\n"),
+}
+
+
+@pytest.fixture
+def group(root: Path) -> Path:
+    for name, text in GROUP.items():
+        (root / "task" / name).write_text(text)
+    rows = [{"question": f"is {number}", "answer": 1} for number in (21, 23)]
+    (root / "task" / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
+    found, model = attempt(group, {"policy", "generator"})
+    # parity: 6 of 10, odd: 0 of 2. By documents 6 of 12, by tasks (0.6 + 0) / 2.
+    assert (found["task"], found["samples"], found["acc"]) == ("all", 22, 0.5)
+    parts = found["parts"]
+    assert {name: part.get("acc") for name, part in parts.items()} == {
+        "parity": 0.6,
+        "odd": 0.0,
+        "numbers": 0.3,
+        "echo": None,
+    }
+    assert parts["echo"]["exact_match"] == 1.0
+    assert ("is 21", " odd") in model.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("second.yaml", CHOICE.replace("parity", "second"), "must hold one task, or one group with all others; it has"),
+        ("second.yaml", CHOICE, "second.yaml has the name of another one: 'parity'"),
+        ("all.yaml", "group: all\ntask: [numbers, echo, mmlu]\n", "the group 'all' names 'mmlu', which is no task"),
+        ("all.yaml", "group: all\ntask: [numbers, echo]\n", "the group 'all' must have an aggregate_metric_list"),
+        ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n", "`task` in all.yaml must name tasks"),
+        ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n", "`dataset_path` in all.yaml is not allowed"),
+        ("numbers.yaml", "group: numbers\ntask: [of_numbers, all]\n", "is a part of itself"),
+        ("echo_template", "include: echo.yaml\n", "echo_template includes itself"),
+        ("echo_template", "process_docs: !function utils.clean\n", "echo_template cannot be read"),
+        ("echo_template", REPLY.replace("questions.jsonl", "../x"), "data file '../x' is not in"),
+    ],
+)
+def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str, reason: str) -> None:
+    (group / "task" / name).write_text(text)
+    with pytest.raises(ValueError, match=r"^x\.task: ") as caught:
+        read_tasks(group / "task", "x.task")
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +207,9 @@ def test_a_task_of_replies(root: Path) -> None:
         ),
         (CHOICE.replace("questions.jsonl", "../model/tokenizer.json"), "data file '../model/tokenizer.json' is not in"),
         (CHOICE.replace("questions.jsonl", "https://host/x.jsonl"), "data file 'https://host/x.jsonl' is not in"),
-        (CHOICE + "include: other.yaml\n", "`include` in task.yaml is not allowed"),
+        (CHOICE + "include: ../other.yaml\n", "included file '../other.yaml' is not in"),
+        (CHOICE + "include: task.yaml\n", "task.yaml includes itself"),
+        (CHOICE + "class: tests.Task\n", "`class` in task.yaml is not allowed"),
         (CHOICE.replace("task: parity", ""), "task.yaml must say what its `task` is called"),
         (
             CHOICE.replace("{data_files", "{trust_remote_code: true, data_files"),
@@ -145,11 +220,11 @@ def test_a_task_of_replies(root: Path) -> None:
 def test_what_does_not_lie_whole_on_disk_is_refused(task: str, reason: str, root: Path) -> None:
     (root / "task" / "task.yaml").write_text(task)
     with pytest.raises(ValueError, match=r"^x\.task: ") as caught:
-        read_task(root / "task", "x.task")
+        read_tasks(root / "task", "x.task")
     assert reason in str(caught.value)
-    (root / "task" / "second.yaml").write_text(CHOICE)
-    with pytest.raises(ValueError, match=r"must be a directory with one \.yaml; it has 2"):
-        read_task(root / "task", "x.task")
+    (root / "task" / "task.yaml").unlink()
+    with pytest.raises(ValueError, match=r"must be a directory with the \.yaml of a task; it has none"):
+        read_tasks(root / "task", "x.task")
 
 
 def test_numbers_are_named_after_their_filter() -> None:

@@ -1,0 +1,188 @@
+"""Tasks of the lm-evaluation-harness on disk: what a directory holds, read without running any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FORMATS = ("json", "csv", "parquet", "arrow", "text")
+"""Of `dataset_path`: what reads files; anything else would be a name of the hub."""
+CODE = ("custom_dataset", "unsafe_code", "class")
+GROUP_FIELDS = {"group", "group_alias", "task", "aggregate_metric_list", "metadata"}
+
+
+@dataclass(frozen=True)
+class HarnessTasks:
+    """One task, or a group and all that is in it; data files have their whole paths."""
+
+    name: str
+    """Of the task, or of the group that has all others."""
+    tasks: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def samples_replies(self) -> bool:
+        """Whether a task asks for replies."""
+        return "generate_until" in self._outputs
+
+    @property
+    def scores(self) -> bool:
+        """Whether a task asks for likelihoods."""
+        return bool(self._outputs - {"generate_until"})
+
+    @property
+    def _outputs(self) -> set[str]:
+        return {task.get("output_type", "generate_until") for task in self.tasks.values()}
+
+    def write(self, directory: Path, cache: Path) -> None:
+        """A file for each, for the harness; it keeps what it makes of the data in `cache`."""
+        found = [task | {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": str(cache)}} for task in self._tasks]
+        for number, content in enumerate([*found, *self.groups.values()]):
+            (directory / f"{number}.yaml").write_text(yaml.safe_dump(dict(content)), encoding="utf-8")
+
+    @property
+    def _tasks(self) -> list[dict[str, Any]]:
+        return [dict(task) for task in self.tasks.values()]
+
+
+def read_tasks(directory: Path, field: str) -> HarnessTasks:
+    """What the .yaml files in `directory` say, with what they include.
+
+    Args:
+        field: of the config, for errors.
+
+    Raises:
+        ValueError: it is no single task or group, calls code, or its data are not files in the directory.
+    """
+    try:
+        return _read(directory)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
+def _read(directory: Path) -> HarnessTasks:
+    tasks: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    included: set[Path] = set()
+    contents = {path: _content(path, directory, included, ()) for path in sorted(directory.glob("*.yaml"))}
+    if not contents:
+        raise ValueError(f"{str(directory)!r} must be a directory with the .yaml of a task; it has none")
+    for path, content in contents.items():
+        if "group" in content:
+            _check_group(content, path.name)
+            name, named = content["group"], groups
+        elif isinstance(content.get("task"), str):
+            name, named = content["task"], tasks
+            content["dataset_kwargs"] = {"data_files": _data_files(content, directory, path.name)}
+        elif path.resolve() in included:
+            continue
+        else:
+            raise ValueError(f"{path.name} must say what its `task` is called")
+        if name in tasks or name in groups:
+            raise ValueError(f"{path.name} has the name of another one: {name!r}")
+        named[name] = content
+    for name, group in groups.items():
+        # A list also where there is one: the harness leaves out what stands alone.
+        group["task"] = list(_members(name, group, tasks, groups))
+    return HarnessTasks(_whole(tasks, groups), tasks, groups)
+
+
+def _content(path: Path, directory: Path, included: set[Path], within: Sequence[Path]) -> dict[str, Any]:
+    """What a file says, over what it includes."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        # Also where it has the tag `!function`.
+        raise ValueError(f"{path.name} cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must say what its `task` is called")
+    found: dict[str, Any] = {}
+    for name in _listed(content.pop("include", None)):
+        other = Path(_inside(name, directory, "included"))
+        if other in (*within, path.resolve()):
+            raise ValueError(f"{path.name} includes itself, by {name!r}")
+        included.add(other)
+        found |= _content(other, directory, included, (*within, path.resolve()))
+    return found | content
+
+
+def _data_files(task: Mapping[str, Any], directory: Path, name: str) -> Any:
+    for code in CODE:
+        if code in task:
+            raise ValueError(f"`{code}` in {name} is not allowed: a task here has no code")
+    if task.get("dataset_path") not in FORMATS:
+        raise ValueError(
+            f"dataset_path {task.get('dataset_path')!r} in {name} is not allowed: must be one of {', '.join(FORMATS)}, "
+            "with data_files in the task's directory; nothing is fetched"
+        )
+    given = task.get("dataset_kwargs") or {}
+    if not isinstance(given, dict) or set(given) != {"data_files"}:
+        raise ValueError(f"dataset_kwargs in {name} must have data_files and nothing else")
+    return _each_inside(given["data_files"], directory)
+
+
+def _each_inside(files: Any, directory: Path) -> Any:
+    if isinstance(files, dict):
+        return {split: _each_inside(of, directory) for split, of in files.items()}
+    if isinstance(files, list):
+        return [_each_inside(of, directory) for of in files]
+    return _inside(files, directory, "data")
+
+
+def _inside(file: Any, directory: Path, what: str) -> str:
+    path = (directory / str(file)).resolve()
+    if not path.is_relative_to(directory.resolve()) or not path.is_file():
+        raise ValueError(f"{what} file {str(file)!r} is not in the task's directory")
+    return str(path)
+
+
+def _check_group(group: Mapping[str, Any], name: str) -> None:
+    for other in sorted(set(group) - GROUP_FIELDS):
+        raise ValueError(f"`{other}` in {name} is not allowed: a group here names its tasks, and changes none")
+    for member in _listed(group.get("task")):
+        if not isinstance(member, str):
+            raise ValueError(f"`task` in {name} must name tasks, groups or tags of the directory, not {member!r}")
+
+
+def _whole(tasks: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """The one of which all others are parts."""
+    parts = {name: group["task"] for name, group in groups.items()}
+    try:
+        TopologicalSorter(parts).prepare()
+    except CycleError as error:
+        raise ValueError(f"the group {error.args[1][0]!r} is a part of itself") from None
+    tops = sorted({*tasks, *groups}.difference(*parts.values()))
+    if len(tops) != 1:
+        raise ValueError(f"must hold one task, or one group with all others; it has {', '.join(tops)}")
+    [top] = tops
+    if top in groups and not groups[top].get("aggregate_metric_list"):
+        raise ValueError(f"the group {top!r} must have an aggregate_metric_list: what its tasks come to")
+    return top
+
+
+def _members(
+    name: str, group: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]
+) -> Iterator[str]:
+    tagged: dict[str, list[str]] = {}
+    for task, content in tasks.items():
+        for tag in _listed(content.get("tag")):
+            tagged.setdefault(tag, []).append(task)
+    for member in _listed(group.get("task")):
+        if member in tasks or member in groups:
+            yield member
+        elif member in tagged:
+            yield from tagged[member]
+        else:
+            raise ValueError(f"the group {name!r} names {member!r}, which is no task, group or tag of the directory")
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of what may stand alone, or not at all."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
