@@ -63,6 +63,7 @@ def promote(
     gates: PromotionConfig | None = None,
     tracking_uri: str | None = None,
     public_key: str | None = None,
+    verdicts: str | None = None,
 ) -> dict[str, Any]:
     """Make a candidate champion of the registered model `name`, if it passes and a person agrees.
 
@@ -71,6 +72,8 @@ def promote(
         candidate: as in `xray lineage`; by default what has the alias `candidate`.
         gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its evaluation
             has on record.
+        verdicts: what people said of replies of candidate and champion, as `xray preferences` published it: in the
+            comparison they judge too.
 
     Raises:
         NotPromoted: the audit, a gate or a person stopped it.
@@ -82,15 +85,19 @@ def promote(
         comparison = None
         champion = promotion.champion_of(place, name)
         others = champion if champion is not None and champion.checkpoint != node.sha256 else None
-        if others is not None and gates_for(place, node, gates, public).config.max_regression is not None:
-            comparison = _compared(place, node, others.checkpoint)
+        said = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
+        compares = others is not None and gates_for(place, node, gates, public).config.max_regression is not None
+        if said is not None and not compares:
+            raise ConfigError("verdicts: are not allowed where there is no other champion to compare with, or no gate")
+        if others is not None and compares:
+            comparison = _compared(place, node, others.checkpoint, said)
             if comparison is None:
                 # Nothing is computed for a candidate that cannot pass.
                 alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
                 promotion.review(place, node, name=name, gates=alone, public=public)
-                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri)
+                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri, said)
                 place = open_lineage_store(root, place.tracking_uri)
-                comparison = _compared(place, node, others.checkpoint)
+                comparison = _compared(place, node, others.checkpoint, said)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
         answer = _ask(text)
@@ -128,15 +135,23 @@ def rollback(
 
 
 @flow(name="compare", flow_run_name="compare {name}", task_runner=task_runner(), persist_result=False)
-def compare(output: str, name: str, candidate: str, champion: str, tracking_uri: str | None = None) -> str:
+def compare(
+    output: str,
+    name: str,
+    candidate: str,
+    champion: str,
+    tracking_uri: str | None = None,
+    verdicts: str | None = None,
+) -> str:
     """Let candidate and champion (their sha256s) answer the same held-out prompts; returns the comparison's sha256.
 
     It is a checkpoint like any other: signed, recorded in MLflow, never computed twice.
     """
     root = Path(output).absolute()
     store = open_lineage_store(root, tracking_uri)
-    spec = promotion.comparison_spec(store.graph, store.graph.nodes[candidate], champion)
-    place = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}"
+    spec = promotion.comparison_spec(store.graph, store.graph.nodes[candidate], champion, verdicts)
+    judged = f"-{verdicts[:12]}" if verdicts is not None else ""
+    place = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}{judged}"
     place.mkdir(parents=True, exist_ok=True)
     with Workspace(
         root,
@@ -151,8 +166,9 @@ def compare(output: str, name: str, candidate: str, champion: str, tracking_uri:
         config = dict(spec.config)
         sources = {of: [_source(term, roles) for term in config.pop(of)] for of in ("rewards", "judges")}
         seen = [handle for role, handle in roles.items() if role.partition(".")[0] == promotion.SEEN]
+        people = {role: handle for role, handle in roles.items() if role == promotion.VERDICTS}
         compared = COMPARE(
-            roles["policy"], roles["champion"], roles["prompts"], seen=seen, name=STAGE, **sources, **config
+            roles["policy"], roles["champion"], roles["prompts"], seen=seen, name=STAGE, **people, **sources, **config
         )
     return str(compared.result().sha256)
 
@@ -198,10 +214,10 @@ def _ask(text: str) -> Approval:
     return answer
 
 
-def _compared(store: LineageStore, candidate: Node, champion: str) -> Node | None:
+def _compared(store: LineageStore, candidate: Node, champion: str, verdicts: str | None) -> Node | None:
     """The comparison of these two under the present code, where it is in the store and in MLflow."""
     assert store.tracking_uri is not None
-    spec = promotion.comparison_spec(store.graph, candidate, champion)
+    spec = promotion.comparison_spec(store.graph, candidate, champion, verdicts)
     config = COMPARE.validated(spec.config)
     runtime = RuntimeConfig.model_validate(spec.runtime)
     memory = DigestMemory(store.output / DIGESTS)

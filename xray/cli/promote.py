@@ -38,6 +38,12 @@ def promote(
         list[str] | None,
         typer.Option("--set", metavar="promotion.GATE=VALUE", help="Another bound; `null` is none; repeatable."),
     ] = None,
+    verdicts: Annotated[
+        str | None,
+        typer.Option(
+            "--verdicts", metavar="REF", help="People's, of candidate and champion: `xray preferences` made it."
+        ),
+    ] = None,
     rollback: Annotated[bool, typer.Option("--rollback", help="Back to the previous champion.")] = False,
     tracking_uri: Tracking = None,
 ) -> None:
@@ -46,17 +52,26 @@ def promote(
     Exit codes: 0 promoted, 1 the audit, a gate or you stopped it, 2 bad input.
     """
     candidate = None if rollback else ref or f"{name}@candidate"
-    checked(lambda: _check(output, candidate, note, gates or [], tracking_uri))
+    checked(lambda: _check(output, candidate, note, gates or [], verdicts, tracking_uri))
     mark = start_reaper()
     try:
         with prefect_server(output.absolute()), private_ray():
-            checked(lambda: _run(str(output), name, ref, by or getpass.getuser(), note, gates, rollback, tracking_uri))
+            who = by or getpass.getuser()
+            checked(lambda: _run(str(output), name, ref, who, note, gates, verdicts, rollback, tracking_uri))
     finally:
         kill_tagged(mark)
 
 
-def _check(output: Path, candidate: str | None, note: str | None, gates: list[str], tracking_uri: str | None) -> None:
+def _check(
+    output: Path,
+    candidate: str | None,
+    note: str | None,
+    gates: list[str],
+    verdicts: str | None,
+    tracking_uri: str | None,
+) -> None:
     """Notice bad input before a server is started for it."""
+    from xray_runtime.feedback.publication import JUDGEMENTS
     from xray_runtime.lineage.reference import open_lineage_store, resolve
 
     for entry in gates:
@@ -68,6 +83,10 @@ def _check(output: Path, candidate: str | None, note: str | None, gates: list[st
     _overrides(gates)
     if candidate is not None:
         resolve(candidate, output, tracking_uri)
+    if verdicts is not None:
+        _, node = resolve(verdicts, output, tracking_uri)
+        if node.manifest.kind != JUDGEMENTS:
+            raise ConfigError(f"--verdicts: {node.name} is not allowed: must be what `xray preferences` published")
 
 
 def _overrides(gates: list[str]) -> PromotionConfig | None:
@@ -82,6 +101,7 @@ def _run(
     by: str,
     note: str | None,
     gates: list[str] | None,
+    verdicts: str | None,
     rollback: bool,
     tracking_uri: str | None,
 ) -> None:
@@ -94,7 +114,7 @@ def _run(
             note = note or typer.prompt("Why")
             done = flows.rollback(output, name, by, note, tracking_uri)
         else:
-            done = flows.promote(output, name, ref, _overrides(gates or []), tracking_uri)
+            done = flows.promote(output, name, ref, _overrides(gates or []), tracking_uri, verdicts=verdicts)
     except NotPromoted as error:
         print("not promoted:")
         for reason in error.reasons:

@@ -30,7 +30,8 @@ from xray_runtime.stages.kinds import COMPARE
 
 CHAMPION, PREVIOUS = "champion", "previous"
 SEEN = "seen"
-OWN = ("policy", "champion", SEEN)
+VERDICTS = "verdicts"
+OWN = ("policy", "champion", SEEN, VERDICTS)
 """Roles of a comparison that do not come from the candidate's evaluation."""
 
 
@@ -67,8 +68,11 @@ def champion_of(store: LineageStore, name: str) -> Decision | None:
     return current(store.output).get((name, CHAMPION))
 
 
-def comparison_spec(graph: Graph, candidate: Node, champion: str) -> ComparisonSpec:
+def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
     """The stage `compare`: the candidate's evaluation against the champion.
+
+    Args:
+        verdicts: sha256 of what people said of replies of these two, who then judge too.
 
     Raises:
         NotPromoted: there is no evaluation of the candidate, none that can be repeated, or no champion in the store.
@@ -90,6 +94,7 @@ def comparison_spec(graph: Graph, candidate: Node, champion: str) -> ComparisonS
         reason = f"its evaluation, of kind {manifest.kind}, cannot be repeated with the champion ({'; '.join(missing)})"
         raise NotPromoted([f"{reason}: set promotion.max_regression=null, or evaluate it with `evaluate`"])
     roles = {"policy": candidate.sha256, "champion": champion}
+    roles |= {VERDICTS: verdicts} if verdicts is not None else {}
     roles |= {
         role: sha
         for role, sha in manifest.parents.items()

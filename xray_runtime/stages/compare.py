@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
@@ -18,6 +19,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies
+from xray_runtime.stages.people import judged_by_people
 from xray_runtime.stages.policy_replies import PolicyReplies, ask_policy
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
@@ -39,7 +41,14 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     config, inputs = stage.config, stage.inputs
     paths = {"champion": inputs.champion.path, "candidate": inputs.policy.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
-    prompts, columns = asked_prompts(stage, tokenizers)
+    seen = seen_by_champion(inputs)
+    prompts, columns = asked_prompts(stage, tokenizers, seen)
+    people = {}
+    if inputs.verdicts is not None:
+        sides = ("candidate", "champion")
+        people[PEOPLE] = judged_by_people(
+            inputs.verdicts.path, paths["candidate"], paths["champion"], inputs.prompts.path, sides=sides, but=seen
+        )
     asked = [prompt_text(messages) for messages in prompts]
     limit = max_prompt_tokens(inputs.prompts.path)
     replies: dict[str, PolicyReplies] = {}
@@ -54,7 +63,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         recorder.progress(number, 3, "steps", f"asked the {side}")
     panel = _judged(stage, prompts, asked, replies, columns)
     comparison: dict[str, Any] = {"samples": len(asked)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, people)
     for side in SIDES:
         comparison[f"length_{side}"] = float(np.mean([len(ids) for ids in replies[side].own]))
         comparison |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
@@ -65,17 +74,21 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     return 0
 
 
+def seen_by_champion(inputs: CompareInputs) -> TextSet:
+    """The prompts that the champion was trained on, and the candidate was not."""
+    return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
+
+
 def asked_prompts(
-    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any]
+    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], seen: TextSet
 ) -> tuple[list[Messages], dict[str, list[Any]]]:
-    """Held-out prompts in random order that fit both and that no dataset behind the champion has for training; and what
-    columns the dataset carries for them."""
+    """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
+    the dataset carries for them."""
     dataset = stage.inputs.prompts.path
     limit = max_prompt_tokens(dataset)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
-    seen = TextSet(text for dataset in stage.inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
     fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
     if len(fit) < MIN_PROMPTS:
         raise ValueError(

@@ -120,3 +120,5 @@ class CompareInputs:
     judges: list[RewardModel] = field(default_factory=list)
     seen: list[Artifact] = field(default_factory=list)
     """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""
+    verdicts: Judgements | None = None
+    """What people said of replies of these two: one more judge."""

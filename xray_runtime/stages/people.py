@@ -1,4 +1,4 @@
-"""What people said of two models' replies, as one more judge of an evaluation.
+"""What people said of two models' replies, as one more judge of an evaluation or a comparison.
 
 No policy was trained on it: before there was a policy, nobody could judge its replies. Of the prompts only held-out
 ones count.
@@ -17,27 +17,32 @@ from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.store.checkpoints import read_manifest
 
 
-def judged_by_people(verdicts: Path, better: Path, worse: Path, prompts: Path) -> dict[str, Any]:
-    """One of the `judges` of an evaluation, with the numbers of the others: a reply's score is 1 where it was
-    preferred, 0 where the other was, and one half where neither was.
+def judged_by_people(
+    verdicts: Path, better: Path, worse: Path, prompts: Path, *, sides: tuple[str, str], but: TextSet | None = None
+) -> dict[str, Any]:
+    """One of the `judges` of an evaluation or a comparison, with the numbers of the others: a reply's score is 1 where
+    it was preferred, 0 where the other was, and one half where neither was.
 
     Args:
         verdicts: checkpoint of `xray preferences`.
         better: the checkpoint whose wins are counted, over `worse`.
         prompts: the dataset whose held-out prompts count.
+        sides: what `better` and `worse` are called there.
+        but: prompts that do not count.
 
     Raises:
         ValueError: no verdict is on replies of these two to such a prompt.
     """
-    sides = (read_manifest(better)[1], read_manifest(worse)[1])
+    judged = (read_manifest(better)[1], read_manifest(worse)[1])
     heldout = TextSet(pairs_of(prompts / HELDOUT).prompt_texts())
     shares: dict[str, list[float]] = {}
     with (verdicts / VERDICTS).open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             models, share = (row["model_a"], row["model_b"]), SHARES.get(row["verdict"])
             prompt = prompt_text(row["prompt"])
-            if share is not None and sorted(models) == sorted(sides) and prompt in heldout:
-                shares.setdefault(prompt, []).append(share if models == sides else 1.0 - share)
+            counts = prompt in heldout and (but is None or prompt not in but)
+            if share is not None and sorted(models) == sorted(judged) and counts:
+                shares.setdefault(prompt, []).append(share if models == judged else 1.0 - share)
     if not shares:
         raise ValueError(
             f"verdicts: {verdicts.name} has none on replies of {better.name} and {worse.name} to a held-out prompt of "
@@ -51,6 +56,5 @@ def judged_by_people(verdicts: Path, better: Path, worse: Path, prompts: Path) -
         "win_rate_ci95": [low, high],
         "delta": 2 * rate - 1,
         "delta_ci95": [2 * low - 1, 2 * high - 1],
-        "score_before": 1 - rate,
-        "score_after": rate,
+        **{f"score_{side}": score for side, score in zip(sides, (rate, 1 - rate), strict=True)},
     }

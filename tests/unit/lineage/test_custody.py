@@ -327,6 +327,8 @@ def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
     }
     assert EvaluationConfig.model_validate(spec.config).rewards[0].model == "rewards.0"
     assert (spec.seed, spec.runtime) == (0, {"device": "cpu", "threads": 2})
+    judged = comparison_spec(place.graph, node, lifecycle.done["ppo-5"].sha256, "5" * 64)
+    assert judged.parents == spec.parents | {"verdicts": "5" * 64}
 
 
 def test_an_evaluation_that_cannot_be_repeated_with_the_champion_says_why(tmp_path: Path) -> None:

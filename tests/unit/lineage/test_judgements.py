@@ -15,6 +15,7 @@ from xray_runtime.config.preferences import JudgedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import publish
@@ -232,17 +233,23 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     judge(output, "train")
     verdicts = published(output)
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
-    found = judged_by_people(verdicts, nodes["ppo-2"], nodes["sft"], nodes["prepare"])
+    found = judged_by_people(verdicts, nodes["ppo-2"], nodes["sft"], nodes["prepare"], sides=("after", "before"))
     # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
     assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
     assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
     # Wilson's interval of 2 in 5.
     assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
     assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])
-    other = judged_by_people(verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"])
-    assert other["win_rate"] == pytest.approx(0.6)
+    sides = ("candidate", "champion")
+    other = judged_by_people(verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"], sides=sides)
+    assert (other["win_rate"], other["score_candidate"]) == (pytest.approx(0.6), pytest.approx(0.6))
+    # Without question 50, which the first won: one of four, and half of two.
+    fewer = judged_by_people(
+        verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"], sides=sides, but=TextSet(["question 50"])
+    )
+    assert (fewer["samples"], fewer["win_rate"]) == (4, pytest.approx(0.5))
     with pytest.raises(ValueError, match=r"verdicts: judgements-\w+ has none on replies of ppo-1-\w+ and sft-\w+ to a"):
-        judged_by_people(verdicts, nodes["ppo-1"], nodes["sft"], nodes["prepare"])
+        judged_by_people(verdicts, nodes["ppo-1"], nodes["sft"], nodes["prepare"], sides=sides)
 
 
 def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> None:
@@ -250,4 +257,4 @@ def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> N
     judge(output, "train")
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
     with pytest.raises(ValueError, match=r"to a held-out prompt of prepare-\w+: judge them with `xray compare`"):
-        judged_by_people(published(output), nodes["ppo-2"], nodes["sft"], nodes["prepare"])
+        judged_by_people(published(output), nodes["ppo-2"], nodes["sft"], nodes["prepare"], sides=("after", "before"))
