@@ -1,6 +1,6 @@
 # Everything a fresh machine needs: Python 3.11, make and a C++ compiler.
 #   make demo     a whole RLHF lifecycle (installs first)
-#   make test     every part, and one whole lifecycle under twelve blows
+#   make test     every part, and one whole lifecycle under six blows
 # EXTRA=cuda installs the CUDA builds instead of the CPU ones.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -60,7 +60,7 @@ unit: install  ## pure tests
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long"
 
-lifecycle: install  ## the real command, whole and under twelve blows
+lifecycle: install  ## the real command, whole and under six blows
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run

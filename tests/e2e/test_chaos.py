@@ -1,5 +1,5 @@
-"""Twelve disturbances of one lifecycle, two a stage: nothing is lost, nothing differs, nothing is left running. And
-four in mid-episode, with an environment that never says the same again."""
+"""Disturbances of one lifecycle, one or two a stage: nothing is lost, nothing differs, nothing is left running. And four
+in mid-episode, with an environment that never says the same again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from tests.chaos.episodes import Journals, clock, lost_answers
 from tests.chaos.harness import STAGES, TARGETS, Case, differences, draw, outcome, run
 from tests.e2e.conftest import Outcome
 
-SEED = 2322
-"""The first from which twelve draws have every target."""
-MUST_HIT = 8
-"""Of the twelve, at the very least: some processes heed SIGTERM without ending."""
+SIX, TWELVE = 47, 2322
+"""Seeds from which six draws have six targets, four of them killed; and the first from which twelve have every one."""
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +22,21 @@ def calm(first: Outcome, output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1500)
-def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path) -> None:
-    cases = [draw(SEED + i, stage) for i, stage in enumerate(STAGES * 2)]
-    assert {case.target for case in cases} == TARGETS.keys()
+@pytest.mark.parametrize(
+    ("seed", "num_blows", "num_targets"),
+    [(SIX, 6, 6), pytest.param(TWELVE, 12, len(TARGETS), marks=pytest.mark.long)],
+    ids=["six", "twelve"],
+)
+def test_nothing_is_lost(calm: dict[str, Any], tmp_path: Path, seed: int, num_blows: int, num_targets: int) -> None:
+    cases = [draw(seed + i, (STAGES * 2)[i]) for i in range(num_blows)]
+    assert len({case.target for case in cases}) == num_targets
     met = run(tmp_path / "storm", cases)
     log = (tmp_path / "storm.log").read_text()
     (tmp_path / "blows.txt").write_text("\n".join(map(str, met)))
     said = "\n".join([*map(str, met), log])
     assert differences(calm, outcome(tmp_path / "storm")) == [], said
-    assert sum(blow.hit for blow in met) >= MUST_HIT, said
+    # Some processes heed SIGTERM without ending.
+    assert sum(blow.hit for blow in met) >= num_blows * 2 // 3, said
 
 
 @pytest.mark.long

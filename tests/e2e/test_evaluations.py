@@ -12,6 +12,7 @@ from tests.e2e.conftest import xray
 TRAINED = {"sft", "reward", "judge", "ppo"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_policies_side_by_side_and_a_judge_of_its_own(tmp_path: Path) -> None:
     output = tmp_path / "run"

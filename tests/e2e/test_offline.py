@@ -25,12 +25,13 @@ GRPO = [
 """Groups of four, judged by a pattern; those that tie are replaced."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("example", "kinds"),
     [
         ("online_dpo", ("preferences", "dpo")),
-        pytest.param("rejection_sampling", ("best_of_n", "sft"), marks=pytest.mark.long),
+        ("rejection_sampling", ("best_of_n", "sft")),
     ],
 )
 def test_each_round_learns_from_what_the_one_before_samples(
