@@ -1,5 +1,5 @@
-"""Disturbances of one lifecycle, one or two a stage: nothing is lost, nothing differs, nothing is left running. And four
-in mid-episode, with an environment that never says the same again."""
+"""Disturbances of one lifecycle, one or two a stage: nothing is lost, nothing differs, nothing is left running. And
+four in mid-episode, with an environment that never says the same again."""
 
 from __future__ import annotations
 

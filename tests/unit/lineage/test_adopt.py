@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle, pair_file
-from tests.unit.lineage.test_custody import _bundle, broken
+from tests.unit.lineage.test_import import bundled
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
 from xray_runtime.lineage.adopt import checkpoint_from
@@ -31,7 +32,7 @@ def directory(output: Path, stage: str) -> Path:
 @pytest.fixture
 def forms(untouched: Path, tmp_path: Path) -> dict[str, str]:
     """How another directory's policy may be named."""
-    bundle = _bundle(untouched, tmp_path / "policy.tar")
+    bundle = bundled(untouched, tmp_path / "policy.tar")
     path = directory(untouched, "ppo-2")
     sha = resolve("ppo-2", untouched, None)[1].sha256
     return {
@@ -89,7 +90,7 @@ def test_what_is_not_sound_there_stays_there(fresh: Callable[[], Path], tmp_path
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(ConfigError, match=r"#ppo-2' is not sound: the audit there found file-changed \(base"):
         checkpoint_from(f"{source}#ppo-2", output, uri(output))
-    bundle = _bundle(source, tmp_path / "policy.tar")
+    bundle = bundled(source, tmp_path / "policy.tar")
     with pytest.raises(ConfigError, match="is not sound"):
         checkpoint_from(str(bundle), output, uri(output))
     assert list((output / "checkpoints").iterdir()) == []
@@ -97,7 +98,7 @@ def test_what_is_not_sound_there_stays_there(fresh: Callable[[], Path], tmp_path
 
 @pytest.mark.parametrize("ref", ["{other}#nothing", "{bundle}#nothing", "/nowhere#sft", "{other}", "no.tar#sft", "#"])
 def test_what_names_nothing_is_one_line(ref: str, untouched: Path, tmp_path: Path) -> None:
-    ref = ref.replace("{other}", str(untouched)).replace("{bundle}", str(_bundle(untouched, tmp_path / "b.tar")))
+    ref = ref.replace("{other}", str(untouched)).replace("{bundle}", str(bundled(untouched, tmp_path / "b.tar")))
     with pytest.raises(ConfigError) as error:
         checkpoint_from(ref, tmp_path / "run", None)
     assert len(str(error.value).splitlines()) == 1

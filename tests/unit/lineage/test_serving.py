@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
-from tests.unit.lineage.test_custody import promoted, second_candidate
 from xray.cli.main import app
 from xray.deployments.service import free_port
 from xray_runtime.config.validation import ConfigError

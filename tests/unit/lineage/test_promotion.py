@@ -1,12 +1,10 @@
-"""Promotion, retention and bundles."""
+"""Promotion: a candidate becomes champion when its audit is sound, every gate holds and a person agrees."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from typing import Any
 import mlflow
 import pytest
 
+from tests.unit.lineage.promoting import aliases, broken, promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME, Lifecycle, evaluation_files, examples, judged, judged_by
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
 from xray_runtime.lineage.gates import check_gates, gates_for
 from xray_runtime.lineage.promotion import (
     NotPromoted,
@@ -31,36 +28,7 @@ from xray_runtime.lineage.promotion import (
     roll_back,
 )
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.lineage.retention import plan_prune, prune
 from xray_runtime.lineage.signing import signing_key
-
-
-def aliases(output: Path) -> dict[str, str]:
-    uri = f"sqlite:///{output / 'mlflow.db'}"
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    return {alias: str(version) for alias, version in client.get_registered_model(NAME).aliases.items()}
-
-
-def broken(output: Path) -> list[str]:
-    return [f"{f.code} {f.subject} {f.detail}" for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
-
-
-def promoted(output: Path, stage: str, comparison: str | None = None, **gates: float | None) -> None:
-    place, node = resolve(stage, output, None)
-    other = resolve(comparison, output, None)[1] if comparison else None
-    seen = review(place, node, name=NAME, gates=PromotionConfig(**gates), comparison=other)
-    promote(place, seen, by="a person", note="looks good")
-
-
-def second_candidate(output: Path, win_rate: float = 0.5) -> str:
-    """Another policy, evaluated, compared with the first one and registered; returns its stage."""
-    lifecycle = Lifecycle(output).whole()
-    roles = {"policy": "ppo-2", "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
-    lifecycle.add("ppo-3", "ppo", {"config.json": b"{}", "model.safetensors": b"third"}, roles)
-    lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-3", stage="evaluate-3", win_rate=0.62)
-    lifecycle.compare("ppo-3", "ppo-2", [f"question {i}" for i in range(51, 57)], win_rate)
-    lifecycle.register("ppo-3")
-    return "ppo-3"
 
 
 def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]) -> None:
@@ -357,140 +325,6 @@ def test_an_unsound_candidate_is_not_promoted(fresh: Callable[[], Path]) -> None
     weights.write_bytes(b"other")
     with pytest.raises(NotPromoted, match=r"file-changed \(base"):
         promoted(output, "ppo-2", min_win_rate=None)
-
-
-def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
-    output = fresh()
-    lifecycle = Lifecycle(output).whole()
-    lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "prompts": "prepare"})
-    lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "prompts": "prepare"})
-    # Tokens of a dataset are no checkpoint, and go with it.
-    tokens = [Path(f"{lifecycle.done[stage].path}.tokens-") for stage in ("prepare", "trial")]
-    for directory in tokens:
-        directory.mkdir()
-    place = open_lineage_store(output, None)
-    plan = plan_prune(place, [])
-    assert [node.manifest.stage for node in plan.remove] == ["trial-2", "trial"]
-    assert plan.bytes == len(b"trial") + len(b"trial 2")
-    assert plan_prune(place, [resolve("trial-2", output, None)[1]]).remove == []
-    prune(place, plan)
-    assert [directory.exists() for directory in tokens] == [True, False]
-    assert len(list((output / "checkpoints").iterdir())) == 8 + 1
-    assert broken(output) == []
-    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
-    said = [(d["action"], d["checkpoint"], d["note"]) for d in chain[1:]]
-    assert said == [("prune", node.sha256, node.name) for node in plan.remove]
-
-
-def test_a_comparison_stays_with_both_that_it_compares(tmp_path: Path) -> None:
-    life = Lifecycle(tmp_path, tracking=False).whole()
-    life.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-1", "prompts": "prepare"})
-    life.compare("ppo-3", "ppo-2", [f"question {i}" for i in range(51, 57)])
-
-    def removed(*stages: str) -> list[str]:
-        plan = plan_prune(open_lineage_store(tmp_path, None), [resolve(s, tmp_path, None)[1] for s in stages])
-        assert len(plan.keep) + len(plan.remove) == len(life.done)
-        return sorted(node.manifest.stage for node in plan.remove)
-
-    assert removed("ppo-2", "ppo-3") == []
-    assert removed("ppo-3") == ["compare", "evaluate", "ppo-2"]
-    assert removed("ppo-2") == ["compare", "ppo-3"]
-
-
-def test_a_broken_chain_is_pruned_and_kept_as_far_as_it_is_there(tmp_path: Path) -> None:
-    life = Lifecycle(tmp_path, tracking=False).whole()
-    shutil.rmtree(life.done["base"].path)
-    plan = plan_prune(open_lineage_store(tmp_path, None), [resolve("sft", tmp_path, None)[1]])
-    assert [node.manifest.stage for node in plan.keep] == ["prepare", "sft"]
-    assert len(plan.remove) == 5
-
-
-def _bundle(output: Path, path: Path) -> Path:
-    place, node = resolve("ppo-2", output, None)
-    assert export(place, node, path) == 8
-    return path
-
-
-def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
-    fresh: Callable[[], Path], tmp_path: Path
-) -> None:
-    bundle = _bundle(fresh(), tmp_path / "policy.tar")
-    result = audit_bundle(bundle)
-    assert result.is_sound
-    assert result.checkpoints == 8
-    other = tmp_path / "other"
-    Lifecycle(other).add("own", "ppo", {"model.safetensors": b"own"}, {})
-    uri = f"sqlite:///{other / 'mlflow.db'}"
-    for _ in range(2):
-        assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
-    assert broken(other) == []
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
-    assert len(open_lineage_store(other, None).graph.nodes) == 9
-
-
-def test_a_tampered_bundle_is_named_and_not_imported(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    output = fresh()
-    weights = next(iter(output.glob("checkpoints/sft-*/model.safetensors")))
-    weights.write_bytes(weights.read_bytes()[::-1])
-    bundle = _bundle(output, tmp_path / "policy.tar")
-    assert {f.code for f in audit_bundle(bundle).findings if f.is_broken} == {"file-changed"}
-    other = tmp_path / "other"
-    uri = f"sqlite:///{other / 'mlflow.db'}"
-    assert not import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
-    assert not (other / "checkpoints").exists()
-
-
-def test_a_bundle_of_another_signer_is_refused_by_key(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    bundle = _bundle(fresh(), tmp_path / "policy.tar")
-    own = Lifecycle(tmp_path / "own", tracking=False)
-    found = audit_bundle(bundle, own.output / "keys" / "signing.pub")
-    assert {f.code for f in found.findings if f.is_broken} == {"signature-foreign", "run-unsigned"}
-
-
-SPECIAL = {
-    "link": tarfile.SYMTYPE,
-    "hard link": tarfile.LNKTYPE,
-    "device": tarfile.CHRTYPE,
-    "pipe": tarfile.FIFOTYPE,
-    "holes": tarfile.REGTYPE,
-}
-
-
-def test_a_bundle_larger_than_the_disk_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bundle.tar"
-    with path.open("wb") as file:
-        file.truncate(shutil.disk_usage(tmp_path).total * 2)
-    with pytest.raises(ConfigError, match="bytes are free for it"):
-        audit_bundle(path)
-
-
-@pytest.mark.parametrize("kind", ["parent", "absolute", "text", "empty", *SPECIAL])
-def test_hostile_bundles_are_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "bundle.tar"
-    member = tarfile.TarInfo({"parent": "../escaped", "absolute": str(tmp_path / "escaped")}.get(kind, "x"))
-    if kind in SPECIAL:
-        member.type, member.linkname = SPECIAL[kind], "/etc/hostname"
-    if kind == "holes":
-        # A petabyte in a kilobyte.
-        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**50)}
-    if kind == "text":
-        path.write_text("no archive")
-    else:
-        with tarfile.open(path, "w") as archive:
-            if kind != "empty":
-                archive.addfile(member)
-    with pytest.raises(ConfigError, match="no plain file and no directory" if kind in SPECIAL else "bundle: "):
-        audit_bundle(path)
-    assert not (tmp_path / "escaped").exists()
-    assert not os.path.exists("/escaped")
-
-
-def test_a_broken_chain_is_not_exported(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    output = fresh()
-    shutil.rmtree(next(iter(output.glob("checkpoints/base-*"))))
-    place, node = resolve("ppo-2", output, None)
-    with pytest.raises(ConfigError, match="the chain is broken"):
-        export(place, node, tmp_path / "policy.tar")
 
 
 def test_places_without_mlflow_are_told_so(fresh: Callable[[], Path]) -> None:
