@@ -168,6 +168,33 @@ def test_people_judge_the_evaluation(place: Path) -> None:
     assert audited.code == 0, audited.out
 
 
+def test_people_judge_the_comparison_with_the_champion(place: Path) -> None:
+    name, gates = "xray-tiny-policy", ["--set", "promotion.min_win_rate=null", "--set", "promotion.max_judge_drop=null"]
+    decided = ["promote", "--output", str(place), "--name", name, "--by", "Ada", "--note", "why", *gates]
+    assert xray(*decided, "--set", "promotion.max_regression=null").code == 0
+    second = xray("run", "configs/tiny.yaml", "--output", str(place), "--set", "ppo.stages.1.lr=1e-4")
+    assert second.code == 0, second.err
+    models = [f"{name}@candidate", f"{name}@champion"]
+    compared = subprocess.run(
+        [XRAY, "compare", *models, "--count", "12", "--judge", "ada", "--json", "--output", str(place)],
+        cwd=ROOT, env=environment(), input="1\n2\n" * 12, capture_output=True, text=True, timeout=LONG,
+    )  # fmt: skip
+    assert compared.returncode == 0, compared.stderr
+    said = json.loads(compared.stdout)
+    published = json.loads(xray("preferences", "--output", str(place), "--json").out)
+    done = xray(*decided, "--set", "promotion.max_regression=0.5", "--verdicts", published["uri"])
+    assert done.code == 0, done.err
+    assert "(people)" in done.out
+    [path] = place.glob("checkpoints/compare-*/comparison.json")
+    people = json.loads(path.read_text())["judges"]["people"]
+    assert (people["samples"], people["win_rate"]) == (said["prompts"], pytest.approx(said["win_rate"]))
+    audited = xray("audit", "--all", "--output", str(place))
+    assert audited.code == 0, audited.out
+    wrong = xray(*decided, "--verdicts", "sft")
+    assert wrong.code == 2
+    assert "--verdicts: sft-" in wrong.err
+
+
 def test_a_changed_verdict_is_found(dataset: Path, place: Path) -> None:
     path = dataset / "judgements.jsonl"
     content = path.read_text()
