@@ -192,7 +192,7 @@ def test_people_judge_the_comparison_with_the_champion(place: Path) -> None:
     assert audited.code == 0, audited.out
     wrong = xray(*decided, "--verdicts", "sft")
     assert wrong.code == 2
-    assert "--verdicts: sft-" in wrong.err
+    assert "--verdicts: sft " in wrong.err
 
 
 def test_a_changed_verdict_is_found(dataset: Path, place: Path) -> None:
