@@ -25,6 +25,7 @@ from xray_runtime.processes import kill, tagged
 
 LOOPBACK = "127.0.0.1"
 SERVER_PORTS = range(20_000, 32_000)
+"""A server may need seconds to come up; systems give none of these to connections on their way out meanwhile."""
 START_SECONDS = 240.0
 """A service that does not work after this has failed to start."""
 STOP_SECONDS = 8.0
@@ -173,16 +174,14 @@ def answers(url: str) -> bool:
     return False
 
 
-_ports = itertools.count(random.SystemRandom().randrange(len(SERVER_PORTS)))
+_begin = random.SystemRandom().randrange(len(SERVER_PORTS))
+_ports = itertools.cycle([*SERVER_PORTS[_begin:], *SERVER_PORTS[:_begin]])
 
 
 def free_port() -> int:
-    """A port on loopback that nothing listens on, another one at each call.
-
-    A server may need seconds to come up. So it is one that systems do not give to connections on their way out.
-    """
-    while True:
-        port = SERVER_PORTS[next(_ports) % len(SERVER_PORTS)]
+    """A port on loopback that nothing listens on, another one at each call. Raises OSError where there is none."""
+    for port in itertools.islice(_ports, len(SERVER_PORTS)):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind((LOOPBACK, port))
             return port
+    raise OSError(f"no port from {SERVER_PORTS.start} to {SERVER_PORTS.stop - 1} is free on {LOOPBACK}")

@@ -86,10 +86,13 @@ def promote(
         champion = promotion.champion_of(place, name)
         others = champion if champion is not None and champion.checkpoint != node.sha256 else None
         said = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
-        compares = others is not None and gates_for(place, node, gates, public).config.max_regression is not None
-        if said is not None and not compares:
-            raise ConfigError("verdicts: are not allowed where there is no other champion to compare with, or no gate")
-        if others is not None and compares:
+        if others is not None and gates_for(place, node, gates, public).config.max_regression is None:
+            others = None
+        if said is not None and others is None:
+            raise ConfigError(
+                "verdicts: are not allowed: nothing is compared without another champion and promotion.max_regression"
+            )
+        if others is not None:
             comparison = _compared(place, node, others.checkpoint, said)
             if comparison is None:
                 # Nothing is computed for a candidate that cannot pass.

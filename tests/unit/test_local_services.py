@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from xray.deployments import service
 from xray.deployments.local_services import LOST, Health, _environment, _server_directory
-from xray.deployments.service import Service
+from xray.deployments.service import LOOPBACK, Service, free_port
 
 # A run whose child is called as one of Ray's processes, and dies.
 RUN = """
@@ -66,3 +69,15 @@ def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (os.environ["XRAY_TEST_OLD"], os.environ["XRAY_TEST_NEW"]) == ("now", "now")
     assert os.environ["XRAY_TEST_OLD"] == "before"
     assert "XRAY_TEST_NEW" not in os.environ
+
+
+def test_a_free_port_is_another_one_each_time_and_none_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = free_port(), free_port()
+    assert first != second
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, second))
+        monkeypatch.setattr(service, "_ports", itertools.cycle([second, first]))
+        assert free_port() == first
+        monkeypatch.setattr(service, "_ports", itertools.cycle([second]))
+        with pytest.raises(OSError, match="no port from 20000 to 31999 is free"):
+            free_port()

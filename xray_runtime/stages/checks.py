@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.benchmark import PassAtKSuite
@@ -23,6 +24,7 @@ from xray_runtime.config.preferences import (
 )
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.stages.harness_files import read_tasks
 from xray_runtime.stages.independence import check_judges
 
 
@@ -128,3 +130,7 @@ def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
 def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
+    directory = Path(config.task)
+    # A graph may be written where its files are not.
+    if directory.is_dir():
+        read_tasks(directory, "task")

@@ -39,16 +39,13 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         ValueError: too few held-out prompts are left that the champion has not seen.
     """
     config, inputs = stage.config, stage.inputs
-    paths = {"champion": inputs.champion.path, "candidate": inputs.policy.path}
+    paths = {"candidate": inputs.policy.path, "champion": inputs.champion.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
     seen = seen_by_champion(inputs)
     prompts, columns = asked_prompts(stage, tokenizers, seen)
     people = {}
     if inputs.verdicts is not None:
-        sides = ("candidate", "champion")
-        people[PEOPLE] = judged_by_people(
-            inputs.verdicts.path, paths["candidate"], paths["champion"], inputs.prompts.path, sides=sides, but=seen
-        )
+        people[PEOPLE] = judged_by_people(inputs.verdicts.path, paths, inputs.prompts.path, seen)
     asked = [prompt_text(messages) for messages in prompts]
     limit = max_prompt_tokens(inputs.prompts.path)
     replies: dict[str, PolicyReplies] = {}

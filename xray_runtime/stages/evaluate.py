@@ -49,7 +49,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     asked = [prompt_text(messages) for messages, _ in prompts]
     people = {}
     if inputs.verdicts is not None:
-        people[PEOPLE] = judged_by_people(inputs.verdicts.path, policy, before, dataset, sides=("after", "before"))
+        people[PEOPLE] = judged_by_people(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
     scoring = Scoring(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **scoring.specs(),

@@ -22,8 +22,8 @@ class HarnessTasks:
 
     name: str
     """Of the task, or of the group that has all others."""
-    tasks: Mapping[str, Mapping[str, Any]]
-    groups: Mapping[str, Mapping[str, Any]]
+    tasks: Mapping[str, dict[str, Any]]
+    groups: Mapping[str, dict[str, Any]]
 
     @property
     def samples_replies(self) -> bool:
@@ -41,13 +41,10 @@ class HarnessTasks:
 
     def write(self, directory: Path, cache: Path) -> None:
         """A file for each, for the harness; it keeps what it makes of the data in `cache`."""
-        found = [task | {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": str(cache)}} for task in self._tasks]
-        for number, content in enumerate([*found, *self.groups.values()]):
-            (directory / f"{number}.yaml").write_text(yaml.safe_dump(dict(content)), encoding="utf-8")
-
-    @property
-    def _tasks(self) -> list[dict[str, Any]]:
-        return [dict(task) for task in self.tasks.values()]
+        kept = {"cache_dir": str(cache)}
+        tasks = [task | {"dataset_kwargs": task["dataset_kwargs"] | kept} for task in self.tasks.values()]
+        for number, content in enumerate([*tasks, *self.groups.values()]):
+            (directory / f"{number}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 def read_tasks(directory: Path, field: str) -> HarnessTasks:
@@ -89,6 +86,9 @@ def _read(directory: Path) -> HarnessTasks:
     for name, group in groups.items():
         # A list also where there is one: the harness leaves out what stands alone.
         group["task"] = list(_members(name, group, tasks, groups))
+    for task in tasks.values():
+        # Groups name its members now; the harness drops a group that has a tag's name.
+        task.pop("tag", None)
     return HarnessTasks(_whole(tasks, groups), tasks, groups)
 
 
@@ -142,6 +142,8 @@ def _inside(file: Any, directory: Path, what: str) -> str:
 
 
 def _check_group(group: Mapping[str, Any], name: str) -> None:
+    if not isinstance(group["group"], str):
+        raise ValueError(f"{name} must say what its `group` is called, not {group['group']!r}")
     for other in sorted(set(group) - GROUP_FIELDS):
         raise ValueError(f"`{other}` in {name} is not allowed: a group here names its tasks, and changes none")
     for member in _listed(group.get("task")):
@@ -149,7 +151,7 @@ def _check_group(group: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"`task` in {name} must name tasks, groups or tags of the directory, not {member!r}")
 
 
-def _whole(tasks: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]) -> str:
+def _whole(tasks: Mapping[str, Any], groups: Mapping[str, dict[str, Any]]) -> str:
     """The one of which all others are parts."""
     parts = {name: group["task"] for name, group in groups.items()}
     try:

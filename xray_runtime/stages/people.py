@@ -7,6 +7,7 @@ ones count.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,21 @@ from xray_runtime.store.checkpoints import read_manifest
 
 
 def judged_by_people(
-    verdicts: Path, better: Path, worse: Path, prompts: Path, *, sides: tuple[str, str], but: TextSet | None = None
+    verdicts: Path, sides: Mapping[str, Path], prompts: Path, seen: TextSet | None = None
 ) -> dict[str, Any]:
     """One of the `judges` of an evaluation or a comparison, with the numbers of the others: a reply's score is 1 where
     it was preferred, 0 where the other was, and one half where neither was.
 
     Args:
         verdicts: checkpoint of `xray preferences`.
-        better: the checkpoint whose wins are counted, over `worse`.
+        sides: name → checkpoint, of the model whose wins are counted and then of the other.
         prompts: the dataset whose held-out prompts count.
-        sides: what `better` and `worse` are called there.
-        but: prompts that do not count.
+        seen: prompts that do not count, since one of the two was trained on them.
 
     Raises:
         ValueError: no verdict is on replies of these two to such a prompt.
     """
+    better, worse = sides.values()
     judged = (read_manifest(better)[1], read_manifest(worse)[1])
     heldout = TextSet(pairs_of(prompts / HELDOUT).prompt_texts())
     shares: dict[str, list[float]] = {}
@@ -40,7 +41,7 @@ def judged_by_people(
         for row in map(json.loads, lines):
             models, share = (row["model_a"], row["model_b"]), SHARES.get(row["verdict"])
             prompt = prompt_text(row["prompt"])
-            counts = prompt in heldout and (but is None or prompt not in but)
+            counts = prompt in heldout and (seen is None or prompt not in seen)
             if share is not None and sorted(models) == sorted(judged) and counts:
                 shares.setdefault(prompt, []).append(share if models == judged else 1.0 - share)
     if not shares:

@@ -233,23 +233,21 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     judge(output, "train")
     verdicts = published(output)
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
-    found = judged_by_people(verdicts, nodes["ppo-2"], nodes["sft"], nodes["prepare"], sides=("after", "before"))
+    found = judged_by_people(verdicts, {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])
     # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
     assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
     assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
     # Wilson's interval of 2 in 5.
     assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
     assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])
-    sides = ("candidate", "champion")
-    other = judged_by_people(verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"], sides=sides)
+    sides = {"candidate": nodes["sft"], "champion": nodes["ppo-2"]}
+    other = judged_by_people(verdicts, sides, nodes["prepare"])
     assert (other["win_rate"], other["score_candidate"]) == (pytest.approx(0.6), pytest.approx(0.6))
     # Without question 50, which the first won: one of four, and half of two.
-    fewer = judged_by_people(
-        verdicts, nodes["sft"], nodes["ppo-2"], nodes["prepare"], sides=sides, but=TextSet(["question 50"])
-    )
+    fewer = judged_by_people(verdicts, sides, nodes["prepare"], TextSet(["question 50"]))
     assert (fewer["samples"], fewer["win_rate"]) == (4, pytest.approx(0.5))
     with pytest.raises(ValueError, match=r"verdicts: judgements-\w+ has none on replies of ppo-1-\w+ and sft-\w+ to a"):
-        judged_by_people(verdicts, nodes["ppo-1"], nodes["sft"], nodes["prepare"], sides=sides)
+        judged_by_people(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
 
 
 def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> None:
@@ -257,4 +255,4 @@ def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> N
     judge(output, "train")
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
     with pytest.raises(ValueError, match=r"to a held-out prompt of prepare-\w+: judge them with `xray compare`"):
-        judged_by_people(published(output), nodes["ppo-2"], nodes["sft"], nodes["prepare"], sides=("after", "before"))
+        judged_by_people(published(output), {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])

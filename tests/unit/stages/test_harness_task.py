@@ -25,6 +25,7 @@ from xray_runtime.stages.harness_files import read_tasks
 from xray_runtime.stages.harness_task import numbers_of
 from xray_runtime.stages.inputs import LMEvalInputs
 from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.kinds import LM_EVAL
 
 CHOICE = """
 task: parity
@@ -157,6 +158,21 @@ def group(root: Path) -> Path:
     return root
 
 
+def test_a_task_that_cannot_be_asked_is_refused_as_the_graph_is_written(group: Path) -> None:
+    LM_EVAL.check(LMEvalConfig(task=str(group / "task")), {})
+    LM_EVAL.check(LMEvalConfig(task="not/here"), {})
+    (group / "task" / "all.yaml").unlink()
+    with pytest.raises(ValueError, match=r"^task: must hold one task, or one group with all others; it has echo, num"):
+        LM_EVAL.check(LMEvalConfig(task=str(group / "task")), {})
+
+
+def test_a_tag_may_have_a_groups_name(group: Path) -> None:
+    tagged = GROUP["choice.yaml"].replace("of_numbers", "[of_numbers, all]")
+    (group / "task" / "choice.yaml").write_text(tagged)
+    found, _ = attempt(group, {"policy", "generator"})
+    assert (found["task"], found["acc"]) == ("all", 0.5)
+
+
 def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
     found, model = attempt(group, {"policy", "generator"})
     # parity: 6 of 10, odd: 0 of 2. By documents 6 of 12, by tasks (0.6 + 0) / 2.
@@ -182,6 +198,7 @@ def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
         ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n", "`task` in all.yaml must name tasks"),
         ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n", "`dataset_path` in all.yaml is not allowed"),
         ("numbers.yaml", "group: numbers\ntask: [of_numbers, all]\n", "is a part of itself"),
+        ("numbers.yaml", "group: [numbers]\ntask: of_numbers\n", "numbers.yaml must say what its `group` is called"),
         ("echo_template", "include: echo.yaml\n", "echo_template includes itself"),
         ("echo_template", "process_docs: !function utils.clean\n", "echo_template cannot be read"),
         ("echo_template", REPLY.replace("questions.jsonl", "../x"), "data file '../x' is not in"),
