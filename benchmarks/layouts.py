@@ -80,14 +80,23 @@ def make_model(directory: Path, base: FreshBase = BASE) -> Path:
     return directory
 
 
-def global_batches(model: Path, count: int = NUM_BATCHES, num_rows: int = NUM_ROWS) -> list[Rows]:
-    """Ragged PPO batches with random advantages; `old_logprobs` near the model's own, so that some ratios clip."""
+def global_batches(
+    model: Path,
+    count: int = NUM_BATCHES,
+    num_rows: int = NUM_ROWS,
+    prompt_tokens: tuple[int, int] = (3, 12),
+    reply_tokens: tuple[int, int] = (3, 14),
+) -> list[Rows]:
+    """Ragged PPO batches with random advantages; `old_logprobs` near the model's own, so that some ratios clip.
+
+    Lengths are drawn from the first up to, and not with, the second.
+    """
     rng = np.random.default_rng(0)
     module = HeadedLM(load_model(model), scalar_head=True).eval()
     batches = []
     for _ in range(count):
-        prompts = [rng.integers(5, 280, size=rng.integers(3, 12)) for _ in range(num_rows)]
-        replies = [rng.integers(5, 280, size=rng.integers(3, 14)) for _ in range(num_rows)]
+        prompts = [rng.integers(5, 280, size=rng.integers(*prompt_tokens)) for _ in range(num_rows)]
+        replies = [rng.integers(5, 280, size=rng.integers(*reply_tokens)) for _ in range(num_rows)]
         rows = text_rows(prompts, replies)
         with torch.no_grad():
             scores = PPOObjective(CONFIG).score(module, as_tensors(rows))
