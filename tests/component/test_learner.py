@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
-from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.stages.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
@@ -40,6 +40,11 @@ def text(num_rows: int = 9, seed: int = 0) -> Rows:
     prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
     replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
     return text_rows(prompts, replies)
+
+
+def response_lengths(rows: Rows) -> list[int]:
+    lengths: list[int] = (rows["input_ids"].lengths - rows["prompt_lengths"]).tolist()
+    return lengths
 
 
 def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[list[float], list[float], dict[str, Any]]:
@@ -175,6 +180,31 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
         after = ray.get(models["cached"].score.remote(rows))
     np.testing.assert_allclose(after["ref_logprobs"].values, before["ref_logprobs"].values, atol=1e-6)
     assert np.abs(after["logprobs"].values - before["logprobs"].values).max() > 1e-3
+
+
+def test_a_critic_of_its_own_takes_the_policys_trunk(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    """On two ranks that share a sharded trunk: one knows its states of a minibatch's rows, the other does not."""
+    config = PPOStageConfig(lr=1e-2, engine=EngineConfig(num_workhorses=2, zero_stage=3))
+    critic = ModelSpec(tiny_model, CriticObjective(config), training=config, new_head=True, trainable_layers=1)
+    specs = {"policy": replace(critic, objective=PPOObjective(config), new_head=False), "critic": critic}
+    rows = text(num_rows=4) | {"id": np.arange(4)}
+    longer = rows | {"input_ids": Ragged.of([*ids, 5] for ids in rows["input_ids"])}
+    ones = Ragged(np.ones(num_response_tokens(rows), np.float32), np.cumsum([0, *response_lengths(rows)]))
+    columns = dict.fromkeys(("values", "returns"), ones)
+    with open_models(RUNTIME, tmp_path, specs | {"alone": critic}) as models:
+        states = ray.get(models["policy"].trunk.remote(longer))["trunk"]
+        given = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
+        found = []
+        for role, scored in (("critic", given), ("alone", rows)):
+            ray.get(models[role].score.remote(scored))
+            # Row r was scored on rank r % 2: the second rank meets a row of the first one's.
+            batch = take(rows | columns, [0, 2])
+            stats = ray.get(models[role].train.remote(batch, {"tokens": 10.0}, 1e-2))
+            found.append((stats, ray.get(models[role].score.remote(scored))["values"].values))
+    (stats, values), (stats_alone, values_alone) = found
+    assert stats == pytest.approx(stats_alone, rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(values, values_alone, rtol=1e-4, atol=1e-6)
+    assert np.ptp(values) > 1e-3
 
 
 def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path, tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policies that learn from preferences, and data out of sampled replies, on real Ray and engines."""
+"""Models that learn from data that lie there, and data out of sampled replies, on real Ray and engines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.kto import KTOConfig, KTOValidation
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
-from xray_runtime.stages import best_of_n, dpo, kto
+from xray_runtime.stages import best_of_n, dpo, kto, reward_model, sft, trunk_states
 from xray_runtime.stages.artifacts import Dataset, Model, Preferences
-from xray_runtime.stages.inputs import BestOfNInputs, DPOInputs, KTOInputs
+from xray_runtime.stages.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
 from xray_runtime.stages.kind import Stage
+from xray_runtime.stages.trunk_states import TrunkStates
 from xray_runtime.store.snapshots import Snapshot
 
 PAIRS, BATCH, STEPS = 24, 8, 6
@@ -101,6 +104,44 @@ def test_dpo_above_a_frozen_trunk(root: Path) -> None:
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert moved
     assert all("layers.1." in name or name == "model.norm.weight" for name in moved)
+
+
+def trunk_files(root: Path, beside: str) -> list[Path]:
+    return list((root / f"{beside}.tokens-").glob("trunk-*.states"))
+
+
+def test_what_a_frozen_trunk_gives_is_computed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = RewardModelInputs(Model(root / "model"), Preferences(root / "pairs"))
+    config = RewardConfig(batch_size=BATCH, epochs=2, lr=5e-3, trainable_layers=1)
+    kept = attempt(root, "kept", reward_model, config, inputs)
+    [file] = trunk_files(root, "pairs")
+    with monkeypatch.context() as patch:
+        # Nothing is computed for a run with another learning rate.
+        patch.setattr(TrunkStates, "_write", None)
+        other = attempt(root, "other", reward_model, config.model_copy(update={"lr": 1e-3}), inputs)
+    assert other.points[-1] != kept.points[-1]
+    file.unlink()
+    resumed = attempt(root, "resumed", reward_model, config, inputs, kept.snapshots[3])
+    assert resumed.points == kept.points[4:]
+    assert (root / "resumed" / "model.safetensors").read_bytes() == (root / "kept" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(trunk_states, "MAX_BYTES", 0)
+    anew = attempt(root, "anew", reward_model, config, inputs)
+    for point, expected in zip(anew.points, kept.points, strict=True):
+        assert point == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_a_trunk_in_bfloat16_on_two_workhorses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 shards the trunk too: its passes are collectives."""
+    engine = EngineConfig(num_workhorses=2, zero_stage=3, precision="bfloat16", micro_batch_tokens=64)
+    config = SFTConfig(batch_size=BATCH, steps=STEPS, lr=5e-3, trainable_layers=1, engine=engine)
+    inputs = SFTInputs(Model(root / "model"), Dataset(root / "data"))
+    kept = attempt(root, "kept", sft, config, inputs).points[1:]
+    [file] = trunk_files(root, "data")
+    assert file.stat().st_size % (2 * 64) == 0
+    monkeypatch.setattr(trunk_states, "MAX_BYTES", 0)
+    for point, expected in zip(attempt(root, "anew", sft, config, inputs).points[1:], kept, strict=True):
+        assert point["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-2)
+    assert kept[-1]["sft/loss"] < kept[0]["sft/loss"]
 
 
 def test_kto_learns_and_its_split_does_not_show(root: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -60,6 +60,12 @@ class Cursor:
             taken += places.tolist()
             self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
         return taken
+
+    def ahead(self, n: int) -> np.ndarray:
+        """The different rows among the next `n`, in ascending order."""
+        if n >= 2 * self.num_rows:
+            return np.arange(self.num_rows)
+        return np.unique(replace(self).take(n))
 
     def state(self) -> dict[str, int]:
         """The whole state, for JSON: `from_state` of it continues as if nothing had happened."""

@@ -94,7 +94,7 @@ class ConversationTokens:
         """Conversations with something to learn."""
         return len(self._rows)
 
-    def take(self, rows: Sequence[int]) -> Rows:
+    def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """These conversations, each up to the last reply that is learned: `input_ids` ragged, `prompt_lengths` [B]
         (what stands before the first such reply) and, ragged over the tokens from there on, `response_mask` (bool)."""
         ids, prompt_lengths, masks = [], [], []

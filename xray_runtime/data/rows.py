@@ -30,7 +30,7 @@ class Ragged:
     """
 
     values: np.ndarray
-    """[N], all rows in order."""
+    """[N] or [N, …], all rows in order."""
     offsets: np.ndarray
     """[B + 1] int64: row i is values[offsets[i] : offsets[i + 1]]."""
 
@@ -55,9 +55,15 @@ class Ragged:
     def __getitem__(self, index: slice | np.ndarray) -> Ragged:
         """The rows at `index`, in that order."""
         chosen = np.arange(len(self))[index]
-        lengths = self.lengths[chosen]
+        return self._gather(self.offsets[:-1][chosen], self.lengths[chosen])
+
+    def heads(self, lengths: np.ndarray) -> Ragged:
+        """The first `lengths` [B] values of each row."""
+        return self._gather(self.offsets[:-1], lengths)
+
+    def _gather(self, starts: np.ndarray, lengths: np.ndarray) -> Ragged:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        places = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths)
+        places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(self.values[places], offsets)
 
     def mask(self) -> np.ndarray:

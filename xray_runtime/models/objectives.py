@@ -9,7 +9,7 @@ nothing else changes.
 
 Rows (B of them) carry `input_ids` [N], each row's prompt and response after those of the row before, `lengths` [B] and,
 of these, `prompt_lengths` [B]. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the
-frozen lower layers' output where it is already known.
+frozen lower layers' output where it is already known; of pairs, `rejected_trunk` that of the rejected side.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def sequences(rows: Tensors) -> tuple[Tensor, Tensor]:
 
 def last_hidden(module: HeadedLM, rows: Tensors) -> Tensor:
     """Last hidden states [N', H] of `sequences`."""
-    return module.hidden(*sequences(rows), rows.get("trunk"))
+    trunk = rows.get("trunk")
+    if "rejected_trunk" in rows:
+        trunk = torch.cat([rows["trunk"], rows["rejected_trunk"]])
+    return module.hidden(*sequences(rows), trunk)
 
 
 def response_positions(rows: Tensors) -> Tensor:

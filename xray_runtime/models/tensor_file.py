@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
@@ -47,16 +48,36 @@ def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
 
 def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
     """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm."""
+    if one == other:
+        return True
     config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
     if config != other_config:
         return False
-    top = [f"model.layers.{n}." for n in range(config["num_hidden_layers"] - top_layers, config["num_hidden_layers"])]
-    above = (*top, "model.norm.")
+    above = _above_trunk(config, top_layers)
     with safe_open(one / WEIGHTS_FILE, framework="pt") as a, safe_open(other / WEIGHTS_FILE, framework="pt") as b:
         names = {*a.keys()}
         return names == {*b.keys()} and all(
             torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in sorted(names) if not name.startswith(above)
         )
+
+
+def trunk_digest(directory: Path, top_layers: int) -> str:
+    """Digest of a checkpoint's config and of all weights but those of `top_layers` upper layers and the final norm."""
+    text = (directory / "config.json").read_text()
+    above = _above_trunk(json.loads(text), top_layers)
+    digest = xxhash.xxh3_128(text.encode())
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+        for name in sorted(file.keys()):
+            if not name.startswith(above):
+                digest.update(name.encode())
+                digest.update(file.get_tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
+    """What the names of weights above a frozen trunk begin with."""
+    layers = config["num_hidden_layers"]
+    return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")
 
 
 def check_finite(directory: Path) -> None:

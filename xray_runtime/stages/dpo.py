@@ -25,6 +25,7 @@ from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
+from xray_runtime.stages.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -54,15 +55,18 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
+    used = trained[cursor.ahead(steps * config.batch_size)]
+    states = TrunkStates(stage, stage.inputs.policy.path, dataset, train, used, recorder)
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
-        skipped = SkippedSteps()
-        models = {"policy": policy}
+        states.compute(policy)
+        skipped, models = SkippedSteps(), {"policy": policy}
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         for step in range(state.restore(), steps):
             index = trained[cursor.take(config.batch_size)]
             lr = lr_at(config, step, steps)
-            stats = get(policy.train.remote(_batch(train, index, known), {"pairs": config.batch_size}, lr))
+            rows = _batch(train, index, known) | states.columns(index)
+            stats = get(policy.train.remote(rows, {"pairs": config.batch_size}, lr))
             skipped.took(stage, "policy", step, stats)
             metrics = {
                 "dpo/loss": stats["loss"] / config.batch_size,

@@ -36,6 +36,7 @@ from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.stages.resumable import Resumable
+from xray_runtime.stages.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -69,8 +70,14 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
     objective = KTOObjective(config)
+    used = trained[cursor.ahead(steps * config.batch_size)]
+    states, of_mismatched = (
+        TrunkStates(stage, inputs.policy.path, beside.path, parts[name], used, recorder) for name in (TRAIN, MISMATCHED)
+    )
     with open_policy(stage, objective, reference) as (policy, known):
         assert known is not None
+        states.compute(policy)
+        of_mismatched.compute(policy)
         skipped, models = SkippedSteps(), {"policy": policy}
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
@@ -79,8 +86,9 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         for step in range(done, steps):
             index = trained[cursor.take(config.batch_size)]
             lr = lr_at(config, step, steps)
-            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index))
+            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, of_mismatched))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
+            rows |= states.columns(index)
             stats = get(policy.train.remote(rows, {"rows": config.batch_size, "baseline": baseline}, lr))
             skipped.took(stage, "policy", step, stats)
             metrics = {
@@ -149,10 +157,16 @@ def _data(
 
 
 def _ratios(
-    policy: ModelHandle, parts: dict[str, Replies], known: dict[str, np.ndarray], part: str, numbers: np.ndarray
+    policy: ModelHandle,
+    parts: dict[str, Replies],
+    known: dict[str, np.ndarray],
+    part: str,
+    numbers: np.ndarray,
+    states: TrunkStates | None = None,
 ) -> torch.Tensor:
     """Log-ratios of some replies of a part, as the policy is now [len(numbers)]."""
-    logprobs = get(policy.score.remote(parts[part].take(numbers)))["logprobs"]
+    rows = parts[part].take(numbers) | (states.columns(numbers) if states is not None else {})
+    logprobs = get(policy.score.remote(rows))["logprobs"]
     return torch.from_numpy(logprobs - known[part][numbers])
 
 

@@ -18,7 +18,7 @@ what is left to wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
+from xray_runtime.models.tensor_file import same_trunk
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
@@ -78,16 +79,17 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
     )
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir)
+    specs = _models(stage, rewards)
 
     with (
-        stage.open_models(_models(stage, rewards) | validation.specs()) as models,
+        stage.open_models(specs | validation.specs()) as models,
         open_episodes(
             stage, models["generator"], sampling, tokenizer, max_prompt_tokens(dataset), recorder.log_dir
         ) as episodes,
     ):
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
-        scorer = Scorer(models, config, rewards, tokenizer, stops, prompts)
+        scorer = Scorer(models, config, rewards, tokenizer, stops, prompts, _one_trunk(config, specs))
         keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
         state = Resumable(recorder, trained, keep_files, cursor=cursor, kl=kl, moments=moments, **remembered)
@@ -190,6 +192,14 @@ def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[
             adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
         )
     return models
+
+
+def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:
+    """Whether policy and critic are two models that stand on the same frozen trunk, and compute it alike."""
+    layers, engine = config.trainable_layers, config.critic_engine or config.engine
+    if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
+        return False
+    return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
 
 
 def _most_ranks(config: PPOConfig) -> int:

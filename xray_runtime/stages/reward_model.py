@@ -23,6 +23,7 @@ from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import lr_at, tokenizing
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.resumable import Resumable
+from xray_runtime.stages.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -51,14 +52,17 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         trainable_layers=config.trainable_layers,
         adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
     )
+    states = TrunkStates(stage, start, dataset, train, cursor.ahead(steps * config.batch_size), recorder)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
     with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
+        states.compute(reward)
         skipped = SkippedSteps()
         state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
         for step in range(state.restore(), steps):
-            batch = _both_sides(train, cursor.take(config.batch_size))
+            index = cursor.take(config.batch_size)
+            batch = _both_sides(train, index) | states.columns(index)
             lr = lr_at(config, step, steps)
             stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
             skipped.took(stage, "reward", step, stats)

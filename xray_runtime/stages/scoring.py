@@ -16,7 +16,7 @@ from xray_runtime.data.rows import Ragged, Rows, join, take
 from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.stages.common import UniquePrompts, text_rows, with_end_of_turn
-from xray_runtime.workers.protocols import ModelHandle, get_all
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -120,6 +120,7 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
+        one_trunk: policy and critic stand on the same frozen trunk, which the policy computes for both.
     """
 
     def __init__(
@@ -130,8 +131,9 @@ class Scorer:
         tokenizer: Any,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
+        one_trunk: bool = False,
     ) -> None:
-        self._models, self._config, self._rewards = models, config, rewards
+        self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
 
     def score(self, prompts: list[int], sampled: Rows, iteration: int, first_id: int = 0) -> ScoredRollout:
@@ -149,6 +151,10 @@ class Scorer:
         given = dict.fromkeys(roles, rows)
         if rewards.branches:
             given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+        if self._one_trunk:
+            passed = {"input_ids": given["policy"]["input_ids"], "id": rows["id"]}
+            states = get(models["policy"].trunk.remote(passed, 1 + self._config.lag))["trunk"]
+            given["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
         calls = [models[role].score.remote(given[role], at_once) for role in roles]
         answers = get_all([*calls, *rewards.requests(models, messages, replies, whole, at_once)])
         scores: Rows = {}

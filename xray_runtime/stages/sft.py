@@ -17,6 +17,7 @@ from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, to
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.resumable import Resumable
+from xray_runtime.stages.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -56,8 +57,11 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
     )
 
+    states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
+
     with stage.open_models({"policy": model}) as models:
         policy = models["policy"]
+        states.compute(policy)
         skipped = SkippedSteps()
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
@@ -66,7 +70,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             recorder.metrics(counts | {"sft/conversations": len(train)}, step=0)
         for step in range(done, config.steps):
             start = time.perf_counter()
-            batch = train.take(cursor.take(config.batch_size))
+            index = cursor.take(config.batch_size)
+            batch = train.take(index) | states.columns(index)
             tokens = num_response_tokens(batch)
             stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
             skipped.took(stage, "policy", step, stats)

@@ -132,19 +132,9 @@ class Learner(Workhorse):
         import torch
 
         if self.module.has_trunk:
-            ids = rows["input_ids"]
-            scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
-            same = torch.tensor(int(scored == self._scored), device=self.device)
-            if self.rank_info.world_size > 1:
-                # Passes of a sharded trunk are collectives: all ranks make them, or none does.
-                torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
-            if not same:
-                # Row by row it would not be the same: how rows are batched may change the last bits of their states.
-                self._forget_trunks()
-            self._scored = scored
-            rows = {"id": np.arange(len(ids))} | rows
+            rows = self._remembered(rows)
         out: dict[str, list[np.ndarray]] = {}
-        batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
+        batches = self._micro_batches(rows, self._score_tokens)
         with torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
@@ -152,6 +142,20 @@ class Learner(Workhorse):
                     for row, tensor in zip(batch.rows, of_rows, strict=False):
                         column[row] = tensor.float().cpu().numpy()
         return {name: np.array(c) if c[0].ndim == 0 else Ragged.of(c, np.float32) for name, c in out.items()}
+
+    def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
+        """What the frozen trunk gives the tokens `input_ids`: `trunk`, ragged [N, H]; bfloat16 as its bits in uint16,
+        since numpy has no such type. Remembered as by `score`."""
+        import torch
+
+        states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
+        with self._share_threads(at_once):
+            for batch in self._micro_batches(self._remembered(rows), self._score_tokens):
+                found = batch.tensors["trunk"].cpu()
+                bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
+                for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
+                    states[row] = of_row.numpy()
+        return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above.
@@ -188,6 +192,10 @@ class Learner(Workhorse):
                 pass
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
+    @property
+    def _score_tokens(self) -> int:
+        return self.spec.score_tokens // self.runtime.micro_batch_divisor
+
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
         """Rows of like length together; the same number of micro-batches on every rank."""
         import torch
@@ -210,14 +218,37 @@ class Learner(Workhorse):
             batch = take(rows, index or [0])
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
-                tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors["input_ids"], tensors["lengths"])
+                tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
             yield MicroBatch(index, tensors)
 
-    def _trunk(self, ids: list[int], input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _remembered(self, rows: Rows) -> Rows:
+        """The rows with an `id` each, by which a trunk's states are remembered from now on; those of others are not."""
         import torch
 
-        if any(i not in self._trunks for i in ids):
-            states = self.scorer.forward(type(self.module).trunk, input_ids, lengths)
+        ids = rows["input_ids"]
+        scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
+        same = torch.tensor(int(scored == self._scored), device=self.device)
+        if self.rank_info.world_size > 1:
+            # Row by row it would not be the same: how rows are batched may change the last bits of their states.
+            torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
+        if not same:
+            self._forget_trunks()
+        self._scored = scored
+        return {"id": np.arange(len(ids))} | rows
+
+    def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """States of a micro-batch: those it came with, remembered ones, or new ones."""
+        import torch
+
+        lengths, states = tensors["lengths"], tensors.get("trunk")
+        if states is None:
+            missing = torch.tensor(int(any(i not in self._trunks for i in ids)), device=self.device)
+            if self.rank_info.world_size > 1:
+                # Passes of a sharded trunk are collectives: all ranks make them, or none does.
+                torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
+            if missing:
+                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], lengths)
+        if states is not None:
             self._trunks |= dict(zip(ids, states.split(lengths.tolist()), strict=True))
         # Scored rows may be longer, by an end token.
         return torch.cat([self._trunks[i][:length] for i, length in zip(ids, lengths.tolist(), strict=True)])
@@ -335,4 +366,7 @@ def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torc
     columns["lengths"] = rows["input_ids"].lengths
     if "rejected_ids" in rows:
         columns["rejected_lengths"] = rows["rejected_ids"].lengths
-    return {name: torch.from_numpy(np.ascontiguousarray(column)).to(device) for name, column in columns.items()}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
+    # The only numbers of this type are bits, see `Learner.trunk`.
+    bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
+    return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}

@@ -113,6 +113,10 @@ class WholeModel:
         self._check_finite(answers, self._reporting())
         return merge(answers)
 
+    def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
+        """`Learner.trunk` of all rows, in order."""
+        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)))
+
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; sums over the rows, and `grad_norm`.
 

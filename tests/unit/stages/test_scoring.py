@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.stages.fake_model import FakeModel
 from tests.unit.stages.test_ppo_loop import inputs
 from tests.unit.stages.test_reward_sources import sources
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
@@ -18,7 +19,6 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.stages.scoring import Scorer
 from xray_runtime.workers.model_spec import BranchSpec
-from xray_runtime.workers.protocols import Ready
 
 __all__ = ["inputs"]
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
@@ -31,16 +31,30 @@ class Prompts(list[Any]):
         return {}
 
 
-class Policy:
+class Policy(FakeModel):
     """Scores with the reward model that is its branch, and remembers what it was given."""
 
     def __init__(self) -> None:
-        self.score, self.given = self, list[Rows]()
+        self.given = list[Rows]()
 
-    def remote(self, rows: Rows, at_once: int) -> Ready[Rows]:
+    def do_score(self, rows: Rows, at_once: int) -> Rows:
         self.given.append(rows)
         # In the last bits rows alike may differ; here by more.
-        return Ready({"rewards.0": np.array([1.0, 2.0, 1.5, 1.25], np.float32)})
+        return {"rewards.0": np.array([1.0, 2.0, 1.5, 1.25], np.float32)}
+
+    def do_trunk(self, rows: Rows, at_once: int) -> Rows:
+        """Of each token the token."""
+        ids = rows["input_ids"]
+        return {"trunk": Ragged(ids.values[:, None], ids.offsets)}
+
+
+class Critic(FakeModel):
+    def __init__(self) -> None:
+        self.given = list[Rows]()
+
+    def do_score(self, rows: Rows, at_once: int) -> Rows:
+        self.given.append(rows)
+        return {"values": np.zeros(len(rows["id"]))}
 
 
 def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: PPOInputs) -> None:
@@ -55,8 +69,9 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     rewards.branches["rewards.0"] = BranchSpec(reward)
     a, n, an, end = *tokenizer.convert_tokens_to_ids(["a", "n", "an"]), tokenizer.eos_token_id
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
-    policy: Any = Policy()
-    scorer = Scorer({"policy": policy}, PPOConfig(), rewards, tokenizer, (end,), Prompts([(ASKED, [5, 6])]))  # type: ignore[arg-type]
+    policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
+    models: dict[str, Any] = {"policy": policy, "critic": critic}
+    scorer = Scorer(models, PPOConfig(), rewards, tokenizer, (end,), prompts, one_trunk=True)  # type: ignore[arg-type]
     scored = scorer.score([0] * 4, {"response_ids": Ragged.of(replies)}, 3, first_id=8)
     [given] = policy.given
     # The end that was added to a reply is marked: what else the policy says is of what it sampled.
@@ -64,6 +79,10 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     assert given["added_ends"].tolist() == [False, False, False, True]
     assert [ids.tolist() for ids in scored.rows["input_ids"]] == [[5, 6, *reply] for reply in replies]
     assert given["id"].tolist() == scored.rows["id"].tolist() == [8, 9, 10, 11]
+    # The critic reads what was sampled, with the states that the policy's trunk gave those tokens.
+    [seen] = critic.given
+    assert [ids.tolist() for ids in seen["input_ids"]] == [[5, 6, *reply] for reply in replies]
+    assert [states[:, 0].tolist() for states in seen["trunk"]] == [[5, 6, *reply] for reply in replies]
     assert told == [("be brief\nquestion", "an", ASKED, 3)] * 4
     # Alike are rows whose whole tokens are, not those that read the same.
     assert scored.sources.values["rewards.0"].tolist() == [1.0, 2.0, 1.0, 1.0]
