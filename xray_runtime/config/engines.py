@@ -183,8 +183,9 @@ class TrainingConfig(Section):
     grad_clip: Positive = 1.0
     """Largest global gradient norm."""
     trainable_layers: Count | None = None
-    """Train only this many top layers (None: all), of models built like Llama. Policy, reference and reward
-    models trained so too then share one frozen trunk, its states computed once a rollout."""
+    """Train only this many top layers (None: all), of models built like Llama. Policy, reference, critic and reward
+    models trained so too then share one frozen trunk, its states computed once a rollout; of a dataset's rows once,
+    and kept beside them."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters alone (and the scalar head); None: all weights. What is published is merged: a whole
     model. A PPO stage's own critic follows the stage."""
