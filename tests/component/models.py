@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.whole_model import WholeModel
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 RUN_ID = "tests"
 SECONDS = 120
@@ -27,6 +29,21 @@ def open_models(
 ) -> AbstractContextManager[dict[str, Any]]:
     """What a stage of the run `run_id` with this log directory would open."""
     return model_opener(runtime, log_dir, run_id)(specs)
+
+
+class Empty(Workhorse):
+    """A process that holds no model and does not even import torch, for tests of processes alone."""
+
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None: ...
+
+
+@dataclass(frozen=True)
+class EmptySpec(ModelSpec):
+    objective: Any = None
+
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        return Empty
 
 
 @ray.remote(num_cpus=0)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from tests.component.models import RUN_ID, SECONDS, Holder, gone, open_models, pid_of, pids
+from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
@@ -162,7 +162,7 @@ def test_without_its_pool_a_model_gets_processes_of_its_own(
     with contextlib.suppress(ray.exceptions.RayError):
         ray.get(pool.ping.remote())
     assert find_worker_pool(run_id) is None
-    with open_models(a_runtime(), tmp_path, {"one": ModelSpec(tiny_model, SFTObjective())}, run_id) as models:
+    with open_models(a_runtime(), tmp_path, {"one": EmptySpec(tiny_model)}, run_id) as models:
         [process] = pids(models["one"])
     assert gone(process)
     again = open_worker_pool(run_id)
@@ -200,8 +200,8 @@ def test_idle_processes_do_not_starve_a_stage(
     pool, holder = open_worker_pool(run_id), holders()
     idle = lease(pool, holder, a_runtime(cpus_per_workhorse=1.0))
     ray.get(pool.release.remote(holder))
-    frozen = ModelSpec(tiny_model, SFTObjective())
-    with open_models(a_runtime(cpus_per_workhorse=0.9), tmp_path, {"one": frozen, "other": frozen}) as models:
+    empty = EmptySpec(tiny_model)
+    with open_models(a_runtime(cpus_per_workhorse=0.9), tmp_path, {"one": empty, "other": empty}) as models:
         assert pids(models["one"]) != pids(models["other"])
     assert gone(idle)
 
@@ -213,7 +213,7 @@ def test_several_ranks_get_their_devices_and_are_never_kept(
     holder = holders()
     idle = lease(pool, holder, a_runtime(cpus_per_workhorse=1.0))
     ray.get(pool.release.remote(holder))
-    spec = ModelSpec(tiny_model, SFTObjective(), training=SFTConfig(engine=EngineConfig(num_workhorses=2)))
+    spec = EmptySpec(tiny_model, training=SFTConfig(engine=EngineConfig(num_workhorses=2)))
     with open_models(a_runtime(cpus_per_workhorse=0.9), tmp_path, {"policy": spec}) as models:
         ranks = pids(models["policy"])
         assert len(set(ranks)) == 2
@@ -243,7 +243,7 @@ def test_the_processes_of_a_failed_stage_are_ended(cluster: None, tiny_model: Pa
     seen: list[int] = []
 
     def stage() -> None:
-        with open_models(a_runtime(), tmp_path, {"policy": ModelSpec(tiny_model, SFTObjective())}) as models:
+        with open_models(a_runtime(), tmp_path, {"policy": EmptySpec(tiny_model)}) as models:
             seen.extend(pids(models["policy"]))
             raise RuntimeError("boom")
 

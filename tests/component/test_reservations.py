@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from tests.component.models import RUN_ID, SECONDS, Holder, gone, open_models, pid_of, pids
+from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.errors import StageInterruptedError
-from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.progress import open_progress
 from xray_runtime.workers.acquisition import BusyClusterError
 from xray_runtime.workers.model_spec import ModelSpec
@@ -32,7 +31,7 @@ def runtime(cpus: float, **fields: Any) -> RuntimeConfig:
 
 
 def two_models(model: Path, layout: FrozenConfig) -> dict[str, ModelSpec]:
-    return {role: ModelSpec(model, SFTObjective(), frozen=layout) for role in ("one", "other")}
+    return {role: EmptySpec(model, frozen=layout) for role in ("one", "other")}
 
 
 @ray.remote(num_cpus=0)
@@ -152,7 +151,7 @@ def test_what_a_killed_stage_held_is_free_for_the_next(
 
 
 def test_models_that_live_together_are_opened_together(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
-    specs = {"one": ModelSpec(tiny_model, SFTObjective())}
+    specs = {"one": EmptySpec(tiny_model)}
     open_both = model_opener(runtime(0.2), tmp_path / "compare", RUN_ID)
     says = "compare: a stage must open all models that live together in one call"
     with open_both(specs), pytest.raises(RuntimeError, match=says), open_both(specs):
