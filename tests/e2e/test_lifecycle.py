@@ -102,7 +102,8 @@ def test_the_report_is_one_file(first: Outcome, output: Path) -> None:
 
 
 def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path) -> None:
-    """…on the real engines; with one token of its shard changed, replay and audit name the place."""
+    """…on the real engines. Once a token of its shard is changed the audit says so; what replay says of that is shown
+    in unit tests."""
     again = xray("replay", "ppo-2", "--output", str(output), "--iteration", "2", "--json")
     assert again.code == 0, again.err
     said = json.loads(again.out)
@@ -124,9 +125,6 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
         assert broken.code == 1
         assert "BROKEN file-changed: ppo-2" in broken.out
         assert "ledger/000001.parquet" in broken.out
-        other = xray("replay", "ppo-2", "--output", str(output), "--iteration", "1")
-        assert other.code == 1, other.err
-        assert "DIFFERENT: iteration 1, row 5, reply_ids of token 0" in other.out
     finally:
         path.write_bytes(content)
 

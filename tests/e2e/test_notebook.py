@@ -17,6 +17,7 @@ from tests.e2e.conftest import ROOT, environment
 SECONDS = 900
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
