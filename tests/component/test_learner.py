@@ -72,7 +72,7 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     "engine",
     [
         EngineConfig(micro_batch_tokens=16),
-        EngineConfig(num_workhorses=2),
+        pytest.param(EngineConfig(num_workhorses=2), marks=pytest.mark.long),
         pytest.param(EngineConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
         EngineConfig(num_workhorses=2, zero_stage=3),
     ],
@@ -112,9 +112,9 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
 @pytest.mark.parametrize(
     "layout",
     [
-        FrozenConfig(num_workhorses=2),
+        pytest.param(FrozenConfig(num_workhorses=2), marks=pytest.mark.long),
         FrozenConfig(num_workhorses=2, tensor_parallel=2),
-        FrozenConfig(num_workhorses=2, zero_stage=3),
+        pytest.param(FrozenConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long),
         FrozenConfig(num_workhorses=2, zero_stage=3, precision="bfloat16"),
         pytest.param(FrozenConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2), marks=pytest.mark.long),
     ],
@@ -182,9 +182,16 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
     assert np.abs(after["logprobs"].values - before["logprobs"].values).max() > 1e-3
 
 
-def test_a_critic_of_its_own_takes_the_policys_trunk(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
-    """On two ranks that share a sharded trunk: one knows its states of a minibatch's rows, the other does not."""
-    config = PPOStageConfig(lr=1e-2, engine=EngineConfig(num_workhorses=2, zero_stage=3))
+@pytest.mark.parametrize(
+    "engine",
+    [EngineConfig(), pytest.param(EngineConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long)],
+    ids=["alone", "ZeRO-3 on 2"],
+)
+def test_a_critic_of_its_own_takes_the_policys_trunk(
+    cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig
+) -> None:
+    """Of two ranks that share a sharded trunk one knows its states of a minibatch's rows, the other does not."""
+    config = PPOStageConfig(lr=1e-2, engine=engine)
     critic = ModelSpec(tiny_model, CriticObjective(config), training=config, new_head=True, trainable_layers=1)
     specs = {"policy": replace(critic, objective=PPOObjective(config), new_head=False), "critic": critic}
     rows = text(num_rows=4) | {"id": np.arange(4)}
@@ -197,7 +204,7 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(cluster: None, tiny_model: 
         found = []
         for role, scored in (("critic", given), ("alone", rows)):
             ray.get(models[role].score.remote(scored))
-            # Row r was scored on rank r % 2: the second rank meets a row of the first one's.
+            # Row r was scored on rank r % 2: the second of two ranks meets a row of the first one's.
             batch = take(rows | columns, [0, 2])
             stats = ray.get(models[role].train.remote(batch, {"tokens": 10.0}, 1e-2))
             found.append((stats, ray.get(models[role].score.remote(scored))["values"].values))

@@ -108,7 +108,7 @@ def held_in_a_step(ranks: list[Any]) -> list[dict[str, int]]:
 def as_predicted(most: list[int], predicted: Memory) -> None:
     """To 5%. gloo's threads may hold some tensors, of 0.8 MB at most, a little longer than they send them."""
     expected = predicted.weights + predicted.loading
-    assert 0.95 * expected <= max(most) <= 1.05 * expected + 3e6
+    assert 0.95 * expected <= max(most) <= 1.05 * expected + 4e6
 
 
 @pytest.mark.parametrize(

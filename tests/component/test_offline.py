@@ -130,6 +130,7 @@ def test_what_a_frozen_trunk_gives_is_computed_once(root: Path, monkeypatch: pyt
         assert point == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_trunk_in_bfloat16_on_two_workhorses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 shards the trunk too: its passes are collectives."""
     engine = EngineConfig(num_workhorses=2, zero_stage=3, precision="bfloat16", micro_batch_tokens=64)

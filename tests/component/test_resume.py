@@ -32,7 +32,7 @@ def steps(model: Any, numbers: range) -> list[float]:
     "engine",
     [
         EngineConfig(),
-        EngineConfig(zero_stage=1, num_workhorses=2),
+        pytest.param(EngineConfig(zero_stage=1, num_workhorses=2), marks=pytest.mark.long),
         pytest.param(EngineConfig(zero_stage=3, num_workhorses=2), marks=pytest.mark.long),
     ],
     ids=["alone", "ZeRO-1 on 2", "ZeRO-3 on 2"],

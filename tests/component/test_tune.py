@@ -119,6 +119,7 @@ def test_a_search_goes_on_and_more_trials_add_to_it(tmp_path: Path) -> None:
     assert (place / "search.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_trial_worse_than_the_median_of_those_before_it_is_pruned(tmp_path: Path) -> None:
     rule = {"prune": {"after_steps": 2, "min_trials": 2}}
     first = run_search(search(tmp_path, trials=3, **rule), Pretended)
@@ -141,6 +142,7 @@ def test_trials_side_by_side(tmp_path: Path) -> None:
     assert [record.state for record in records(found)] == ["finished"] * 2
 
 
+@pytest.mark.long
 def test_a_trial_that_failed_is_tried_again(tmp_path: Path) -> None:
     failed, other = records(run_search(search(tmp_path, trials=2), Stumbling))
     assert (failed.state, failed.error) == ("failed", "ValueError: the loss is nan")

@@ -165,7 +165,7 @@ def test_a_project_of_ones_own_runs_is_cached_and_audited(tmp_path: Path) -> Non
     # After an edit of its code what depends on it would be computed, and nothing else.
     file = project / "tasks" / "keep_shortest.py"
     file.write_text(file.read_text().replace("max(1, round(", "max(2, round("))
-    explained = [line.split() for line in run("--explain").out.splitlines()]
+    explained = [line.split() for line in run("--explain").err.splitlines()]
     assert [words[0] for words in explained if words[1:2] == ["compute"]] == ["keep_shortest", "sft-short", "evaluate"]
 
 
