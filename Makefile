@@ -58,7 +58,7 @@ unit: install  ## pure tests
 	$(BIN)/pytest tests/unit -n auto
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
-	$(BIN)/pytest tests/component -m "not long"
+	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
 
 lifecycle: install  ## the real command, whole and under six blows
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadgroup

@@ -124,7 +124,8 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: FrozenConfig
 ) -> None:
     rows = text(num_rows=7)
-    save_file({"weight": torch.randn(1, 64), "bias": torch.ones(1)}, tmp_path / "head.safetensors")
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"weight": weight, "bias": torch.ones(1)}, tmp_path / "head.safetensors")
     objectives = {
         "reference": (ReferenceObjective(1.0), None),
         "reward": (RewardObjective(), tmp_path / "head.safetensors"),

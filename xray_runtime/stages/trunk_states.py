@@ -69,6 +69,7 @@ class TrunkStates:
         self._wanted = False
         if config.trainable_layers is None:
             return
+        self._names = [name for name in COLUMNS if name in rows.take(used[:1])]
         self._hidden: int = json.loads((start / "config.json").read_text())["hidden_size"]
         digest = xxhash.xxh3_128()
         lengths: list[np.ndarray] = []
@@ -106,15 +107,13 @@ class TrunkStates:
         if self._file is None:
             return {}
         places = np.searchsorted(self._used, rows)
-        return {COLUMNS[name]: self._read(places * self._width + i) for i, name in enumerate(self._names)}
+        return {COLUMNS[name]: self._read(places * len(self._names) + i) for i, name in enumerate(self._names)}
 
     def _sequences(self, rows: np.ndarray) -> Ragged:
         """Token ids of some rows: of a pair the chosen side, then the rejected one."""
-        taken = self._rows.take(rows)
-        self._names = [name for name in COLUMNS if name in taken]
-        self._width = len(self._names)
+        taken, width = self._rows.take(rows), len(self._names)
         sides = [{"ids": taken[name]} for name in self._names]
-        ids: Ragged = join(sides, [range(i, len(rows) * self._width, self._width) for i in range(self._width)])["ids"]
+        ids: Ragged = join(sides, [range(side, len(rows) * width, width) for side in range(width)])["ids"]
         return ids
 
     def _write(self, path: Path, model: ModelHandle) -> None:
