@@ -61,7 +61,7 @@ component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
 
 lifecycle: install  ## the real command, whole and under six blows
-	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadgroup
+	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run
 	rm -rf .venv runs site

@@ -18,14 +18,6 @@ ROOT = Path(__file__).parents[2]
 XRAY = Path(sys.executable).with_name("xray")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side what shares fixtures stays in one process: with `first` all that go on from that lifecycle."""
-    for item in items:
-        shares = "first" if "first" in getattr(item, "fixturenames", ()) else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(shares))
-
-
 @dataclass
 class Outcome:
     code: int

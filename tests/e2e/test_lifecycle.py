@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
+from tests.chaos.harness import STAGES, draw, outcome
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
+from tests.e2e.test_chaos import nothing_is_lost
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.lineage.promotion import promote, review, roll_back
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.checkpoints import verify
 
+SIX = 47
+"""A seed from which six draws have six targets, four of them killed."""
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 
 
@@ -127,6 +132,13 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
         assert "ledger/000001.parquet" in broken.out
     finally:
         path.write_bytes(content)
+
+
+@pytest.mark.timeout(1500)
+def test_of_six_blows_nothing_is_lost(first: Outcome, output: Path, tmp_path: Path) -> None:
+    cases = [draw(SIX + i, stage) for i, stage in enumerate(STAGES)]
+    assert len({case.target for case in cases}) == len(cases)
+    nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, cases)
 
 
 def test_again_computes_nothing(first: Outcome, output: Path) -> None:
