@@ -223,15 +223,10 @@ class Learner(Workhorse):
 
     def _remembered(self, rows: Rows) -> Rows:
         """The rows with an `id` each, by which a trunk's states are remembered from now on; those of others are not."""
-        import torch
-
         ids = rows["input_ids"]
         scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
-        same = torch.tensor(int(scored == self._scored), device=self.device)
-        if self.rank_info.world_size > 1:
+        if scored != self._scored:
             # Row by row it would not be the same: how rows are batched may change the last bits of their states.
-            torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
-        if not same:
             self._forget_trunks()
         self._scored = scored
         return {"id": np.arange(len(ids))} | rows

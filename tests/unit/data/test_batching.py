@@ -80,3 +80,12 @@ def test_refusals() -> None:
         Cursor.from_state(Cursor(5, seed=0).state(), 6)
     with pytest.raises(ValueError, match="no position 5 of epoch 0 in 5 rows"):
         Cursor(5, seed=0, position=5)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 7, 9, 13, 14, 100])
+@pytest.mark.parametrize("position", [0, 5])
+def test_the_rows_ahead_are_those_that_will_be_taken(n: int, position: int) -> None:
+    cursor = Cursor(7, seed=3, position=position)
+    before = cursor.state()
+    assert cursor.ahead(n).tolist() == sorted(set(cursor.from_state(before, 7).take(n)))
+    assert cursor.state() == before
