@@ -170,3 +170,10 @@ def test_loads_are_balanced_by_cost_and_the_same_each_time() -> None:
     assert balance(costs, 2) == [[0, 1, 2, 4], [3, 5]]
     assert balance([5, 5, 5], 3) == [[0], [1], [2]]
     assert balance([4], 3) == [[0], [], []]
+
+
+def test_heads_are_the_first_values_of_each_row() -> None:
+    rows = Ragged(np.arange(12).reshape(6, 2), np.array([0, 3, 4, 6]))
+    heads = rows.heads(np.array([2, 0, 2]))
+    assert heads.values.tolist() == [[0, 1], [2, 3], [8, 9], [10, 11]]
+    assert heads.offsets.tolist() == [0, 2, 2, 4]
