@@ -23,7 +23,7 @@ BIN = VENV / "bin"
 STAMP = VENV / ".installed"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 UV = "uv==0.13.8"
-SMALL_GB, INDEX_GB, CUDA_GB = 6, 9, 12
+SMALL_GB, INDEX_GB, CUDA_GB = 7, 10, 15
 """Disk space of .venv: with a CPU build of torch, with the package index's build, with everything for CUDA."""
 
 
@@ -49,14 +49,23 @@ def missing(extra):
         yield f"{ROOT} is not writable"
     if extra not in ("cpu", "cuda"):
         yield f"EXTRA={extra} is not allowed; cpu or cuda is"
-    yield from small_disk(CUDA_GB if extra == "cuda" else SMALL_GB)
+    if not VENV.exists():
+        yield from small_disk(CUDA_GB if extra == "cuda" else SMALL_GB)
 
 
 def small_disk(needed_gb):
-    """A line where a first installation does not fit."""
+    """A line where an installation does not fit."""
     free_gb = shutil.disk_usage(ROOT).free / 1e9
-    if not STAMP.exists() and free_gb < needed_gb:
+    if free_gb < needed_gb:
         yield f"{free_gb:.1f} GB of disk space are free in {ROOT}; {needed_gb} GB are needed"
+
+
+def fails(problems):
+    """Whether there are any. Shows them, a line each."""
+    lines = [f"error: {problem}" for problem in problems]
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
+    return bool(lines)
 
 
 def wanted(extra, version):
@@ -73,8 +82,9 @@ def environment():
 
 def resolve(extra, python, *arguments):
     """The exact versions that an installation takes, one a line; None where there are none."""
-    command = [str(BIN / "uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", python]
-    command += ["--constraint", "constraints.txt", "--extra", extra, "--extra", "dev", *arguments, "pyproject.toml"]
+    command = [str(BIN / "uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python", str(BIN / "python"), "--python-version", python, "--constraint", "constraints.txt"]
+    command += ["--extra", extra, "--extra", "dev", *arguments, "pyproject.toml"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return done.stdout.decode() if done.returncode == 0 else None
 
@@ -106,25 +116,21 @@ def uv_install(extra, arguments):
 
 def install(extra):
     """Exit code."""
-    problems = list(missing(extra))
-    if problems:
-        print("\n".join(f"error: {line}" for line in problems), file=sys.stderr)
-        return 2
     version = "{}.{}".format(*sys.version_info)
     before = STAMP.read_text().splitlines() if STAMP.exists() else []
     if before == wanted(extra, version):
         return 0
+    if fails(missing(extra)):
+        return 2
     start = time.monotonic()
+    STAMP.unlink(missing_ok=True)
     if before[:3] != wanted(extra, version)[:3]:  # another Python or build, a moved or half-made environment
         say(f"Python {version}, {extra}, into {VENV}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
-    STAMP.unlink(missing_ok=True)
     pip = [str(BIN / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV]
     subprocess.run(pip, check=True)
     arguments, small = torch_build(extra, version)
-    problems = [] if small or before else list(small_disk(CUDA_GB if extra == "cuda" else INDEX_GB))
-    if problems:
-        print(f"error: {problems[0]}", file=sys.stderr)
+    if not small and not before and fails(small_disk(CUDA_GB if extra == "cuda" else INDEX_GB)):
         return 2
     if uv_install(extra, arguments):
         return 1
