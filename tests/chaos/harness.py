@@ -144,8 +144,6 @@ class Command:
         hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
         environment |= {MARK: self.mark, **self.lifecycle.variables}
-        # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
-        environment["RAY_worker_niceness"] = "0"
         line = [sys.executable, "-m", "xray.cli.main", "run", self.lifecycle.config, "--output", str(self.output)]
         line += [part for override in OVERRIDES + self.lifecycle.overrides for part in ("--set", override)]
         with self.log.open("ab") as log:

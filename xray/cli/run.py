@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.runner import BAD_INPUT
+from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import CONFIG
