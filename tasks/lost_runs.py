@@ -1,6 +1,6 @@
 """Runs that ended without a word, since their process was killed or lost its Ray: their records say so.
 
-`python -m xray.tasks.lost_runs OUTPUT FILE` closes those in the output directory OUTPUT, and in those that FILE
+`python -m xray.tasks.lost_runs OUTPUT [FILE]` closes those in the output directory OUTPUT, and in those that FILE
 lists, one a line.
 """
 
@@ -22,9 +22,9 @@ from xray.tasks.output_directory import LIFECYCLE, run_lock
 log = logging.getLogger(__name__)
 
 
-def command_to_close(output: Path, listed: Path) -> list[str]:
-    """The command that does so, for whoever outlives the run. `listed`: that FILE."""
-    return [sys.executable, "-m", "xray.tasks.lost_runs", str(output), str(listed)]
+def command_to_close(output: Path, *listed: Path) -> list[str]:
+    """The command that does so, for whoever outlives the run. `listed`: FILE."""
+    return [sys.executable, "-m", "xray.tasks.lost_runs", str(output), *map(str, listed)]
 
 
 def outputs_in(listed: Path) -> list[Path]:
@@ -71,4 +71,4 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    close_lost_runs([Path(sys.argv[1]), *outputs_in(Path(sys.argv[2]))])
+    close_lost_runs([Path(sys.argv[1]), *(output for file in sys.argv[2:] for output in outputs_in(Path(file)))])

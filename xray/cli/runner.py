@@ -52,15 +52,11 @@ def main(job: Job) -> int:
         logging.getLogger(__name__).exception("the run failed")
         if health.lost:
             return LOST
-        cause = root_cause(error)
-        text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
-        if isinstance(cause, ConfigError):
-            text = f"[red]error:[/red] {escape(str(cause))}"
-        errors.print(text, soft_wrap=True, highlight=False)
-        for note in getattr(cause, "__notes__", ()):
-            errors.print(escape(note), soft_wrap=True, highlight=False)
-        errors.print(f"logs: {job.output / 'logs'}", soft_wrap=True, highlight=False)
-        return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
+        from xray.cli.display import failure_lines
+
+        for line in failure_lines(error, job.output):
+            errors.print(escape(line), soft_wrap=True, highlight=False)
+        return BAD_INPUT if isinstance(root_cause(error), ConfigError) else FAILED
     if job.as_json:
         with os.fdopen(stdout, "w") as out:
             out.write(json.dumps(content, indent=2) + "\n")
