@@ -34,10 +34,10 @@ LONG_SECONDS = 3600
 PATIENT = {
     "RAY_agent_register_timeout_ms": str(LONG_SECONDS * 1000),
     "RAY_worker_register_timeout_seconds": str(LONG_SECONDS),
-    # Ray would take a machine that is too busy to answer for a lost one; here a death is seen at once.
-    "RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000),
 }
-"""Limits of Ray's servers among themselves."""
+"""Limits of Ray's servers for each other."""
+ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
+"""Ray would take a machine that is too busy to answer for a lost one; where there is but one, a death is seen at once."""
 POLL_SECONDS = 0.1
 
 
@@ -73,7 +73,7 @@ def private_ray() -> Iterator[None]:
         directory = tempfile.mkdtemp(prefix="xray-")
     except OSError as error:
         raise NotUpError(f"Ray needs a temporary directory (TMPDIR): {error.strerror}") from None
-    variables = {name: os.environ.get(name, value) for name, value in PATIENT.items()}
+    variables = {name: os.environ.get(name, value) for name, value in (PATIENT | ALONE).items()}
     variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token(), "RAY_TMPDIR": directory}
     with temporary_environment(variables):
         if "ray" in sys.modules:

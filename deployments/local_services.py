@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,8 @@ from xray_runtime.template_database import copy_template
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+RESTARTS, RESTART_SECONDS = 3, 60.0
+"""How often the Prefect server is started again in so short a time; then it will not be up any more."""
 FLUSH_SECONDS = 5
 LOST = 75
 """Exit code of a run that found its Ray dead (EX_TEMPFAIL)."""
@@ -78,11 +81,17 @@ class Health:
             thread.join()
 
     def _watch(self, server: Service | None) -> None:
+        deaths: list[float] = []
         while not self._ended.wait(WATCH_SECONDS):
             if any(map(is_dead, self._ray)):
                 log.error("Ray died")
                 os._exit(LOST)
             if server is not None and server.find() is None:
+                now = time.monotonic()
+                deaths = [*(death for death in deaths if now - death < RESTART_SECONDS), now]
+                if len(deaths) > RESTARTS:
+                    log.error("the Prefect server died %d times in %.0f s", len(deaths), RESTART_SECONDS)
+                    os._exit(LOST)
                 log.warning("the Prefect server died; starting it again")
                 server.start()
 

@@ -98,7 +98,17 @@ def start_reaper(*afterwards: str) -> str:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(reader)
     os.register_at_fork(after_in_child=lambda: os.close(writer))
+    _writers[tag] = writer
     return tag
+
+
+_writers: dict[str, int] = {}
+"""Process tag → what holds its reaper back."""
+
+
+def end_well(tag: str) -> None:
+    """Have the reaper end what carries the tag now, and leave out the command for afterwards."""
+    os.write(_writers[tag], b"-")
 
 
 def tagged(tag: str) -> list[psutil.Process]:
@@ -136,9 +146,9 @@ def kill(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
 
 
 def _reap(tag: str, reader: int, *afterwards: str) -> None:
-    os.read(reader, 1)
+    is_well = os.read(reader, 1)
     kill_tagged(tag)
-    if afterwards:
+    if afterwards and not is_well:
         os.execv(afterwards[0], afterwards)
 
 

@@ -26,7 +26,7 @@ from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import goes_on_from
 from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
-from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.processes import end_well, kill_tagged, start_reaper
 
 POLL_SECONDS = 0.2
 
@@ -62,6 +62,7 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
     finally:
         close_lost_runs([output, *outputs_in(job.outputs)])
         shutil.rmtree(job.place, ignore_errors=True)
+        end_well(tag)
 
 
 def _why_lost(job: Job, code: int) -> str | None:
@@ -69,9 +70,9 @@ def _why_lost(job: Job, code: int) -> str | None:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     if job.ended.exists():
-        return (job.ended.read_text(encoding="utf-8") or "Ray died") if code == LOST else None
+        return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect died") if code == LOST else None
     # A check of Ray's that fails ends the whole process, with an ordinary exit code and no exception.
-    return "Ray died" if code == LOST else f"its process ended with code {code}, without a word"
+    return "Ray or Prefect died" if code == LOST else f"its process ended with code {code}, without a word"
 
 
 def _given_up(output: Path) -> str:
