@@ -37,7 +37,7 @@ PATIENT = {
 }
 """Limits of Ray's servers for each other."""
 ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
-"""Ray would take a machine that is too busy to answer for a lost one; where there is but one, a death is seen at once."""
+"""Where this is the only machine. Ray would take it for lost when it is too busy to answer."""
 POLL_SECONDS = 0.1
 
 

@@ -1,4 +1,4 @@
-"""How a script ends: in a line where it was interrupted or a stage failed, in a traceback where the fault is its own."""
+"""How a script ends: in a line where it was interrupted or a stage failed, else in its own traceback."""
 
 from __future__ import annotations
 
