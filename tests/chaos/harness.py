@@ -197,7 +197,7 @@ def _run(command: Command, cases: list[Case]) -> list[Blow]:
             process.kill()
             raise TimeoutError(f"{output}: not finished after {LIMIT_SECONDS} s; met {met}")
         time.sleep(0.2)
-    _none_left(command.mark)
+    none_left(command.mark)
     return met
 
 
@@ -254,8 +254,9 @@ def _onto_the_large_disk(output: Path) -> None:
     copy.rename(output)
 
 
-def _none_left(mark: str) -> None:
-    deadline = time.monotonic() + LEFT_SECONDS
+def none_left(mark: str, seconds: float = LEFT_SECONDS) -> None:
+    """Raises RuntimeError where a process with `mark` outlives its run by so long."""
+    deadline = time.monotonic() + seconds
     while left := [p for p in psutil.process_iter() if _environment(p).get(MARK) == mark]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"left behind: {[' '.join(_command(p)) for p in left]}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""How people ask for the end."""
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes; `deployments.local_services.LOST` is the job process's alone."""
 

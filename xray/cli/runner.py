@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, Job
+from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
 from xray.deployments.patience import NotUpError
 from xray_runtime.config.loading import validate
@@ -36,8 +36,9 @@ def main(job: Job) -> int:
     if job.as_json:
         # Whatever a flow or a library prints is not the JSON that is asked for.
         os.dup2(2, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     quiet_environment()
     _log_to_file(job.output)
     health = Health()
@@ -171,7 +172,7 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
 def _interrupt(*_: Any) -> None:
     # A second one must not cut the clean-up short.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xray.cli.job import FAILED, INTERRUPTED, Job
+from xray.cli.job import FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import goes_on_from
@@ -92,7 +92,7 @@ class _Attempts:
 
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         try:
             yield
         finally:
@@ -106,7 +106,10 @@ class _Attempts:
         self.stalled = None
         # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
         command = [sys.executable, "-m", "xray.cli.runner", str(self._job.file)]
+        # It inherits the mask: what arrives while it imports waits for its handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         child = self._child = subprocess.Popen(command, process_group=0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self.asked:
             child.kill()
         while (code := child.poll()) is None:
