@@ -25,7 +25,7 @@ from xray.deployments.local_services import PREFECT_SERVER
 from xray.deployments.presets import POOL
 from xray.deployments.server_home import ServerHome, State, check_free, clients_address
 from xray.deployments.service import LOOPBACK, Service, free_port
-from xray_runtime.planning.workload import usable_cores
+from xray_runtime.cores import usable_cores
 from xray_runtime.processes import TAG, kill_tagged
 
 RAY = "ray"
@@ -72,7 +72,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
         service(
             "ray",
             "Ray",
-            _python("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")
+            _python("xray.deployments.local_ray", "--head", "--block", "--disable-usage-stats")
             + _options(
                 port=state.ports["ray"],
                 num_cpus=usable_cores(),

@@ -27,6 +27,24 @@ def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig
     return load_config(path if path.is_file() else None, overrides)
 
 
+def interrupted_stages(output: Path) -> dict[str, int]:
+    """Stage → step of its last snapshot, for those that were cut short."""
+    found = sorted(output.glob("snapshots/*/step-" + "[0-9]" * 10), key=lambda path: path.name)
+    return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in found}
+
+
+def goes_on_from(output: Path) -> str:
+    """Where a run in `output` goes on that was cut short, for people."""
+    steps = [f"{stage} step {step}" for stage, step in interrupted_stages(output).items()]
+    if steps:
+        return " and ".join(steps)
+    try:
+        done = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))["stages"]
+    except (OSError, ValueError, KeyError, TypeError):
+        done = []
+    return f"the end of {done[-1]['name']}" if done else "the beginning"
+
+
 def run_lock(output: Path, run_id: str) -> FileLock:
     """The lock that a run holds as long as it works in `output`."""
     (output / LOCKS).mkdir(parents=True, exist_ok=True)

@@ -92,12 +92,14 @@ class RunRecord:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack:
-            self.summary.ended("completed" if error is None else "failed")
+            status, mlflow_status = "completed", "FINISHED"
+            if error is not None:
+                status, mlflow_status = ("interrupted", "KILLED") if is_cancelled(error) else ("failed", "FAILED")
+            self.summary.ended(status)
             if error is None:
                 self.tracker.log_files(self.run_id, self.summary.path, self.summary.report)
                 self._log_evaluations()
-            status = "FINISHED" if error is None else "KILLED" if is_cancelled(error) else "FAILED"
-            self.tracker.finish(self.run_id, status)
+            self.tracker.finish(self.run_id, mlflow_status)
 
     def context(self, node: str | None) -> RunContext:
         """What the run's tasks are told; `node`: the only one they may run on, where there is one."""

@@ -15,7 +15,7 @@ import yaml
 from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.run_statement import begin_run, sign_run
+from xray_runtime.lineage.run_statement import REPORT, begin_run, sign_run
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import read_metrics
@@ -37,7 +37,7 @@ class RunSummary:
     def __init__(
         self, output: Path, place: Path, record: Mapping[str, Any], run_id: str, flow_run_id: str | None
     ) -> None:
-        self.path, self.report = place / LIFECYCLE, place / "report.html"
+        self.path, self.report = place / LIFECYCLE, place / REPORT
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
@@ -103,21 +103,13 @@ class RunSummary:
         self._write()
 
     def ended(self, status: str) -> None:
-        """`status`: completed or failed. A completed run gets its report; what the run left is signed."""
+        """`status`: completed, failed or interrupted. A completed run gets its report; what the run left is signed."""
         self.content["status"] = status
         if status == "completed":
             self._report()
-        content = self._text()
-        directories = [records_directory(self._output, s["name"], s["key"]) for s in self.content["stages"]]
-        files = [path for directory in directories for path in sorted(directory.rglob("*")) if path.is_file()]
-        sign_run(
-            self._output,
-            self.content["run_id"],
-            files + ([self.report] if self.report.is_file() else []),
-            {self.path: hashlib.sha256(content.encode()).hexdigest()},
-            signing_key(self._output),
-        )
-        write_atomic(self.path, content)
+        with self._lock:
+            self.content["seconds"] = time.perf_counter() - self._start
+            end_record(self._output, self.path, self.content)
 
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
@@ -161,6 +153,22 @@ class RunSummary:
     def _text(self) -> str:
         self.content["seconds"] = time.perf_counter() - self._start
         return json.dumps(self.content, indent=2)
+
+
+def end_record(output: Path, path: Path, content: Mapping[str, Any]) -> None:
+    """Sign what a run left, then write its lifecycle.json to `path`: `content`, which says how it ended."""
+    text = json.dumps(content, indent=2)
+    directories = [records_directory(output, s["name"], s["key"]) for s in content["stages"]]
+    files = [file for directory in directories for file in sorted(directory.rglob("*")) if file.is_file()]
+    report = path.with_name(REPORT)
+    sign_run(
+        output,
+        content["run_id"],
+        files + ([report] if report.is_file() else []),
+        {path: hashlib.sha256(text.encode()).hexdigest()},
+        signing_key(output),
+    )
+    write_atomic(path, text)
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:

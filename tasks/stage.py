@@ -64,6 +64,7 @@ def stage(
         parents: role → the parent's `StageResult`, or a `CheckpointRef`, as JSON.
         functions: reward functions that were handed over as objects.
     """
+    from xray_runtime.cores import give_way
     from xray_runtime.processes import redirect_output
     from xray_runtime.stages.identify import identify
     from xray_runtime.stages.kind import config_of, import_kind
@@ -76,6 +77,7 @@ def stage(
     sys.path += [path for path in context.path if path not in sys.path]
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
+    give_way(spec.runtime.niceness)
     _log_warnings()
     kind = import_kind(spec.kind, spec.module)
     if kind is None:

@@ -100,6 +100,10 @@ class SubmittedTasks:
         if self._failures:
             raise self.first_failure()
 
+    def has_failed_with(self, error: BaseException | None) -> bool:
+        """Whether a task failed with this very error."""
+        return any(failure is error for failure in self._failures.values())
+
     def first_failure(self) -> BaseException:
         """What failed by itself, not for want of a parent."""
         own = [error for error in self._failures.values() if not isinstance(error, ParentFailedError)]

@@ -22,7 +22,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from xray.deployments.patience import NotUpError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
+from xray_runtime.errors import root_cause
 
 if TYPE_CHECKING:
     from xray.flows.trials import Trial
@@ -157,6 +160,15 @@ class LiveTrials(LiveStages):
             if progress is not None
             for stage, done in _latest(progress).items()
         }
+
+
+def failure_lines(error: BaseException, output: Path) -> list[str]:
+    """Why a run failed, and where its logs are."""
+    cause = root_cause(error)
+    reason = f"error: {cause}" if isinstance(cause, ConfigError) else f"failed: {type(cause).__name__}: {cause}"
+    if isinstance(cause, NotUpError):
+        reason = f"failed: {cause}"
+    return [reason, *getattr(cause, "__notes__", ()), f"logs: {output / 'logs'}"]
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
+from xray.cli.job import BAD_INPUT
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.run import run
-from xray.cli.runner import BAD_INPUT
 from xray.cli.serve import serve
 from xray.deployments.local_services import quiet_environment
 

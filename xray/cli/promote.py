@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from xray.cli.lineage import BROKEN, Tracking, checked
-from xray.deployments.local_services import prefect_server, private_ray
+from xray.deployments.local_ray import private_ray
+from xray.deployments.local_services import prefect_server
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError

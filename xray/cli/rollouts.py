@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
-from xray.deployments.local_services import running_ray
+from xray.deployments.local_ray import running_ray
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper
 

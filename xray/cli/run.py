@@ -12,10 +12,10 @@ from rich.markup import escape
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.runner import BAD_INPUT
+from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
-from xray.tasks.output_directory import CONFIG
+from xray.tasks.output_directory import CONFIG, interrupted_stages
 from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.loading import check_storage, load_config, parse_overrides, resolved_yaml, validate
 from xray_runtime.config.runtime import RuntimeConfig
@@ -78,7 +78,8 @@ def run(
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    _say_what_is_there(directory, console)
+    for stage, step in interrupted_stages(directory).items():
+        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
     code = supervise(
         directory,
         restarts=runtime.restarts,
@@ -125,9 +126,3 @@ def _move_away(directory: Path, console: Console) -> None:
     aside = directory.with_name(f"{directory.name}.before-{number}")
     directory.rename(aside)
     console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
-
-
-def _say_what_is_there(directory: Path, console: Console) -> None:
-    for snapshot in sorted(directory.glob("snapshots/*/step-" + "[0-9]" * 10)):
-        stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
-        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.cli.lineage import BROKEN, Output, Tracking, checked
-from xray.deployments.local_services import Health, running_ray
+from xray.deployments.local_ray import running_ray
+from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
@@ -127,8 +128,6 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
-    # Ray has its workers yield to everything else on the machine.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

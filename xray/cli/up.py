@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.cli.lineage import AsJson, checked
+from xray.deployments.patience import NotUpError, end_of
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
 from xray.deployments.servers import servers, start_missing, stop, worker
-from xray.deployments.service import NotUpError, Service, end_of
+from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
 
 FAILED = 1

@@ -25,7 +25,7 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
 FOLDER, REPORT = "attestations", "report.html"
-ENDED = ("completed", "failed")
+ENDED = ("completed", "failed", "interrupted")
 """What lifecycle.json says of a run that ended."""
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,6 +15,7 @@ from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.lifecycle import BaseModelConfig, LifecycleConfig
 from xray_runtime.config.preferences import GoldPreferences
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import usable_cores
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -334,15 +332,6 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
             )
     count = max(usable_cores() // threads, 1)
     return Machine(num_devices=count, memory_bytes=psutil.virtual_memory().total // count, device="cpu")
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
-    return cores
 
 
 def local_node(machine: Machine) -> dict[str, float]:

@@ -273,6 +273,17 @@ class StageRun:
         self._tracker.client.set_terminated(self.run_id, status)
 
 
+def abandon_run(uri: str, run_id: str) -> None:
+    """Set FAILED a run whose process was lost, and its stages that were at work."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    query = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
+    stages = client.search_runs([client.get_run(run_id).info.experiment_id], filter_string=query)
+    for lost in (*(run.info.run_id for run in stages), run_id):
+        client.set_terminated(lost, "FAILED")
+
+
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested config → dotted names and strings, list items by index."""
     flat: dict[str, str] = {}
