@@ -18,6 +18,7 @@ import getpass
 import os
 import shutil
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,7 +68,7 @@ class Decision(BaseModel):
     gates_from: str = ""
     """Where the bounds of the gates come from."""
     evidence: dict[str, Sha256] = Field(default_factory=dict)
-    """`evaluation`, `comparison` → the checkpoints the numbers were read from."""
+    """`evaluation`, `comparison` → the checkpoints the numbers were read from; `statement` → the policy's own."""
 
 
 class _Record(InTotoRecord[Decision]):
@@ -98,7 +99,8 @@ def decide(
     folder.mkdir(exist_ok=True)
     with FileLock(folder / LOCK):
         number, previous, last = _end(folder, name, alias)
-        if action == "register" and _is_last(folder, last, number, name, alias, version, checkpoint):
+        move = (name, alias, version, checkpoint, evidence or {})
+        if action == "register" and _is_last(folder, last, number, *move):
             return
         decision = Decision(
             action=action,
@@ -183,8 +185,17 @@ def _read_on(folder: Path, name: str, alias: str) -> tuple[int, str, int]:
     return number, sha256, moved[0] if moved and isinstance(moved[0], int) else 0
 
 
-def _is_last(folder: Path, number: int, end: int, name: str, alias: str, version: str, checkpoint: str) -> bool:
-    """Whether decision `number`, and none after it up to `end`, put the alias to this version and checkpoint."""
+def _is_last(
+    folder: Path,
+    number: int,
+    end: int,
+    name: str,
+    alias: str,
+    version: str,
+    checkpoint: str,
+    evidence: dict[str, str],
+) -> bool:
+    """Whether decision `number`, and none after it up to `end`, put the alias to this version on this evidence."""
 
     def move(at: int) -> Decision | None:
         with contextlib.suppress(OSError, ValueError):
@@ -194,7 +205,7 @@ def _is_last(folder: Path, number: int, end: int, name: str, alias: str, version
         return None
 
     last = move(number) if number > 0 else None
-    if last is None or (last.version, last.checkpoint) != (version, checkpoint):
+    if last is None or (last.version, last.checkpoint, last.evidence) != (version, checkpoint, evidence):
         return False
     return all(move(later) is None for later in range(number + 1, end + 1))
 
@@ -210,27 +221,28 @@ def _file(number: int) -> str:
 
 
 def current(output: Path) -> dict[tuple[str, str], Decision]:
-    """(registered model, alias) → the last decision about it; unreadable decisions are passed over."""
-    found = {}
-    for path in _files(output):
-        try:
-            decision = _read(path)
-        except (OSError, ValueError):
-            continue
-        if decision.action in MOVES:
-            found[decision.name, decision.alias] = decision
+    """(registered model, alias) → the last decision about it."""
+    return {(d.name, d.alias): d for d in _readable(output) if d.action in MOVES}
+
+
+def decisions_by_version(output: Path) -> dict[tuple[str, str], list[Decision]]:
+    """(registered model, version) → the decisions about it, in order."""
+    found = defaultdict[tuple[str, str], list[Decision]](list)
+    for decision in _readable(output):
+        found[decision.name, decision.version].append(decision)
     return found
 
 
 def pruned(output: Path) -> set[str]:
-    """Checkpoints whose removal was decided; unreadable decisions are passed over."""
-    found = set()
+    """Checkpoints whose removal was decided."""
+    return {decision.checkpoint for decision in _readable(output) if decision.action == "prune"}
+
+
+def _readable(output: Path) -> Iterator[Decision]:
+    """All decisions in order; those that cannot be read are passed over."""
     for path in _files(output):
         with contextlib.suppress(OSError, ValueError):
-            decision = _read(path)
-            if decision.action == "prune":
-                found.add(decision.checkpoint)
-    return found
+            yield _read(path)
 
 
 class ChainEnd(BaseModel):

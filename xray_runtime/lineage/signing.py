@@ -134,6 +134,19 @@ def envelope(payload: bytes, payload_type: str, private: Path) -> str:
     return json.dumps(content, sort_keys=True)
 
 
+def signer_of(signature: Path) -> str:
+    """The `fingerprint` of the key that a signature names; only `Verifier` says whether it holds.
+
+    Raises:
+        ValueError: it cannot be read.
+        OSError: there is none.
+    """
+    try:
+        return str(json.loads(read_bounded(signature))["verificationMaterial"]["publicKey"]["hint"])
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError(f"{signature}: not a signature") from None
+
+
 class Verifier:
     """Checks signatures against the public keys that are trusted.
 

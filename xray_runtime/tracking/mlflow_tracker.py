@@ -12,15 +12,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
+from xray_runtime.tracking.registry import Registry
 
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
@@ -28,8 +26,9 @@ MAX_BATCH = 900
 
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
-SHA256_TAG = "xray.sha256"
-"""Of a registered version: the checkpoint it is."""
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
+"""Has MLflow's pages open an experiment on its runs; without it they open on a dashboard of traces, of which we have
+none."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Which artifacts of a run MLflow's pages show as tables."""
 
@@ -57,12 +56,15 @@ class Tracker:
         if found is None:
             location = artifact_root.absolute().as_uri() if artifact_root is not None else None
             try:
-                self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
+                self.experiment_id = self.client.create_experiment(experiment, location, tags={KIND_TAG: KIND})
             except MlflowException:
-                # Somebody else made it in the meantime.
+                # Another process made it in the meantime.
                 found = self.client.get_experiment_by_name(experiment)
         if found is not None:
             self.experiment_id = found.experiment_id
+            if KIND_TAG not in found.tags:
+                self.client.set_experiment_tag(self.experiment_id, KIND_TAG, KIND)
+        self.registry = Registry(self.client)
         self.experiment = experiment
         # People see it: on Prefect's pages.
         self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None
@@ -145,33 +147,6 @@ class Tracker:
         except MlflowException:
             return False
         return True
-
-    def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
-        """Register `ref` as a version of `name` and set `alias` to it; returns the version.
-
-        The same checkpoint is registered once: again only moves the alias.
-        """
-        from mlflow.exceptions import MlflowException
-
-        version = _version_of(self.client, name, ref.sha256)
-        # MLflow reads all versions of a name to say that it is there.
-        if version is None and not self.client.search_model_versions(f"name = '{name}'", max_results=1):
-            try:
-                self.client.create_registered_model(name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-        if version is None:
-            made = self.client.create_model_version(
-                name,
-                source=f"models:/{ref.mlflow_model_id}",
-                run_id=run_id,
-                model_id=ref.mlflow_model_id,
-                tags={SHA256_TAG: ref.sha256, "xray.uri": ref.uri},
-            )
-            version = made.version
-        self.client.set_registered_model_alias(name, alias, version)
-        return str(version)
 
     def _tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
@@ -285,27 +260,3 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[name] = str(item)
     return flat
-
-
-def registered_version(uri: str, name: str, sha256: str) -> str | None:
-    """The version of the registered model `name` that is the checkpoint `sha256`."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    # A name with a quote in it cannot be asked for; ours have none.
-    return _version_of(client, name, sha256) if "'" not in name else None
-
-
-def _version_of(client: MlflowClient, name: str, sha256: str) -> str | None:
-    # Asked for by its tag: all versions of a name may be thousands, of which one answer does not hold all.
-    versions = client.search_model_versions(f"name = '{name}' and tags.`{SHA256_TAG}` = '{sha256}'")
-    return next((str(v.version) for v in versions), None)
-
-
-def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:
-    """Point each alias of the registered model `name` to its version."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    for alias, version in aliases.items():
-        client.set_registered_model_alias(name, alias, version)

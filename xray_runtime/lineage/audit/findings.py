@@ -129,6 +129,10 @@ CODES: dict[str, tuple[str, str]] = {
         "A registered version points to another model than it says.",
         "Delete the version and run the lifecycle again, which registers the policy anew.",
     ),
+    "registry-page-changed": (
+        "The page of a registered model in MLflow does not say what the signed records say.",
+        "Run the lifecycle again, or `xray promote`: both write the page anew. Delete tags that they did not write.",
+    ),
     "alias-moved": (
         "An alias does not point where the last signed decision put it.",
         "Set it back, or promote the model the proper way.",

@@ -14,6 +14,7 @@ from typing import Any
 
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.pages import check_pages
 from xray_runtime.lineage.decisions import current, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
@@ -129,7 +130,9 @@ def check_tracking(store: LineageStore, nodes: list[Node], everything: bool, cha
         found: list[Finding] = []
         for node in changed:
             found += _check_node(snapshot, node)
-        found += _check_registry(snapshot, store, {node.sha256 for node in nodes}, everything)
+        audited = {node.sha256 for node in nodes}
+        found += _check_registry(snapshot, store, audited, everything)
+        found += check_pages(snapshot, store, audited)
         if everything:
             found += _check_orphans(snapshot, store)
             found += _check_ended(snapshot, store)
