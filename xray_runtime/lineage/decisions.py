@@ -7,6 +7,7 @@ log (see `log`); an alias that does not point where the last decision put it was
 from __future__ import annotations
 
 import getpass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def decide(
     )
     with log_lock(output):
         last = current(output).get((name, alias)) if action == "register" else None
-        if last is None or (last.version, last.checkpoint) != (version, checkpoint):
+        if last is None or (last.version, last.checkpoint, last.evidence) != (version, checkpoint, evidence or {}):
             append_locked(output, private_key, decision)
 
 
@@ -60,6 +61,14 @@ def decisions(output: Path) -> list[Decision]:
 def current(output: Path) -> dict[tuple[str, str], Decision]:
     """(registered model, alias) → the last decision about it."""
     return {(found.name, found.alias): found for found in decisions(output) if found.action in MOVES}
+
+
+def decisions_by_version(output: Path) -> dict[tuple[str, str], list[Decision]]:
+    """(registered model, version) → the decisions about it, in order."""
+    found = defaultdict[tuple[str, str], list[Decision]](list)
+    for decision in decisions(output):
+        found[decision.name, decision.version].append(decision)
+    return found
 
 
 def pruned(output: Path) -> set[str]:

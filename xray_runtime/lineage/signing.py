@@ -188,6 +188,19 @@ def _signed_bytes(payload: bytes, payload_type: str) -> bytes:
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
 
+def signer_of(signature: Path) -> str:
+    """The `fingerprint` of the key that a signature names; only `Verifier` says whether it holds.
+
+    Raises:
+        ValueError: it cannot be read.
+        OSError: there is none.
+    """
+    try:
+        return str(json.loads(read_bounded(signature))["verificationMaterial"]["publicKey"]["hint"])
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError(f"{signature}: not a signature") from None
+
+
 class Verifier:
     """Checks signatures against the public keys that are trusted.
 

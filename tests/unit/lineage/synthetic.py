@@ -19,7 +19,7 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.run_statement import sign_run
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
@@ -259,8 +259,9 @@ class Lifecycle:
             return
         ref = self.done[stage]
         run_id = self.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
-        version = self.tracker.register(NAME, ref, run_id, ALIAS)
-        decide(self.output, self.key, action="register", name=NAME, alias=ALIAS, version=version, checkpoint=ref.sha256)
+        judged = [r for r in self.done.values() if load_manifest(r.path).parents.get("policy") == ref.sha256]
+        evaluation = next((r for r in reversed(judged) if r.type == "Evaluation"), None)
+        register_policy(self.output, self.tracker.registry, NAME, ref, run_id, evaluation)
 
     def evaluate(
         self,

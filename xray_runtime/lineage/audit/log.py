@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,10 +128,10 @@ def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Fin
     return view, found
 
 
-def check_heads(view: LogView, heads: Iterable[tuple[str, Head]]) -> Iterator[Finding]:
-    """Heads the log once had, and who says so."""
-    for who, head in heads:
-        reason = view.lacks(head)
+def check_heads(view: LogView, heads: Mapping[str, Head | None]) -> Iterator[Finding]:
+    """Who says so → where the log ended once."""
+    for who, head in heads.items():
+        reason = view.lacks(head) if head is not None else None
         if reason is not None:
             yield Finding(LOG, "log-shorter", f"{reason} ({who})")
 

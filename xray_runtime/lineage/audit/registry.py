@@ -18,7 +18,8 @@ from xray_runtime.lineage.audit.log import LogView
 from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.stages.artifacts import Evaluation
-from xray_runtime.tracking.mlflow_tracker import LOG_TAG, VERSION_TAGS
+from xray_runtime.tracking.mlflow_tracker import KEY_TAG
+from xray_runtime.tracking.registry import LOG_TAG
 
 PAGE = 1000
 
@@ -179,14 +180,11 @@ def check_registry(
 
 
 def _check_version(snapshot: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
-    unknown = sorted(name for name in version.tags if name.startswith("xray.") and name not in VERSION_TAGS)
-    if unknown:
-        yield Finding(label, "registry-changed", f"X-ray writes no tags {', '.join(unknown)}")
-    if version.current_stage not in (None, "None"):
-        yield Finding(label, "registry-changed", f"somebody put it into the stage {version.current_stage}")
-    model = snapshot.models.get(version.source.removeprefix("models:/"))
-    if model is not None and version.run_id not in (None, "", model.source_run_id):
-        yield Finding(label, "registry-changed", f"it names run {version.run_id}, which did not make it")
+    """What `pages` does not look at: the run it names, and the log's head of when its page was written."""
+    model, run = snapshot.models.get(version.source.removeprefix("models:/")), snapshot.runs.get(version.run_id)
+    key = run.data.tags.get(KEY_TAG) if run is not None else None
+    if model is not None and key != model.params.get("key"):
+        yield Finding(label, "registry-changed", f"it names run {version.run_id}, which is not of its stage")
     reason = view.contradicts(version.tags.get(LOG_TAG, ""))
     if reason is not None:
         yield Finding(LOG, "log-shorter", f"{reason} ({label} in MLflow)")
