@@ -12,11 +12,11 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.log import LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 LIFECYCLE = "lifecycle.json"
-LOCKS = "locks"
 DIGESTS = "digests.sqlite"
 """Digests of outside files that did not change since they were read."""
 
@@ -25,12 +25,6 @@ def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig
     """The config `output` was last run with (the defaults where it was made elsewhere), with overrides."""
     path = output / CONFIG
     return load_config(path if path.is_file() else None, overrides)
-
-
-def run_lock(output: Path, run_id: str) -> FileLock:
-    """The lock that a run holds as long as it works in `output`."""
-    (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / f"run-{run_id}.lock")
 
 
 def require_no_run(output: Path) -> None:

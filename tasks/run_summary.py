@@ -15,10 +15,10 @@ import yaml
 from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.run_statement import begin_run, sign_run
+from xray_runtime.lineage.log import RunEnded, append, digests, listed
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.figures import FIGURE, read_metrics
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
@@ -58,7 +58,6 @@ class RunSummary:
             "registered": None,
         }
         self._write()
-        begin_run(output, run_id)
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
         """Add a stage, the `number`th of the graph."""
@@ -102,30 +101,47 @@ class RunSummary:
         self.content["registered"] = dict(registered)
         self._write()
 
-    def ended(self, status: str) -> None:
-        """`status`: completed or failed. A completed run gets its report; what the run left is signed."""
+    def close(self, status: str) -> str:
+        """`status`: completed or failed. A completed run gets its report; returns what lifecycle.json will hold."""
         self.content["status"] = status
         if status == "completed":
             self._report()
-        content = self._text()
-        directories = [records_directory(self._output, s["name"], s["key"]) for s in self.content["stages"]]
-        files = [path for directory in directories for path in sorted(directory.rglob("*")) if path.is_file()]
-        sign_run(
-            self._output,
-            self.content["run_id"],
-            files + ([self.report] if self.report.is_file() else []),
-            {self.path: hashlib.sha256(content.encode()).hexdigest()},
-            signing_key(self._output),
-        )
+        return self._text()
+
+    def ended(self, content: str, artifacts: Path) -> None:
+        """Sign what the run left, and say that it ended.
+
+        Args:
+            content: as `close` gave it.
+            artifacts: directory of the run's artifacts in MLflow, where that is here.
+        """
+        output, held = self._output, listed(self._output)
+        directories = [records_directory(output, s["name"], s["key"]) for s in self.content["stages"]]
+        # A stage's records were signed when it ended; what somebody changed since is not vouched for anew.
+        files = {
+            name: sha256
+            for name, sha256 in digests(output, directories).items()
+            if held.get(name, sha256) == sha256 or name.endswith(FIGURE)
+        }
+        files |= digests(output, [self.report, artifacts])
+        files[self.path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
+        ended = RunEnded(run_id=self.content["run_id"], status=self.content["status"])
+        append(output, signing_key(output), ended, files)
         write_atomic(self.path, content)
 
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
 
+        held = listed(self._output)
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
         ]
+        for record in records:
+            # A figure goes into the report as it is: only one that was signed is not drawn anew.
+            kept = record.metrics_path.with_suffix(FIGURE)
+            if any(held.get(name) != sha256 for name, sha256 in digests(self._output, [kept]).items()):
+                kept.unlink()
         shown = []
         if self._evaluation is not None:
             shown = json.loads((self._evaluation[1] / "samples.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.lineage.log import Decision, append_locked, log_lock, readable_lines
+from xray_runtime.lineage.log import Action, Decision, append_locked, log_lock, readable_lines
 
 MOVES = ("register", "promote", "rollback")
 """Actions after which an alias points somewhere else."""
@@ -21,7 +21,7 @@ def decide(
     output: Path,
     private_key: Path,
     *,
-    action: str,
+    action: Action,
     name: str = "",
     alias: str = "",
     version: str = "",

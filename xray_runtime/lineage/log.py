@@ -28,13 +28,16 @@ from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
 from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import Sha256
+from xray_runtime.store.manifest import MANIFEST, Sha256
 
 LOG = "log.jsonl"
 LOCKS = "locks"
 MAX_BYTES = 2**30
 START = "0" * 64
 """What the first entry names as the one before."""
+
+
+Action = Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
 
 
 class _Entry(BaseModel):
@@ -52,7 +55,7 @@ class Decision(_Entry):
     the store, and that was meant; with `rotate` it is the sha256 of the public key that signs from here on.
     """
 
-    action: Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
+    action: Action
     name: str
     alias: str
     version: str
@@ -83,11 +86,11 @@ class RunBegan(_Entry):
     run_id: str
     place: str
     """Where its lifecycle.json and report lie, below the output directory."""
-    project: str
-    seed: int | None
-    config_digest: str
+    facts: dict[str, Any]
+    """What its lifecycle.json says as long as it has not ended."""
     tracking: str
     """MLflow's address; empty where its store is the output directory's own."""
+    experiment: str
     name: str
     """Of the run in MLflow."""
     params: Sha256
@@ -114,26 +117,26 @@ class Left(_Entry):
 Entry = Decision | Published | RunBegan | RunEnded | Left
 
 
-class _Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):  # type: ignore[type-var]
+class _Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
 
 
 class Head(NamedTuple):
     """Where a log ends: how many entries, and the digest of the last."""
 
-    count: int
+    entries: int
     sha256: str
 
     def __str__(self) -> str:
-        return f"{self.count}:{self.sha256}"
+        return f"{self.entries}:{self.sha256}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError."""
-        count, _, sha256 = text.partition(":")
+        entries, _, sha256 = text.partition(":")
         if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
-            raise ValueError(f"{text!r} is not allowed: must be COUNT:SHA256, as `xray audit --all` prints it")
-        return cls(int(count), sha256)
+            raise ValueError(f"{text!r} is not allowed: must be ENTRIES:SHA256, as `xray audit --all` prints it")
+        return cls(int(entries), sha256)
 
 
 @dataclass(frozen=True)
@@ -229,48 +232,63 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
         sync(output)
 
 
-def publish(output: Path, private: Path, directory: str, sha256: str, files: Mapping[str, str], *, here: bool) -> None:
-    """Say that a checkpoint is in the store, unless the last entry about it says the same.
+def log_checkpoints(
+    output: Path,
+    private: Path,
+    checkpoints: Mapping[str, str],
+    files: Mapping[str, str] | None = None,
+    *,
+    here: bool,
+    renew: bool = False,
+) -> None:
+    """Say that checkpoints are in the store, as far as the log does not say so already.
 
     Args:
-        here: whether it was computed in this directory.
+        checkpoints: directory → sha256.
+        files: of the one checkpoint there is, as `digests` gives them.
+        here: whether they were computed in this directory.
+        renew: whether `files` were just written. Else those the log has keep the digest it has: what somebody changed
+            since is not vouched for anew.
     """
-    known: str | None = None
+    known: dict[str, str] = {}
     held: dict[str, str] = {}
     with log_lock(output):
         for line in readable_lines(output):
+            if isinstance(line.entry, Decision):
+                if line.entry.action == "prune":
+                    known = {name: sha for name, sha in known.items() if sha != line.entry.checkpoint}
+                continue
             held |= line.files
-            if isinstance(line.entry, Published) and line.entry.directory == directory:
-                known = line.entry.checkpoint
-            elif isinstance(line.entry, Decision) and line.entry.action == "prune" and line.entry.checkpoint == known:
-                known = None
-        if known == sha256 and files.items() <= held.items():
-            return
-        entry = Published(action="publish" if here else "bring", directory=directory, checkpoint=sha256)
-        append_locked(output, private, entry, dict(files) | {f"{CHECKPOINTS}/{directory}/manifest.json": sha256})
+            if isinstance(line.entry, Published):
+                known[line.entry.directory] = line.entry.checkpoint
+        new = {name: sha for name, sha in (files or {}).items() if name not in held or (renew and held[name] != sha)}
+        for directory, sha256 in checkpoints.items():
+            if new or known.get(directory) != sha256:
+                entry = Published(action="publish" if here else "bring", directory=directory, checkpoint=sha256)
+                manifest = {f"{CHECKPOINTS}/{directory}/{MANIFEST}": sha256}
+                append_locked(output, private, entry, new | manifest)
 
 
 def leave(output: Path, private: Path, paths: list[Path], note: str) -> None:
-    """Say that these files are there for people, unless the log says the same."""
+    """Say that these files were just written for people, unless the log says the same."""
     files = digests(output, paths)
     with log_lock(output):
-        held: dict[str, str] = {}
-        for line in readable_lines(output):
-            held |= line.files
-        if not files.items() <= held.items():
+        if not files.items() <= listed(output).items():
             append_locked(output, private, Left(note=note), files)
+
+
+def listed(output: Path) -> dict[str, str]:
+    """Path below `output` → sha256 of every file the log lists; whether it is signed is for an audit to say."""
+    held: dict[str, str] = {}
+    for line in readable_lines(output):
+        held |= {} if isinstance(line.entry, Decision) else line.files
+    return held
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:
     """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
     found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
     return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}
-
-
-def head(output: Path) -> Head:
-    """Where the log ends, as it lies there."""
-    lines = readable_lines(output)
-    return Head(len(lines), lines[-1].sha256) if lines else Head(0, START)
 
 
 def mark(output: Path) -> str:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.card import result_rows
-from xray_runtime.lineage.decisions import Decision, decide, decisions_by_version
+from xray_runtime.lineage.decisions import decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import mark
+from xray_runtime.lineage.log import Decision, mark
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import SIGNATURE

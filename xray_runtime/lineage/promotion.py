@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import Action, Decision, current, decide
+from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.gates import (
     NOT_EVALUATED,
     Gate,
@@ -24,6 +24,7 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key

@@ -20,6 +20,8 @@ from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import Registry
 
+ARTIFACTS = "mlartifacts"
+"""Where an output directory's own MLflow keeps artifacts, by run."""
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
 """Metrics in one request (MLflow allows 1,000)."""
@@ -175,6 +177,10 @@ class StageRun:
         metrics = [Metric(name, value, ms, step) for step, ms, values in points for name, value in values.items()]
         for start in range(0, len(metrics), MAX_BATCH):
             self._tracker.client.log_batch(self.run_id, metrics=metrics[start : start + MAX_BATCH])
+
+    def points(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Log points as a file of metrics has them (`recorder.read_points`)."""
+        self.metrics([(line["step"], line["time_ms"], line["metrics"]) for line in lines])
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         # In the form of MLflow's `log_table`, which would add to the rows of an attempt before.

@@ -170,8 +170,7 @@ class StageRecorder:
         with self.metrics_path.open("rb") as file:
             file.seek(self._sent)
             lines = file.read().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines]
-        self._run.metrics([(r["step"], r["time_ms"], r["metrics"]) for r in records])
+        self._run.points([json.loads(line) for line in lines])
         self._sent += sum(map(len, lines))
 
     def finished(self) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xray_runtime.lineage.index import INDEX
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import graph, index
-from xray_runtime.lineage.index import INDEX
 from xray_runtime.lineage.reference import resolve, resolve_history
 from xray_runtime.lineage.render import lineage_json, lineage_text
 

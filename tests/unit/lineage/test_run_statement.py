@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xray_runtime.lineage.run_statement import begin_run, check_runs, sign_run
 
 from xray_runtime.lineage.keys import rotate, trusted_keys
-from xray_runtime.lineage.run_statement import begin_run, check_runs, sign_run
 from xray_runtime.lineage.signing import Verifier, sign, signing_key
 
 REPORT, METRICS = "report.html", "records/sft/metrics.csv"

@@ -24,14 +24,14 @@ from xray_runtime.lineage.audit.log import check_heads, check_published, read_lo
 from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import START, Head
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
+from xray_runtime.lineage.log import START, Head
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Benchmark, Evaluation
-from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, inspect, read_bounded
+from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE
 
@@ -158,7 +158,11 @@ def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], 
             "were verified; neither they nor their runs in MLflow were read again. "
             f"Everything was last read {since.whole}"
         )
-    kept = "something was found" if not result.is_sound else write_since(store.output, store.graph, trusted, since, result.log or Head(0, START))
+    kept = (
+        "something was found"
+        if not result.is_sound
+        else write_since(store.output, store.graph, trusted, since, result.log or Head(0, START))
+    )
     return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
 
 

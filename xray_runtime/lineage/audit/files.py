@@ -48,8 +48,8 @@ def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
             yield from _check_open(name, view.runs[run_id], content)
         elif name not in view.files and os.path.lexists(output / name):
             yield Finding(name, "run-unsigned", f"no run in {LOG} left it")
-        elif place in places and not os.path.lexists(output / name) and name not in view.files:
-            yield Finding(name, "run-changed", "it is missing")
+        elif place in places and name not in view.files:
+            yield Finding(name, "run-open", "a run began, and has left no record")
     for name, sha256 in sorted(view.files.items()):
         if name not in at_work and not name.startswith(f"{CHECKPOINTS}/"):
             reason = _differs(output, name, sha256)
@@ -96,7 +96,7 @@ def _run_on_record(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 def _check_open(name: str, run: RunBegan, content: Mapping[str, Any]) -> Iterator[Finding]:
     """What a run that has not ended must say of itself."""
-    differing = [field for field in ("project", "seed", "config_digest") if content.get(field) != getattr(run, field)]
+    differing = [name for name, value in run.facts.items() if content.get(name) != value]
     if content.get("status") == "completed":
         differing.append("status")
     if differing:
@@ -132,7 +132,7 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             if name in view.files:
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
-            of_stage = folder != PAGES and len(Path(name).parts) > 2 or folder == RESULTS
+            of_stage = (folder != PAGES and len(Path(name).parts) > 2) or folder == RESULTS
             # A stage that has not ended, or failed, left what nobody has signed yet.
             ended = holder.name in view.published or str(holder) in listed
             if of_stage and (is_open or not ended):

@@ -58,11 +58,11 @@ class LogView:
 
     def lacks(self, head: Head) -> str | None:
         """Why a log that once ended in `head` cannot have become this one; None where it can."""
-        if head.count == 0 or (0 < head.count <= len(self.heads) and self.heads[head.count - 1] == head.sha256):
+        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
             return None
-        if head.count > len(self.heads):
-            return f"it has {len(self.heads)} entries and had {head.count}"
-        return f"its entry {head.count} is not the one it was"
+        if head.entries > len(self.heads):
+            return f"it has {len(self.heads)} entries and had {head.entries}"
+        return f"its entry {head.entries} is not the one it was"
 
     def contradicts(self, mark: str) -> str | None:
         """As `lacks`, of what `log.mark` gave; another log's mark says nothing of this one."""
@@ -120,7 +120,7 @@ def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Fin
                 signer = key
             view.add(line)
     except SignatureProblem as problem:
-        found.append(Finding(f"{LOG} {view.head.count + 1}", "log-broken", str(problem)))
+        found.append(Finding(f"{LOG} {view.head.entries + 1}", "log-broken", str(problem)))
     except ValueError as error:
         found.append(Finding(LOG, "log-broken", str(error)))
     if not os.path.lexists(output / LOG):

@@ -83,7 +83,7 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
             yield Finding(f"run {run_id[:12]}", "mlflow-run-missing", f"lifecycle run {run_id}")
             continue
         experiment = snapshot.experiments.get(run.info.experiment_id)
-        if "active" != run.info.lifecycle_stage or experiment is None or experiment.lifecycle_stage != "active":
+        if run.info.lifecycle_stage != "active" or experiment is None or experiment.lifecycle_stage != "active":
             yield Finding(f"run {run_id[:12]}", "mlflow-run-deleted", f"lifecycle run {run_id}, or its experiment")
         differing = [tag for tag, value in began.tags.items() if run.data.tags.get(tag) != value]
         known = {*began.tags, LOG_TAG}
@@ -91,7 +91,7 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
         facts = {
             "params": (digest(dict(run.data.params)), began.params),
             "name": (run.info.run_name, began.name),
-            "experiment": (experiment.name if experiment is not None else "", began.project),
+            "experiment": (experiment.name if experiment is not None else "", began.experiment),
         }
         differing += [name for name, (shown, said) in facts.items() if shown != said]
         ended = view.ended.get(run_id)
@@ -249,5 +249,3 @@ def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Find
     for short, whole in datasets:
         if wanted is None or (short, whole) != (wanted[:36], wanted):
             yield Finding(node.name, "mlflow-dataset-changed", f"dataset {short[:12]} is not the one that was used")
-
-
