@@ -187,7 +187,7 @@ def report(result: Audit, hashing: bool, as_json: bool) -> None:
         print(f"       {content['meaning']} {content['mend']}".rstrip())
     for note in result.notes:
         print(printable(note))
-    if result.log is not None and result.log.entries:
+    if result.log.entries:
         print(f"log: {result.log.entries} entries; keep its head for --expect: {result.log}")
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
     read = "read" if hashing else "looked at, contents not read"

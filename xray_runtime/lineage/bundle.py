@@ -216,9 +216,8 @@ def take_in(
             os.rename(temporary, there)
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
-    log_checkpoints(
-        output, signing_key(output), {source.graph.nodes[sha].directory.name: sha for sha in order}, here=False
-    )
+    brought = {source.graph.nodes[sha].directory.name: sha for sha in order}
+    log_checkpoints(output, signing_key(output), brought, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

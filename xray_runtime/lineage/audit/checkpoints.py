@@ -51,7 +51,7 @@ class Audit:
     findings: list[Finding] = field(default_factory=list)
     unchanged: int = 0
     """Checkpoints that were not read, since they are as they were when they were last verified."""
-    log: Head | None = None
+    log: Head = Head(0, START)
     """Where the signed log ends: whoever keeps this can tell later whether anything was taken off it."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, in words; only of an audit that may leave something out."""
@@ -72,7 +72,7 @@ class Audit:
             "files": self.files,
             "bytes": self.bytes,
             "unchanged": self.unchanged,
-            "log": str(self.log) if self.log is not None else None,
+            "log": str(self.log),
             "notes": self.notes,
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -158,11 +158,9 @@ def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], 
             "were verified; neither they nor their runs in MLflow were read again. "
             f"Everything was last read {since.whole}"
         )
-    kept = (
-        "something was found"
-        if not result.is_sound
-        else write_since(store.output, store.graph, trusted, since, result.log or Head(0, START))
-    )
+    kept = "something was found"
+    if result.is_sound:
+        kept = write_since(store.output, store.graph, trusted, since, result.log)
     return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
 
 
