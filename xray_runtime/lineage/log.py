@@ -139,6 +139,9 @@ class Head(NamedTuple):
         return cls(int(entries), sha256)
 
 
+EMPTY = Head(0, START)
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of the log, as it lies there; whether its signature holds is not known yet."""

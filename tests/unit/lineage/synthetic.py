@@ -341,7 +341,13 @@ class Lifecycle:
         record.write_text(json.dumps(content, indent=2))
         if self.tracker is not None:
             self.tracker.log_files(run_id, self.output / "report.html", record)
-        left = digests(self.output, [*files, record, self.output / ARTIFACTS / run_id])
+        self.end()
+
+    def end(self) -> None:
+        """Sign what the run left, and say that it ended."""
+        run_id = self.run_id or "untracked"
+        paths = [self.output / name for name in ("lineage", "report.html", "config.yaml", "lifecycle.json")]
+        left = digests(self.output, [*paths, self.output / ARTIFACTS / run_id])
         append(self.output, self.key, RunEnded(run_id=run_id, status="completed"), left)
         if self.tracker is not None:
             self.tracker.tag(run_id, {LOG_TAG: mark(self.output)})

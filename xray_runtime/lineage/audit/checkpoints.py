@@ -25,7 +25,7 @@ from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_s
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
-from xray_runtime.lineage.log import START, Head
+from xray_runtime.lineage.log import EMPTY, Head
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
@@ -51,7 +51,7 @@ class Audit:
     findings: list[Finding] = field(default_factory=list)
     unchanged: int = 0
     """Checkpoints that were not read, since they are as they were when they were last verified."""
-    log: Head = Head(0, START)
+    log: Head = EMPTY
     """Where the signed log ends: whoever keeps this can tell later whether anything was taken off it."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, in words; only of an audit that may leave something out."""

@@ -13,9 +13,9 @@ from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.decisions import MOVES
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import (
+    EMPTY,
     LOCKS,
     LOG,
-    START,
     Decision,
     Head,
     Line,
@@ -49,7 +49,7 @@ class LogView:
 
     @property
     def head(self) -> Head:
-        return Head(len(self.heads), self.heads[-1]) if self.heads else Head(0, START)
+        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
 
     @property
     def identity(self) -> str:
