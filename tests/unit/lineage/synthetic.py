@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.log import RunBegan, RunEnded, append, digests, log_checkpoints, mark
+from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, mark
 from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
@@ -352,6 +353,13 @@ class Lifecycle:
         if self.tracker is not None:
             self.tracker.tag(run_id, {LOG_TAG: mark(self.output)})
             self.tracker.finish(run_id, "FINISHED")
+
+
+def decided(output: Path) -> list[dict[str, Any]]:
+    """Every decision of the log, as it stands there."""
+    payloads = [json.loads(line)["payload"] for line in (output / LOG).read_bytes().splitlines()]
+    entries = [json.loads(base64.b64decode(payload))["predicate"] for payload in payloads]
+    return [entry for entry in entries if "alias" in entry]
 
 
 GRAPHS: dict[str, Callable[[Lifecycle], str]] = {

@@ -218,7 +218,14 @@ def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> N
 
 def began(output: Path, run_id: str, place: str = "", **facts: Any) -> None:
     entry = RunBegan(
-        run_id=run_id, place=place, facts={"seed": 0} | facts, tracking="", experiment="x", name="x", params=START, tags={}
+        run_id=run_id,
+        place=place,
+        facts={"seed": 0} | facts,
+        tracking="",
+        experiment="x",
+        name="x",
+        params=START,
+        tags={},
     )
     append(output, signing_key(output), entry)
     said(output, run_id, "running", place)
