@@ -146,7 +146,7 @@ class Directory:
         run = self.tracker.stage_run(lifecycle, ref.stage, manifest.key, manifest.config)
         ref = run.log_checkpoint(ref, manifest, [])
         run.finish("FINISHED")
-        self.tracker.register(NAME, ref, run.run_id, ALIAS)
+        self.tracker.registry.register(NAME, ref, run.run_id, ALIAS)
         return ref
 
     def decide(self, number: int, version: str) -> None:
@@ -242,7 +242,7 @@ def measure(made: Directory, audits: bool) -> dict[str, tuple[float, float]]:
 
     def register() -> None:
         nonlocal version
-        version = made.tracker.register(NAME, new, f"{count:032}", ALIAS)
+        version = made.tracker.registry.register(NAME, new, f"{count:032}", ALIAS)
         made.decide(count, version)
 
     found["register"] = seconds(register)

@@ -1,7 +1,7 @@
 """The server home: the one directory `xray up` keeps everything in, and the state file there.
 
     HOME/state.json          what was started: ports, processes
-    HOME/output/             what lifecycles make: checkpoints, records, decisions, the signing key
+    HOME/output/             what lifecycles make: checkpoints, records, the signed log, the signing key
     HOME/prefect/, mlflow/   the servers' databases and artifacts
     HOME/ray-token           guards the ports of Ray
     HOME/logs/               the output of every service

@@ -30,7 +30,7 @@ from ray import tune as ray_tune
 from xray.flows.lifecycle import open_workspace
 from xray.flows.lifecycle_graph import lifecycle_graph
 from xray.flows.search import SearchConfig, Space, search_digest, trial_digest, with_values
-from xray.tasks.output_directory import CONFIG, DIGESTS, LIFECYCLE
+from xray.tasks.output_directory import CONFIG, DIGESTS
 from xray.tasks.spec import forwarded_variables
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS, Workspace
@@ -40,6 +40,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import LIFECYCLE
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import find_progress
 from xray_runtime.report.figures import read_metrics

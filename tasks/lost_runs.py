@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from xray.tasks.output_directory import LIFECYCLE, run_lock
+from xray_runtime.lineage.log import LIFECYCLE, mark, run_lock
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,12 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.run_summary import end_record
     from xray_runtime.credentials import tracking_address
     from xray_runtime.tracking.mlflow_tracker import abandon_run
+    from xray_runtime.tracking.registry import LOG_TAG
 
-    end_record(output, path, content | {"status": "failed"})
+    end_record(output, path, json.dumps(content | {"status": "failed"}, indent=2))
     try:
-        abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"])
+        tags = {LOG_TAG: mark(output)}
+        abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"], tags)
         if os.environ.get("PREFECT_API_URL"):
             crash_lost_flow_run(content["flow_run_id"], None)
     except Exception:

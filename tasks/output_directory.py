@@ -12,11 +12,10 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.log import LIFECYCLE, LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
-LIFECYCLE = "lifecycle.json"
-LOCKS = "locks"
 DIGESTS = "digests.sqlite"
 """Digests of outside files that did not change since they were read."""
 
@@ -43,12 +42,6 @@ def goes_on_from(output: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         done = []
     return f"the end of {done[-1]['name']}" if done else "the beginning"
-
-
-def run_lock(output: Path, run_id: str) -> FileLock:
-    """The lock that a run holds as long as it works in `output`."""
-    (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / f"run-{run_id}.lock")
 
 
 def require_no_run(output: Path) -> None:

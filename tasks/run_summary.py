@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
-from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.run_statement import REPORT, begin_run, sign_run
+from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, listed
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.figures import FIGURE, read_metrics
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 
@@ -58,7 +58,6 @@ class RunSummary:
             "registered": None,
         }
         self._write()
-        begin_run(output, run_id)
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
         """Add a stage, the `number`th of the graph."""
@@ -102,22 +101,26 @@ class RunSummary:
         self.content["registered"] = dict(registered)
         self._write()
 
-    def ended(self, status: str) -> None:
-        """`status`: completed, failed or interrupted. A completed run gets its report; what the run left is signed."""
+    def close(self, status: str) -> str:
+        """`status`: completed, failed or interrupted. A completed run gets its report. Returns what lifecycle.json gets."""
         self.content["status"] = status
         if status == "completed":
             self._report()
-        with self._lock:
-            self.content["seconds"] = time.perf_counter() - self._start
-            end_record(self._output, self.path, self.content)
+        return self._text()
 
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
 
+        held = listed(self._output)
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
         ]
+        for record in records:
+            # A figure goes into the report as it is: only one that was signed is not drawn anew.
+            kept = record.metrics_path.with_suffix(FIGURE)
+            if any(held.get(name) != sha256 for name, sha256 in digests(self._output, [kept]).items()):
+                kept.unlink()
         shown = []
         if self._evaluation is not None:
             shown = json.loads((self._evaluation[1] / "samples.json").read_text(encoding="utf-8"))
@@ -155,20 +158,20 @@ class RunSummary:
         return json.dumps(self.content, indent=2)
 
 
-def end_record(output: Path, path: Path, content: Mapping[str, Any]) -> None:
-    """Sign what a run left, then write its lifecycle.json to `path`: `content`, which says how it ended."""
-    text = json.dumps(content, indent=2)
-    directories = [records_directory(output, s["name"], s["key"]) for s in content["stages"]]
-    files = [file for directory in directories for file in sorted(directory.rglob("*")) if file.is_file()]
-    report = path.with_name(REPORT)
-    sign_run(
-        output,
-        content["run_id"],
-        files + ([report] if report.is_file() else []),
-        {path: hashlib.sha256(text.encode()).hexdigest()},
-        signing_key(output),
-    )
-    write_atomic(path, text)
+def end_record(output: Path, path: Path, content: str) -> None:
+    """Sign what a run left, say in the log that it ended, then write `content` to its lifecycle.json at `path`."""
+    run, held = json.loads(content), listed(output)
+    directories = [records_directory(output, stage["name"], stage["key"]) for stage in run["stages"]]
+    # A stage's records were signed when it ended; what somebody changed since is not vouched for anew.
+    files = {
+        name: sha256
+        for name, sha256 in digests(output, directories).items()
+        if held.get(name, sha256) == sha256 or name.endswith(FIGURE)
+    }
+    files |= digests(output, [path.with_name(REPORT), output / ARTIFACTS / run["run_id"]])
+    files[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
+    append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), files)
+    write_atomic(path, content)
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:

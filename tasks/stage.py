@@ -135,6 +135,7 @@ class _Job:
         """Run the body and publish what it made."""
         from xray.tasks.stored_results import keep_result
         from xray_runtime.lineage.attestation import attest
+        from xray_runtime.lineage.log import log_checkpoints
         from xray_runtime.lineage.signing import signing_key
         from xray_runtime.report.figures import read_metrics, training_figure
         from xray_runtime.store.checkpoints import load_manifest
@@ -156,10 +157,8 @@ class _Job:
         )
         self.progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
-        facts = self._facts(run.run_id, recorder.attempt)
-        record = functools.partial(
-            attest, parents=self._parents, run=facts, started=self._started, private_key=signing_key(output)
-        )
+        facts, key = self._facts(run.run_id, recorder.attempt), signing_key(output)
+        record = functools.partial(attest, parents=self._parents, run=facts, started=self._started, private_key=key)
         try:
             # An attempt before this one may have published and been lost before it could say so.
             checkpoint = store.find(spec.name, self.key)
@@ -170,6 +169,8 @@ class _Job:
                 self.progress(spec.name, 0, 0, "", "starting")
                 for parent in self._parents.values():
                     store.bring(parent)
+                parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
+                log_checkpoints(output, key, parents, here=False)
                 with store.building(spec.name, self.key) as built:
                     step = run_in_memory(
                         spec.name,
@@ -189,6 +190,7 @@ class _Job:
                         dataset=self._dataset(),
                         attest=record,
                     )
+            log_checkpoints(output, key, {checkpoint.path.name: checkpoint.sha256}, here=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
             figure = training_figure(self.kind.panels, series)
@@ -206,7 +208,7 @@ class _Job:
                 seconds=time.perf_counter() - self._start,
                 attempts=attempts,
             )
-            keep_result(result, output, store)
+            keep_result(result, output, store, renew=True)
             run.finish("FINISHED", attempts)
             recorder.finished()
         except BaseException as error:

@@ -224,19 +224,19 @@ def test_a_checkpoint_is_registered_once_and_the_alias_follows(tracker: Tracker,
     def candidate() -> Any:
         return tracker.client.get_model_version_by_alias("test-policy", "candidate")
 
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
     assert candidate().version == 1
     assert candidate().source == f"models:/{first.mlflow_model_id}"
     assert candidate().tags == {"xray.sha256": first.sha256, "xray.uri": first.uri}
-    assert tracker.register("test-policy", second, lifecycle, "candidate") == "2"
+    assert tracker.registry.register("test-policy", second, lifecycle, "candidate") == "2"
     assert candidate().tags["xray.sha256"] == second.sha256
     # Back to the first: no new version, the alias alone moves.
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
     assert candidate().tags["xray.sha256"] == first.sha256
     assert len(tracker.client.search_model_versions("name = 'test-policy'")) == 2
     # Under another name it is another model.
-    assert tracker.register("other-policy", second, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("other-policy", second, lifecycle, "candidate") == "1"
 
 
 def test_what_a_stage_records_is_in_files_and_in_mlflow(tracker: Tracker, lifecycle: str, tmp_path: Path) -> None:

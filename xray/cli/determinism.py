@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from xray.cli.supervisor import supervise
-from xray.tasks.output_directory import LIFECYCLE
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.lineage.log import LIFECYCLE
 
 
 def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: Path, console: Console) -> int:

@@ -42,8 +42,11 @@ def fetch(
 def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
     """Fetch, and say what is done; returns the names of what could not be had."""
     from xray_runtime.lineage.keys import exchange_keys
+    from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
     from xray_runtime.store.checkpoints import CHECKPOINTS, Store, verify
+    from xray_runtime.store.identity import file_sha256
+    from xray_runtime.store.manifest import MANIFEST
     from xray_runtime.store.shared import SharedStore, StorageError
 
     if storage is not None and has_login(storage):
@@ -58,7 +61,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
         shared = SharedStore(url, PATIENCE_S)
         names = shared.names(CHECKPOINTS) if everything else _recorded(output)
         output.mkdir(parents=True, exist_ok=True)
-        signing_key(output)
+        key = signing_key(output)
         exchange_keys(output, shared)
         store, missing = Store(output / CHECKPOINTS, shared), []
         for name in names:
@@ -67,6 +70,8 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
             fetched = not sound and store.fetch(place)
             if not sound and not fetched:
                 missing.append(name)
+            if fetched:
+                log_checkpoints(output, key, {name: file_sha256(place / MANIFEST)}, here=False)
             print(f"{'here' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None
@@ -75,7 +80,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
 def _recorded(output: Path) -> list[str]:
     """Directories of the checkpoints that lifecycle.json names."""
-    from xray.tasks.run_summary import LIFECYCLE
+    from xray_runtime.lineage.log import LIFECYCLE
 
     path = output / LIFECYCLE
     try:

@@ -17,6 +17,7 @@ from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.lineage.log import Head
 
 T = TypeVar("T")
 
@@ -97,6 +98,12 @@ def audit(
         bool,
         typer.Option("--since-verified", help="With --all: read only what changed since this last found all sound."),
     ] = False,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            "--expect", metavar="HEAD", help="Where the log ended once, as an audit printed it: nothing may be gone."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
@@ -109,6 +116,7 @@ def audit(
 
     if since_verified and (not everything or not hashing):
         checked(lambda: _refuse("--since-verified: needs --all, and not --no-hash"))
+    head = checked(lambda: _head(expect))
     if ref is not None and not everything and Path(ref).is_file():
         bundle = Path(ref)
         report(checked(lambda: audit_bundle(bundle, public_key, hashing=hashing)), hashing, as_json)
@@ -132,8 +140,17 @@ def audit(
         return place, [node]
 
     place, starts = checked(chosen)
-    result = run_audit(place, starts, public=public_key, hashing=hashing, since_verified=since_verified)
+    result = run_audit(place, starts, public=public_key, hashing=hashing, since_verified=since_verified, expect=head)
     report(result, hashing, as_json)
+
+
+def _head(text: str | None) -> Head | None:
+    from xray_runtime.lineage.log import Head
+
+    try:
+        return Head.parse(text) if text is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--expect: {error}") from None
 
 
 def _refuse(reason: str) -> None:
@@ -170,6 +187,8 @@ def report(result: Audit, hashing: bool, as_json: bool) -> None:
         print(f"       {content['meaning']} {content['mend']}".rstrip())
     for note in result.notes:
         print(printable(note))
+    if result.log.entries:
+        print(f"log: {result.log.entries} entries; keep its head for --expect: {result.log}")
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
     read = "read" if hashing else "looked at, contents not read"
     if result.unchanged:

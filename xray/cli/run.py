@@ -21,6 +21,8 @@ from xray_runtime.config.loading import check_storage, load_config, parse_overri
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_graph
 from xray_runtime.planning.workload import local_node, this_machine
 
@@ -73,6 +75,7 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
         if "config" in job:
             write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
+            leave(directory, signing_key(directory), [directory / CONFIG], "config")
         if verify:
             raise typer.Exit(verify_determinism(job, runtime, directory, console))
     except (ConfigError, OSError) as error:

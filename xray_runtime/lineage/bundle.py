@@ -6,7 +6,7 @@ it can be brought into another output directory and its MLflow, where the lineag
     index.html                all of it on one page: lineage, curves, judgements, conversations, licences
     provenance.intoto.jsonl   every checkpoint's statement in an envelope of its own, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
-    attestations/bundle.json  lists these files, signed by who exported
+    log.jsonl                 lists the checkpoints and these files, signed by who exported
 """
 
 from __future__ import annotations
@@ -18,27 +18,33 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.attestation import STATEMENT
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
+from xray_runtime.lineage.log import LOCKS, Left, append, digests, log_checkpoints
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.run_statement import FOLDER, sign_run
-from xray_runtime.lineage.signing import KEY_VARIABLE, envelope, has_signing_key, public_key, signing_key
+from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
+    PAYLOAD_TYPE,
+    envelope,
+    has_signing_key,
+    public_key,
+    signing_key,
+)
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.recorder import records_directory
 
-PAGE, PROVENANCE, BUNDLE = "index.html", "provenance.intoto.jsonl", "bundle"
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
+PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
     "cannot be known: when anything was signed. Times are the signer's; nobody else stamped them",
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
@@ -92,7 +98,10 @@ def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> Non
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     lines = [envelope(read_bounded(path), PAYLOAD_TYPE, key) for path in statements if path.is_file()]
     (place / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    sign_run(place, BUNDLE, [path for path in sorted(place.rglob("*")) if path.is_file()], {}, key)
+    files = digests(place, list(place.iterdir()))
+    log_checkpoints(place, key, {store.graph.nodes[sha].directory.name: sha for sha in chosen}, here=False)
+    append(place, key, Left(note="export"), files)
+    shutil.rmtree(place / LOCKS)
 
 
 @contextlib.contextmanager
@@ -144,9 +153,9 @@ def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True
 
 def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Audit:
     result = audit(store, public=public, hashing=hashing)
-    if not (store.output / FOLDER / f"{BUNDLE}.json").is_file():
-        missing = Finding(BUNDLE, "run-unsigned", f"it has no {FOLDER}/{BUNDLE}.json")
-        result.findings = sorted({*result.findings, missing})
+    # Nobody has a reason to put anything beside what was exported.
+    added = {replace(found, code="file-added") if found.code == "file-unknown" else found for found in result.findings}
+    result.findings = sorted(added)
     result.notes += list(UNKNOWN) + ([] if public else [UNKNOWN_KEY])
     return result
 
@@ -207,6 +216,8 @@ def take_in(
             os.rename(temporary, there)
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
+    brought = {source.graph.nodes[sha].directory.name: sha for sha in order}
+    log_checkpoints(output, signing_key(output), brought, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

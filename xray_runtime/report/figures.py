@@ -18,6 +18,9 @@ INK, GRID = "#7d8694", "#8b94a366"
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 
+FIGURE = ".svg"
+"""The suffix under which the curves of a stage are kept beside its metrics."""
+
 
 @dataclass(frozen=True)
 class StageRecord:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
 from xray_runtime.report.evaluations import SideBySide, figure
-from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
+from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
 from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def write_report(
 
 def _drawn(record: StageRecord) -> Markup:
     """The curves of a stage, empty where it has none. Drawing them takes most of a second: they are kept beside it."""
-    kept = record.metrics_path.with_suffix(".svg")
+    kept = record.metrics_path.with_suffix(FIGURE)
     if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
         return Markup(kept.read_text(encoding="utf-8"))
     figure = training_figure(record.panels, read_metrics(record.metrics_path))

@@ -33,13 +33,18 @@ OnProgress = Callable[[str, int, int, str, str], None]
 """(stage, done, total, unit, note)."""
 
 PROGRESS_SECONDS = 0.2
-METRICS = "metrics.jsonl"
+METRICS, ATTEMPTS = "metrics.jsonl", "attempts"
 RECORDS = "records"
 
 
 def records_directory(output: Path, stage: str, key: str) -> Path:
     """Where the records of a stage lie: metrics.jsonl, tables, figures. Nothing in there enters a checkpoint."""
     return output / RECORDS / f"{stage}-{key[:12]}"
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """The points of a file of metrics: `step`, `time_ms`, `metrics`."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
@@ -87,7 +92,7 @@ class StageRecorder:
         self._reported = 0.0
 
     def _count_attempt(self) -> int:
-        path = self._directory / "attempts"
+        path = self._directory / ATTEMPTS
         attempt = int(path.read_text()) + 1 if path.exists() else 1
         write_atomic(path, str(attempt))
         return attempt
@@ -165,8 +170,7 @@ class StageRecorder:
         with self.metrics_path.open("rb") as file:
             file.seek(self._sent)
             lines = file.read().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines]
-        self._run.metrics([(r["step"], r["time_ms"], r["metrics"]) for r in records])
+        self._run.points([json.loads(line) for line in lines])
         self._sent += sum(map(len, lines))
 
     def finished(self) -> None:

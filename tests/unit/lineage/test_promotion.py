@@ -13,7 +13,7 @@ import mlflow
 import pytest
 
 from tests.unit.lineage.promoting import aliases, broken, promoted, second_candidate
-from tests.unit.lineage.synthetic import NAME, Lifecycle, evaluation_files, examples, judged, judged_by
+from tests.unit.lineage.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
@@ -42,7 +42,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     assert decision.version == "1"
     assert aliases(output) == {"candidate": "2", "champion": "1", "previous": "2"}
     assert broken(output) == []
-    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    chain = decided(output)
     assert [d["action"] for d in chain] == ["register", "promote", "register", *["promote"] * 2, *["rollback"] * 2]
     assert chain[4]["evidence"].keys() == {"evaluation", "comparison"}
     assert {gate["name"] for gate in chain[4]["gates"]} >= {"min_win_rate", "max_regression"}
@@ -69,7 +69,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     seen = Review(NAME, "1", node, champion_of(place, NAME), [], "", {})
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
-    assert len(list(output.glob("decisions/*.json"))) == 2
+    assert len(decided(output)) == 2
 
 
 def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -> None:
@@ -79,7 +79,7 @@ def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -
     decline(place, seen, by="a person", note="it flatters")
     assert aliases(output) == {"candidate": "1"}
     assert broken(output) == []
-    said = json.loads((output / "decisions" / "000002.json").read_text())["predicate"]
+    said = decided(output)[1]
     assert (said["action"], said["name"], said["alias"], said["version"]) == ("decline", NAME, "champion", "1")
     assert (said["checkpoint"], said["by"], said["note"]) == (node.sha256, "a person", "it flatters")
     # What the person saw.
@@ -181,7 +181,7 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
         promoted(output, "ppo-2")
     assert error.value.reasons == ["KL 1.250; at most 1.0"]
     promoted(output, "ppo-2", max_kl=1.5)
-    last = json.loads(sorted(output.glob("decisions/*.json"))[-1].read_text())["predicate"]
+    last = decided(output)[-1]
     assert re.fullmatch(r"as evaluate-2 \w+ has them on record; set by hand: max_kl", last["gates_from"])
     assert [gate["name"] for gate in last["gates"]] == ["max_kl", "max_length_ratio"]
 

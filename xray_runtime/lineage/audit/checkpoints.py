@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -19,16 +18,17 @@ from typing import Any
 
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
+from xray_runtime.lineage.audit.files import check_files, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.verified import Since, read_since, write_since
+from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
-from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
+from xray_runtime.lineage.log import EMPTY, Head
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.run_statement import check_runs
-from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier
+from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Benchmark, Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
@@ -51,6 +51,8 @@ class Audit:
     findings: list[Finding] = field(default_factory=list)
     unchanged: int = 0
     """Checkpoints that were not read, since they are as they were when they were last verified."""
+    log: Head = EMPTY
+    """Where the signed log ends: whoever keeps this can tell later whether anything was taken off it."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, in words; only of an audit that may leave something out."""
 
@@ -70,6 +72,7 @@ class Audit:
             "files": self.files,
             "bytes": self.bytes,
             "unchanged": self.unchanged,
+            "log": str(self.log),
             "notes": self.notes,
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -82,6 +85,7 @@ def audit(
     public: Path | None = None,
     hashing: bool = True,
     since_verified: bool = False,
+    expect: Head | None = None,
 ) -> Audit:
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
@@ -91,6 +95,7 @@ def audit(
         hashing: False judges weights by their size alone.
         since_verified: read what changed since such an audit found everything sound, and record that this one did; see
             `verified`. Of everything, with hashing.
+        expect: where the log ended once, from somebody who kept that.
     """
     assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
@@ -104,6 +109,11 @@ def audit(
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
     since = read_since(store.output, graph, trusted) if since_verified else None
+    view, broken = read_log(store.output, verifier)
+    found += broken
+    result.log = view.head
+    heads = {"--expect": expect, RECORD: since.head if since is not None else last_head(store.output, trusted)}
+    found += check_heads(view, heads)
     prompts = Prompts(graph)
     commits: set[str] = set()
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
@@ -124,14 +134,15 @@ def audit(
             found += check_dataset(node, prompts)
             found += check_evaluation(node, graph, prompts, spans)
     found += _commits(sorted(commits))
+    if view.heads:
+        found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
-        found += _record(store)
-        found += check_runs(store.output, verifier, last_only=since is not None)
-    found += check_chain(store.output, verifier, since.chain if since is not None else None)
-    if store.tracking_uri is not None:
-        from xray_runtime.lineage.audit.registry import check_tracking
+        found += [Finding("keys", "key-exposed", text) for text in exposed_keys(store.output)]
+        found += check_record(store, view)
+        found += check_files(store, view)
+    from xray_runtime.lineage.audit.tracking import check_tracking
 
-        found += check_tracking(store, nodes, everything, changed)
+    found += check_tracking(store, view, nodes, everything, changed)
     result.findings = sorted(set(found))
     if since is not None:
         result.notes = _since_notes(store, result, trusted, since)
@@ -143,11 +154,13 @@ def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], 
     notes = [f"everything was read: {since.reason}"] if since.reason else []
     if not since.reason:
         notes.append(
-            f"{result.unchanged} of {result.checkpoints} checkpoints and {since.left_out} decisions are unchanged in "
-            "size, inode and times since they were verified; neither they nor their runs in MLflow were read again. "
+            f"{result.unchanged} of {result.checkpoints} checkpoints are unchanged in size, inode and times since they "
+            "were verified; neither they nor their runs in MLflow were read again. "
             f"Everything was last read {since.whole}"
         )
-    kept = "something was found" if not result.is_sound else write_since(store.output, store.graph, trusted, since)
+    kept = "something was found"
+    if result.is_sound:
+        kept = write_since(store.output, store.graph, trusted, since, result.log)
     return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
 
 
@@ -307,30 +320,3 @@ def _commits(commits: list[str]) -> Iterator[Finding]:
             return
         if not known:
             yield Finding("code", "code-unavailable", f"commit {commit[:12]}")
-
-
-def _record(store: LineageStore) -> Iterator[Finding]:
-    """lifecycle.json against the checkpoints it names."""
-    path = store.output / "lifecycle.json"
-    if not path.exists():
-        return
-    try:
-        content = json.loads(read_bounded(path))
-        stages = {s["name"]: (str(s["checkpoint"]["sha256"]), sorted(s["parents"])) for s in content["stages"]}
-        evaluation = content.get("evaluation")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        yield Finding("lifecycle.json", "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
-        return
-    removed, evaluations = pruned(store.output), []
-    for name, (sha, parents) in stages.items():
-        node = store.graph.nodes.get(sha)
-        if node is None and sha in removed:
-            continue
-        if node is None:
-            yield Finding("lifecycle.json", "record-differs", f"{name} {sha[:12]} is not in the store")
-        elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
-            yield Finding("lifecycle.json", "record-differs", f"{name}: stage or parents are not the checkpoint's")
-        elif node.is_a(Evaluation):
-            evaluations.append(node.results)
-    if evaluation is not None and evaluations and evaluation not in evaluations:
-        yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")

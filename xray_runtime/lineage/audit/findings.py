@@ -100,34 +100,67 @@ CODES: dict[str, tuple[str, str]] = {
         "Run the lifecycle again: it writes the record anew. What is missing alone, `xray fetch` may bring back.",
     ),
     "run-unsigned": (
-        "Nobody vouches for the record, the report and the figures of a run that ended.",
+        "Nobody vouches for the record or the report of a run.",
         "Run the lifecycle again: it writes and signs them anew.",
     ),
     "run-open": (
-        "A run is at work, or was killed: its record and its report are not signed yet.",
-        "Run the lifecycle to its end: it signs them.",
+        "A run is at work, or was killed: its record is not signed yet.",
+        "Run the lifecycle to its end: it signs it.",
     ),
     "run-changed": (
-        "A run's record, report, metrics or figure is not what was signed when the run ended.",
-        "Run the lifecycle again: it writes the record and the report anew. Metrics and figures come from a copy.",
+        "What a run left (its record, report, metrics, a table, figure or page) is not what was signed.",
+        "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
     ),
-    "decision-broken": ("The signed chain of registrations and promotions is broken.", _ASK),
+    "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
+    "file-unknown": ("It is no part of the records: nobody vouches for it.", ""),
+    "snapshot-left": (
+        "Snapshots that a stage would go on from; nobody vouches for them.",
+        "Run the lifecycle to its end, or remove them: the stage then starts over.",
+    ),
+    "key-exposed": (
+        "Others than its owner can, or could, use the key that signs.",
+        "Whatever it signed since may be another's: change the mode, rotate the key, and ask who had access.",
+    ),
+    "log-missing": (
+        "The signed log of what was published, decided and left here is gone.",
+        "Restore log.jsonl from a copy. Where nothing but checkpoints is left, import them into a new directory.",
+    ),
+    "log-broken": ("The signed log is not whole: from here on it vouches for nothing.", _ASK),
+    "log-shorter": ("Entries were taken off the signed log, or an older one was put in its place.", _ASK),
+    "checkpoint-unlogged": (
+        "The signed log does not say that this checkpoint was published here.",
+        "Ask where it came from. The lifecycle that made it, run again, takes it into the log.",
+    ),
+    "checkpoint-new": (
+        "The signed log does not have this checkpoint yet: a run was cut short, or is at work.",
+        "Run the lifecycle to its end.",
+    ),
+    "tracking-missing": (
+        "MLflow's store, where the runs were recorded, is gone: nothing of it was checked.",
+        "Restore mlflow.db from a copy, or run the lifecycle again to record it anew.",
+    ),
+    "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
     "mlflow-model-missing": ("MLflow does not know this checkpoint.", _RESTORE),
     "mlflow-model-changed": ("What MLflow says about the checkpoint is not what the checkpoint says.", _RESTORE),
     "mlflow-run-missing": ("The MLflow run that made the checkpoint is gone.", _RESTORE),
     "mlflow-run-deleted": (
-        "The MLflow run that made the checkpoint was deleted.",
-        "Restore it: `mlflow runs restore`.",
+        "The MLflow run that made the checkpoint, or its experiment, was deleted.",
+        "Restore it: `mlflow runs restore`, `mlflow experiments restore`.",
     ),
-    "mlflow-run-changed": ("Params or tags of the MLflow run are not what the statement says.", _RESTORE),
+    "mlflow-run-changed": ("Name, params or tags of the MLflow run are not what was signed.", _RESTORE),
     "mlflow-input-added": ("MLflow shows an input that was not used: it was added later.", _RESTORE),
     "mlflow-input-missing": ("MLflow does not show a parent or dataset that was used.", _RESTORE),
     "mlflow-dataset-changed": ("The dataset MLflow shows is not the one that was used.", _RESTORE),
-    "mlflow-metric-changed": ("Numbers in MLflow are not those of the evaluation.", _RESTORE),
+    "mlflow-metric-changed": ("Numbers in MLflow are not those that were signed.", _RESTORE),
+    "mlflow-metric-earlier": ("MLflow has points of an attempt that was cut short, beside those of the last.", ""),
     "registry-changed": (
         "A registered version points to another model than it says.",
         "Delete the version and run the lifecycle again, which registers the policy anew.",
+    ),
+    "registry-page-changed": (
+        "The page of a registered model in MLflow does not say what the signed records say.",
+        "Run the lifecycle again, or `xray promote`: both write the page anew. Delete tags that they did not write.",
     ),
     "alias-moved": (
         "An alias does not point where the last signed decision put it.",
@@ -143,5 +176,10 @@ NOTES = {
     "evaluation-near-overlap",
     "evaluation-unchecked",
     "run-open",
+    "file-unknown",
+    "snapshot-left",
+    "checkpoint-new",
+    "tracking-unchecked",
+    "mlflow-metric-earlier",
 }
 """Worth knowing; the audit is sound nevertheless."""
