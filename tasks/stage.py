@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
@@ -33,7 +33,7 @@ from xray.tasks.progress import StageProgress, publish_summary
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled, may_retry
+from xray_runtime.errors import NonFiniteError, WorkerEndedError, error_summary, is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -89,8 +89,14 @@ def stage(
     identity, outside = identify(kind, spec.name, config, spec.seed, spec.runtime, sha256s, functions, memory)
     store = Store(output / CHECKPOINTS, open_shared(spec.runtime.storage))
     job = _Job(spec, context, kind, config, identity, outside, refs, functions, store)
-    with _only_one(output, job):
-        result = job.find() or job.compute(memory)
+    try:
+        with _only_one(output, job):
+            result = job.find() or job.compute(memory)
+    except Exception as error:
+        if not is_cancelled(error):
+            raise
+        # Somebody asked for it: on the page that is no failure.
+        return Cancelled(name="Stopped", message=error_summary(error))
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
 
