@@ -19,7 +19,7 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.presets import POOL, QUEUES, VARIABLES, deployments, pull_steps
+from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments, pull_steps
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
@@ -80,11 +80,11 @@ def _make_pool(client: SyncPrefectClient) -> None:
         client.read_work_pool(POOL)
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="What `xray up` runs."))
-    for name, limit in QUEUES.items():
-        try:
-            client.read_work_queue_by_name(name, work_pool_name=POOL)
-        except ObjectNotFound:
-            client.create_work_queue(name, work_pool_name=POOL, concurrency_limit=limit)
+    try:
+        client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
+    except ObjectNotFound:
+        text = "One at a time: lifecycles and searches. Other runs do not wait for them."
+        client.create_work_queue(QUEUE, work_pool_name=POOL, description=text, concurrency_limit=1)
 
 
 if __name__ == "__main__":

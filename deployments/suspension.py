@@ -13,18 +13,18 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 import psutil
 
-from xray.deployments.presets import POOL
+from xray.deployments.presets import NO_HEARTBEAT, POOL, STOPPED
 from xray.deployments.server_home import State
 from xray.deployments.servers import ask, worker_name
 from xray_runtime.processes import kill, tagged
 
 KEY = "xray-down-"
 """Start of the pause key of a run that goes on by itself."""
-STOPPED = "Suspended by `xray down`; it goes on by itself after `xray up`."
 LOST = "Its process was lost while the servers were down; it goes on by itself."
 RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Environment variable that Prefect gives the process of a flow run."""
@@ -80,12 +80,26 @@ def settle(api: str, state: State) -> None:
         suspend(api, LOST, except_for=processes)
 
 
-def resume(api: str) -> list[str]:
-    """Let every suspended run go on; returns their names."""
-    runs = [run for run in _runs(api, ("PAUSED",)) if is_suspended(run)]
-    for run in runs:
+def resume(api: str, since: float) -> list[str]:
+    """Let every suspended run go on; returns their names.
+
+    Args:
+        since: when Prefect was started, in seconds since 1970. It may have noticed a lost run itself since then.
+    """
+    suspended = [run for run in _runs(api, ("PAUSED",)) if is_suspended(run)]
+    crashed = [run for run in _runs(api, ("CRASHED",)) if _was_found_lost(run, since)]
+    for run in suspended:
         ask(f"{api}/flow_runs/{run['id']}/resume", {}, PATIENCE_SECONDS)
-    return [run["name"] for run in runs]
+    for run in crashed:
+        # As the button Retry does on the run's page.
+        state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": LOST}
+        ask(f"{api}/flow_runs/{run['id']}/set_state", {"state": state}, PATIENCE_SECONDS)
+    return [run["name"] for run in suspended + crashed]
+
+
+def _was_found_lost(run: dict[str, Any], since: float) -> bool:
+    at = datetime.fromisoformat(run["state"]["timestamp"]).timestamp()
+    return run["state"]["message"] == NO_HEARTBEAT and at >= since
 
 
 def run_processes(worker_tag: str) -> dict[str, psutil.Process]:
@@ -108,6 +122,7 @@ def _runs(api: str, states: Iterable[str]) -> list[dict[str, Any]]:
     query = {
         "flow_runs": {"state": {"type": {"any_": list(states)}}, "deployment_id": {"is_null_": False}},
         "work_pools": {"name": {"any_": [POOL]}},
+        "sort": "START_TIME_DESC",
         "limit": MAX_RUNS,
     }
     found: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query, PATIENCE_SECONDS)

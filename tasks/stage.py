@@ -29,9 +29,10 @@ from prefect.states import Cancelled, Completed
 from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import DIGESTS, LOCKS
-from xray.tasks.progress import StageProgress, publish_summary
+from xray.tasks.progress import StageProgress
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
+from xray.tasks.summary import headline, stage_markdown
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import NonFiniteError, WorkerEndedError, error_summary, is_cancelled, may_retry
 
@@ -96,6 +97,7 @@ def stage(
         if not is_cancelled(error):
             raise
         # Somebody asked for it: on the page that is no failure.
+        log.info("%s", error_summary(error))
         return Cancelled(name="Stopped", message=error_summary(error))
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
@@ -133,6 +135,7 @@ class _Job:
         result = find_result(self.spec.name, self.key, self._output, self._store)
         if result is None:
             return None
+        self.progress.cached()
         return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
 
     def compute(self, memory: Any) -> StageResult:
@@ -219,7 +222,8 @@ class _Job:
         finally:
             recorder.close()
         image = self._tracker.image(run.run_id, "training") if figure is not None else None
-        publish_summary(self.kind, result, series, self._tracker.page(run.run_id), image)
+        page = stage_markdown(self.kind, result, series, self._tracker.page(run.run_id), image)
+        self.progress.ended(result, headline(self.kind, result, series), page)
         return result
 
     def _stage_run(self) -> Any:

@@ -84,12 +84,16 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         home.save(state)
         runs = worker(home, state)
         prefect, *others = servers(home, state)
-        # Before Prefect itself notices that the runs of a lost worker have no process.
-        after = {prefect.name: lambda: settle(_api(home, state), state)} if runs.find() is None else {}
-        _start(home, state, [prefect, *others], after)
-        _install(home, state)
-        if resumed := resume(_api(home, state)):
-            _say(f"going on: {', '.join(resumed)}")
+        if runs.find() is not None:
+            _start(home, state, [prefect, *others])
+            _install(home, state)
+        else:
+            # Before Prefect itself notices that the runs of a lost worker have no process.
+            _start(home, state, [prefect, *others], {prefect.name: lambda: settle(_api(home, state), state)})
+            _install(home, state)
+            assert prefect.record is not None
+            if resumed := resume(_api(home, state), prefect.record.created):
+                _say(f"going on: {', '.join(resumed)}")
         _start(home, state, [runs])
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
