@@ -19,6 +19,7 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
+from xray.deployments.form import FIRST, with_first_fields
 from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments, pull_steps
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -37,7 +38,7 @@ def main() -> None:
 def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> list[str]:
     """Write the deployments that are missing or of another version; returns their names."""
     there = {deployment.name: deployment.version for deployment in client.read_deployments()}
-    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
+    forms = [FIRST, *(model.model_json_schema() for model in (LifecycleConfig, SearchConfig))]
     pull, written = pull_steps(values), []
     for preset in deployments(values):
         version = digest({"preset": preset, "pull": pull, "forms": forms})[:12]
@@ -58,7 +59,7 @@ def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[st
         entrypoint=preset["entrypoint"],
         tags=preset["tags"],
         parameters=preset["parameters"],
-        parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
+        parameter_openapi_schema=with_first_fields(parameter_schema(flow).model_dump(exclude_unset=True)),
         enforce_parameter_schema=True,
         work_pool_name=pool["name"],
         work_queue_name=pool.get("work_queue_name"),
