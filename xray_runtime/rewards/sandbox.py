@@ -127,19 +127,20 @@ class LimitedProcess:
 
     def _start(self) -> None:
         one = self._answerer
-        errors = self._stack.enter_context(tempfile.TemporaryFile())
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "pass_fds": one.pass_fds}
-        started = sandboxed(one.program, one.limits, self._directory, one.path, **streams)
+        self._errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        started = sandboxed(one.program, one.limits, self._directory, one.path, pass_fds=one.pass_fds, **streams)
         self._process = self._stack.enter_context(started)
         if self._answer(START_S) != READY:
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").split("\n")
-            code = self._process.poll()
+            why = self._ending() or f"it is not ready within {START_S:g} s"
             self.end()
-            ending = f"exit code {code}" if code is not None else f"not ready within {START_S:g} s"
-            why = next((line for line in reversed(said) if line.strip()), "it said nothing")
-            raise RuntimeError(f"the process of a verifier does not start: {why} ({ending})")
-        if self._exchange(one.warm_up, START_S) is None:
+            raise RuntimeError(f"the process of a verifier does not start: {why}")
+        try:
+            is_warm = self._exchange(one.warm_up, START_S) is not None
+        except RuntimeError:
+            self.end()
+            raise
+        if not is_warm:
             raise RuntimeError(f"the process of a verifier is not ready within {START_S:g} s")
 
     def _exchange(self, question: bytes, limit_s: float) -> dict[str, Any] | None:
@@ -152,14 +153,24 @@ class LimitedProcess:
             stdin.flush()
         answer = self._answer(limit_s)
         if answer is None:
-            ended = self._process.poll()
+            ending = self._ending()
             self.end()
-            if ended is None:
+            if ending is None:
                 return None
-            raise RuntimeError(f"the process of a verifier ended by itself ({ended})")
+            raise RuntimeError(f"the process of a verifier ended by itself: {ending}")
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
+
+    def _ending(self) -> str | None:
+        """How the process ended, and the last line it wrote to stderr; None: it runs."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
+        return ": ".join([f"exit code {code}", *lines[-1:]])
 
     def _answer(self, limit_s: float) -> dict[str, Any] | None:
         """The next line; None where it does not come."""

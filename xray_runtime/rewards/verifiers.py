@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
 from xray_runtime.rewards import checks, worker
-from xray_runtime.rewards.code.client import CodeSandbox, tests_in
+from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.sandbox import LIMITED, Answerer, LimitedProcess, limits_of
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
@@ -101,7 +101,7 @@ class _CodeChecks:
     def check(self, reply: str, given: Any) -> Score:
         config = self._config
         try:
-            tests = tests_in(given)
+            tests = read_tests(given)
         except ValueError as error:
             return failure(f"column {config.column!r} {error}")
         return self._sandbox.score(checks.last_block(reply), tests, config.limit_s, config.memory_mb)

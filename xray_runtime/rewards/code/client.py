@@ -11,11 +11,9 @@ from typing import Any
 import xray_runtime
 from xray_runtime.rewards.code import server
 from xray_runtime.rewards.sandbox import LIMITED, START_S, Answerer, LimitedProcess
-from xray_runtime.rewards.source import Score
+from xray_runtime.rewards.source import Score, failure
 
-IN_HAND = (
-    "must hold Python statements, a list of them, or {\"inputs\": [...], \"outputs\": [...]} with as many texts in each"
-)
+ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Program:
     stdout: str
 
 
-def tests_in(value: Any) -> str | list[Program]:
+def read_tests(value: Any) -> str | list[Program]:
     """What a column holds: Python statements that raise where the code is wrong, or cases of a program.
 
     Raises:
@@ -40,13 +38,13 @@ def tests_in(value: Any) -> str | list[Program]:
     if isinstance(value, dict):
         inputs, outputs = value.get("inputs"), value.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
-            raise ValueError(IN_HAND)
+            raise ValueError(ALLOWED)
         if not all(isinstance(text, str) for text in (*inputs, *outputs)):
-            raise ValueError(IN_HAND)
+            raise ValueError(ALLOWED)
         return [Program(*case) for case in zip(inputs, outputs, strict=True)]
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
-        raise ValueError(IN_HAND)
+        raise ValueError(ALLOWED)
     return "\n".join(lines)
 
 
@@ -58,20 +56,20 @@ class CodeSandbox:
         root = str(Path(xray_runtime.__file__).parents[1])
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
-        self._process = LimitedProcess(
-            Answerer(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory
-        )
+        self._process = LimitedProcess(Answerer(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory)
 
     def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
-        """1 where the code passes all tests, else 0 and why.
+        """1 where the code passes all tests, else 0 and why; a failure where the tests are of no use.
 
         Raises:
-            RuntimeError: the sandbox does not work, or the tests do not.
+            RuntimeError: the sandbox does not work.
             OSError: the sandbox cannot be started.
         """
         memory = memory_mb * 2**20
         if isinstance(tests, str):
             answer = self._ask(_question(server.TESTS, code, tests, limit_s, memory), limit_s)
+            if "unusable" in answer:
+                return failure(answer["unusable"])
             return Score(float(answer["passed"]), answer.get("why"))
         for number, case in enumerate(tests):
             answer = self._ask(_question(server.CASE, code, case.stdin, limit_s, memory), limit_s)
@@ -81,18 +79,18 @@ class CodeSandbox:
                 return Score(0.0, f"case {number}: it prints something else")
         return Score(1.0)
 
-    def end(self) -> None:
-        """End the server."""
-        self._process.end()
-
     def close(self) -> None:
         """End the server for good."""
         self._process.end()
         os.close(self._output)
 
     def _ask(self, question: bytes, limit_s: float) -> dict[str, Any]:
-        # The server keeps to the limit; it may have to be started.
-        answer = self._process.ask(question, limit_s + START_S)
+        # The server keeps to the limit itself, and ends after an error.
+        try:
+            answer = self._process.ask(question, limit_s + START_S)
+        except RuntimeError:
+            self._process.end()
+            raise
         if answer is None:
             raise RuntimeError(f"the sandbox does not answer within {limit_s + START_S:g} s")
         return answer

@@ -35,7 +35,7 @@ class Judge:
 
     Args:
         channel: to the process of the reply.
-        verdict: where the one line {"passed": bool, "why": …} or {"error": …} is written.
+        verdict: where the one line {"passed": bool, "why": …} or {"unusable": why} is written.
     """
 
     def __init__(self, channel: Channel, verdict: int) -> None:
@@ -48,7 +48,7 @@ class Judge:
             compiled = compile(tests, TESTS, "exec")
             space = _Space(self, tests)
         except (SyntaxError, ValueError, RecursionError) as error:
-            self._end(error=f"the tests cannot be read ({error})")
+            self._end(unusable=f"the tests cannot be read ({error})")
         try:
             self._answer()
         except Exception as error:
@@ -61,7 +61,9 @@ class Judge:
             place = f"line {lines[-1]} of the tests: " if lines else ""
             self._end(passed=False, why=f"{place}{_described(error)}")
         if not self._asked:
-            self._end(error="the tests ask nothing of the code; where they define check(candidate), end with check(NAME)")
+            self._end(
+                unusable="the tests ask nothing of the code; where they define check(candidate), end with check(NAME)"
+            )
         self._end(passed=True)
 
     def ask(self, *request: Any) -> Any:
@@ -92,7 +94,7 @@ class Judge:
         def keep(held: Any) -> list[Any]:
             if not isinstance(held, Remote):
                 kind = type(held).__name__
-                self._end(error=f"the tests hand an object of class {kind!r} to the code; plain values alone cross")
+                self._end(unusable=f"the tests hand an object of class {kind!r} to the code; plain values alone cross")
             return ["object", object.__getattribute__(held, "_number")]
 
         return encode(value, keep)
@@ -143,7 +145,9 @@ class _Space(dict[str, Any]):
         names = _missing_names(tests)
         nodes = list(ast.walk(ast.parse(tests)))
         read = [node.id for node in nodes if isinstance(node, ast.Name)]
-        through = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        through = [
+            node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        ]
         self._modules = {n for n in names & sys.stdlib_module_names if read.count(n) == through.count(n)}
         known = {name for name in names if hasattr(builtins, name)}
         self._theirs = (names - self._modules - known) or known

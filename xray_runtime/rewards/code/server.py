@@ -1,8 +1,8 @@
-"""A process that forks others for code of replies and their tests: `python -S -c PROGRAM OUTPUT`.
+"""A process that forks others for code of replies and their tests: `CodeSandbox` starts it.
 
-Python and its library are loaded once. Each question is a `HEADER` and two texts of the lengths it names, on stdin; each
-answer is one JSON line on stdout: {"passed": bool, "why": text}, or {"error": text} where it is not the reply's fault.
-The first line says that it is ready.
+Python and its library are loaded once. Each question is a `HEADER` and two texts of the lengths it names on stdin. Each
+answer is one JSON line on stdout: {"passed": bool, "why": text}, {"unusable": why} of tests, or {"error": why}, after
+which this process ends. The first line says that it is ready.
 
     TESTS    the code; then the tests, which a process of their own runs (`judge`)
     CASE     the code; then what its program reads from stdin; what it prints stands in the file OUTPUT
@@ -25,6 +25,7 @@ import random
 import resource
 import select
 import signal
+import site
 import struct
 import sys
 import warnings
@@ -44,7 +45,9 @@ OUTPUT_BYTES = 2**24
 """What a program may print."""
 ANSWERS = 1
 """Where this process answers."""
-NOT_LOADED = "antigravity distutils ensurepip idlelib lib2to3 pydoc_data readline test this tkinter turtle turtledemo venv"
+NOT_LOADED = (
+    "antigravity distutils ensurepip idlelib lib2to3 pydoc_data readline test this tkinter turtle turtledemo venv"
+)
 """Modules of the library that act, or need a screen; no file is open to a reply that would load them."""
 LOADED_TOO = """collections.abc concurrent.futures email.message email.parser encodings.ascii encodings.idna
 encodings.latin_1 encodings.utf_16 encodings.utf_32 html.parser importlib.metadata importlib.resources json.decoder
@@ -141,19 +144,18 @@ class _Server:
     def _child(self, prepare: Callable[[], Prepared], memory: int, failed: int) -> NoReturn:
         try:
             descriptors, run = prepare()
-            last = len(descriptors)
             # First out of the way of those they become.
-            above = [fcntl.fcntl(one, fcntl.F_DUPFD, FREE) for one in (*descriptors, failed)]
+            *above, failed = [fcntl.fcntl(one, fcntl.F_DUPFD, FREE) for one in (*descriptors, failed)]
             for number, one in enumerate(above):
                 os.dup2(one, number)
-            os.closerange(last + 1, above[-1] + 1)
+            os.closerange(len(above), failed)
             self._confine(memory)
-            os.close(last)
-        except BaseException as error:
-            os.write(failed, " ".join(f"{error}".split()).encode()[:500])
-            os._exit(1)
-        try:
+            os.close(failed)
+            failed = -1
             run()
+        except BaseException as error:
+            if failed >= 0:
+                os.write(failed, " ".join(f"{error}".split()).encode()[:500])
         finally:
             os._exit(1)
 
@@ -169,15 +171,17 @@ class _Server:
         }
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
-        # The filter refuses to open files by itself; this takes their names too, where it may.
+        # The filter below is enough by itself. Where we may, names of files and root's rights go too.
+        is_root = os.geteuid() == 0
         with contextlib.suppress(OSError):
-            if os.geteuid():
+            if not is_root:
                 self._libc.unshare(CLONE_NEWUSER)
             os.chroot(".")
-        if os.geteuid() == 0:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+        with contextlib.suppress(OSError):
+            if is_root:
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
         self._control(PR_SET_PDEATHSIG, signal.SIGKILL, "is not ended with its parent")
         if os.getppid() != self._pid:
             os._exit(1)
@@ -228,6 +232,7 @@ def _load() -> None:
     for name in [*sorted(sys.stdlib_module_names - set(NOT_LOADED.split())), *LOADED_TOO.split()]:
         with contextlib.suppress(ImportError):  # other systems'
             importlib.import_module(name)
+    site.setquit()
     sys.path.clear()
     sys.argv[1:] = []
     atexit._clear()

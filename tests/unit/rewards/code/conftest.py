@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.rewards.code.client import CodeSandbox, tests_in
+from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.source import Score
 
 Judge = Callable[..., Score]
@@ -26,6 +26,6 @@ def judge(sandbox: CodeSandbox) -> Judge:
     """What the sandbox says of code and what a column holds."""
 
     def judge(code: str, given: Any, limit_s: float = 10.0, memory_mb: int = 256) -> Score:
-        return sandbox.score(code, tests_in(given), limit_s, memory_mb)
+        return sandbox.score(code, read_tests(given), limit_s, memory_mb)
 
     return judge

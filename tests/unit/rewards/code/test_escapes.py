@@ -1,8 +1,11 @@
 """Replies that try to pass without being right, or to reach what is not theirs. Each passes only if it succeeds."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable
@@ -64,7 +67,7 @@ def f(x):
             except OSError: pass
     os._exit(0)
 """,
-    "an answer before the question": "import os\nfor n in range(3, 9):\n    try: os.write(n, b'[\"value\", null]\\n[\"passed\", true]\\n' * 3)\n    except OSError: pass\ndef f(x): return 1",
+    "an answer before the question": 'import os\nfor n in range(3, 9):\n    try: os.write(n, b\'["value", null]\\n["passed", true]\\n\' * 3)\n    except OSError: pass\ndef f(x): return 1',
     "a flood of answers": "import os\ndef f(x):\n    while True:\n        for n in range(3, 9):\n            try: os.write(n, b'x' * 65536)\n            except OSError: pass",
     "a flood of output": "import os\ndef f(x):\n    while True: os.write(1, b'x' * 65536)",
     "ctypes rewrites 1 as 2": "import ctypes\nctypes.memmove(id(1) + 24, id(2) + 24, 4)\ndef f(x): return 0",
@@ -107,7 +110,6 @@ REACHES = {
     "the network": "import socket\ndef f(): return bool(socket.create_connection(('127.0.0.1', {port}), 2))",
     "a socket": "import socket\ndef f(): return bool(socket.socketpair())",
     "a file by a raw system call": "import ctypes\ndef f(): return ctypes.CDLL(None).syscall(257, -100, b'/proc/self/maps', 0) >= 0",
-    "a name by a raw system call": "import ctypes\ndef f():\n    b = ctypes.create_string_buffer(4096)\n    return ctypes.CDLL(None).syscall(262, -100, b'{key}', b, 0x1000) == 0",
 }
 """Each is True where it succeeds."""
 
@@ -171,6 +173,16 @@ def test_a_reply_reaches_nothing(name: str, judge: Judge, tmp_path: Path, monkey
         )
         found = judge(code, TRUE, limit_s=5.0)
     assert (found.value, bool(found.why)) == (0.0, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others may be kept from a root directory of their own")
+def test_names_of_files_are_hidden(judge: Judge) -> None:
+    code = """
+import ctypes
+def f(path):
+    return ctypes.CDLL(None).syscall({number}, -100, path.encode(), ctypes.create_string_buffer(4096), 0x1000) == 0
+""".replace("{number}", {"x86_64": "262"}.get(platform.machine(), "79"))
+    assert judge(code, ["assert f('/')", f"assert not f({os.__file__!r})"]).value == 1.0
 
 
 @pytest.mark.parametrize("name", LOOKS)
