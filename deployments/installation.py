@@ -19,7 +19,8 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.presets import POOL, QUEUES, VARIABLES, deployments, pull_steps
+from xray.deployments.form import FIRST, with_first_fields
+from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments, pull_steps
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
@@ -37,7 +38,7 @@ def main() -> None:
 def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> list[str]:
     """Write the deployments that are missing or of another version; returns their names."""
     there = {deployment.name: deployment.version for deployment in client.read_deployments()}
-    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
+    forms = [FIRST, *(model.model_json_schema() for model in (LifecycleConfig, SearchConfig))]
     pull, written = pull_steps(values), []
     for preset in deployments(values):
         version = digest({"preset": preset, "pull": pull, "forms": forms})[:12]
@@ -58,7 +59,7 @@ def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[st
         entrypoint=preset["entrypoint"],
         tags=preset["tags"],
         parameters=preset["parameters"],
-        parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
+        parameter_openapi_schema=with_first_fields(parameter_schema(flow).model_dump(exclude_unset=True)),
         enforce_parameter_schema=True,
         work_pool_name=pool["name"],
         work_queue_name=pool.get("work_queue_name"),
@@ -80,11 +81,11 @@ def _make_pool(client: SyncPrefectClient) -> None:
         client.read_work_pool(POOL)
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="What `xray up` runs."))
-    for name, limit in QUEUES.items():
-        try:
-            client.read_work_queue_by_name(name, work_pool_name=POOL)
-        except ObjectNotFound:
-            client.create_work_queue(name, work_pool_name=POOL, concurrency_limit=limit)
+    try:
+        client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
+    except ObjectNotFound:
+        text = "One at a time: lifecycles and searches. Other runs do not wait for them."
+        client.create_work_queue(QUEUE, work_pool_name=POOL, description=text, concurrency_limit=1)
 
 
 if __name__ == "__main__":

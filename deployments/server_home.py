@@ -115,7 +115,9 @@ class ServerHome:
             QUIET
             | {
                 # Our log messages appear on the flow run's page.
-                "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,xray_runtime",
+                "PREFECT_LOGGING_EXTRA_LOGGERS": "xray,xray_runtime",
+                # A run that `xray down` asks to end has its state already: SIGTERM must not make it Crashed.
+                "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
                 # In memory, slots would stay taken after the server was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }

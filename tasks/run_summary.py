@@ -179,7 +179,8 @@ def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, found in (e.get("judges") or {}).items():
         low, high = found["win_rate_ci95"]
         title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
-        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {found['samples']} prompts)"))
+        counts = f"{found['samples']} prompts, {found['tied']} tied"
+        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {counts})"))
     for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
         if e[f"{name}_after"] is not None:
             rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))

@@ -24,16 +24,17 @@ from filelock import FileLock, Timeout
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import DIGESTS, LOCKS
-from xray.tasks.progress import StageProgress, publish_summary
+from xray.tasks.progress import StageProgress
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
+from xray.tasks.summary import headline, stage_markdown
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled, may_retry
+from xray_runtime.errors import NonFiniteError, WorkerEndedError, error_summary, is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -91,8 +92,15 @@ def stage(
     identity, outside = identify(kind, spec.name, config, spec.seed, spec.runtime, sha256s, functions, memory)
     store = Store(output / CHECKPOINTS, open_shared(spec.runtime.storage))
     job = _Job(spec, context, kind, config, identity, outside, refs, functions, store)
-    with _only_one(output, job):
-        result = job.find() or job.compute(memory)
+    try:
+        with _only_one(output, job):
+            result = job.find() or job.compute(memory)
+    except Exception as error:
+        if not is_cancelled(error):
+            raise
+        # Somebody asked for it: on the page that is no failure.
+        log.info("%s", error_summary(error))
+        return Cancelled(name="Stopped", message=error_summary(error))
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
 
@@ -129,6 +137,7 @@ class _Job:
         result = find_result(self.spec.name, self.key, self._output, self._store)
         if result is None:
             return None
+        self.progress.cached()
         return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
 
     def compute(self, memory: Any) -> StageResult:
@@ -217,7 +226,8 @@ class _Job:
         finally:
             recorder.close()
         image = self._tracker.image(run.run_id, "training") if figure is not None else None
-        publish_summary(self.kind, result, series, self._tracker.page(run.run_id), image)
+        page = stage_markdown(self.kind, result, series, self._tracker.page(run.run_id), image)
+        self.progress.ended(result, headline(self.kind, result, series), page)
         return result
 
     def _stage_run(self) -> Any:

@@ -15,6 +15,7 @@ import ray
 from prefect.client.schemas.objects import State
 
 from xray.tasks.prefect_state import crash_lost_task_run
+from xray_runtime.errors import StageInterruptedError
 
 POLL_SECONDS = 0.2
 
@@ -193,5 +194,7 @@ class SubmittedTasks:
 def _error_of(state: State[Any]) -> BaseException:
     if state.is_pending():
         return ParentFailedError(state.message)
+    if state.is_cancelled():
+        return StageInterruptedError(state.message)
     error = state.result(raise_on_failure=False)
     return error if isinstance(error, BaseException) else RuntimeError(state.message)

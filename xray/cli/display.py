@@ -200,7 +200,7 @@ def _results(e: dict[str, Any]) -> list[str]:
         shown = "" if found["judges"] else ", shown only"
         lines.append(
             f"win rate    {found['win_rate']:.3f}  {_interval(found['win_rate_ci95'])}  over {found['samples']} "
-            f"held-out prompts, by {name}{shown}"
+            f"held-out prompts, {found['tied']} tied, by {name}{shown}"
         )
     for name, title in (("gold", "gold score"), ("reward", "reward    ")):
         if e[f"{name}_after"] is not None:

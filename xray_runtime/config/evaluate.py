@@ -90,7 +90,8 @@ class PromotionConfig(Section):
     Wins and scores are those of independent judges alone, and of each of them."""
 
     min_win_rate: UnitInterval | None = 0.5
-    """The lower end of the win rate's 95% interval, over the SFT model."""
+    """The lower end of the 95% interval of the win rate over the SFT model must be above it (Wilson's, over the prompts
+    that are not tied). Where all are tied nothing has improved, and the gate does not hold."""
     max_kl: Positive | None = 20.0
     """Nats a reply, to the SFT model."""
     max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
@@ -99,7 +100,7 @@ class PromotionConfig(Section):
     """While the reward rises that the policy was trained against, the mean score of no judge may fall by more: it is a
     sign of reward hacking."""
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
-    """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
-    the same seeds, may be this far below one half."""
+    """The lower end of the 95% interval of the win rate over the present champion, ties by half, on the same held-out
+    prompts with the same seeds, must be less than this below one half."""
     allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
     """Everything that the candidate, or what rewarded it, was made from has one of these licences; None: not asked."""

@@ -79,15 +79,17 @@ class JSONSchemaVerifier(Section):
 
 
 class CodeVerifier(Section):
-    """1 where the reply's Python code, or the last fenced block in it, passes the column's tests, in a sandbox."""
+    """1 where the reply's Python code, or the last fenced block in it, passes the column's tests, in a sandbox apart
+    from them."""
 
     kind: Literal["code"] = "code"
     column: Column
-    """Python statements, or a list of them, that raise where the code is wrong."""
+    """Python statements, or a list of them, that call the code and raise where it is wrong; or, of programs, what they
+    read and should print: `{"inputs": [text, ...], "outputs": [text, ...]}`, as an object or its JSON."""
     limit_s: Positive = 5.0
-    """Code that takes longer scores 0."""
+    """Code that takes longer, for all its tests or one program, scores 0."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
-    """Code that needs more address space scores 0."""
+    """Code that needs more address space, beside Python's own, scores 0."""
 
 
 Verifier = MathVerifier | RegexVerifier | JSONSchemaVerifier | CodeVerifier

@@ -142,6 +142,8 @@ class StageKind:
     """The same config with a step or two, for the determinism check."""
     panels: Panels = ()
     """Training curves on its page and in the report."""
+    headline: Mapping[str, str] = field(default_factory=dict)
+    """What to say of it in one line: metric, or number in `results` → word for it."""
     findings: Callable[[Series], Sequence[str]] = lambda series: ()
     """What its metrics say in plain words, where it cannot have learnt; in the summary."""
     results: str | None = None

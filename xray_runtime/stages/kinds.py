@@ -146,6 +146,7 @@ PREPARE = register(
         "xray_runtime.stages.prepare:run",
         computes=False,
         outside=_data_read,
+        headline={"train_pairs": "training pairs", "heldout_pairs": "held-out pairs"},
         results="stats.json",
     )
 )
@@ -185,6 +186,7 @@ SFT = register(
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
+        headline={"sft/loss": "loss"},
         title="supervised fine-tuning on people's replies",
     )
 )
@@ -200,6 +202,7 @@ PREFERENCES = register(
         functions=_judges,
         check=checks.check_preferences,
         shorten=_fewer_preferences,
+        headline={"pairs": "pairs"},
         results="stats.json",
     )
 )
@@ -231,6 +234,7 @@ REWARD_MODEL = register(
             ),
             ("gradient norm", ["reward_model/grad_norm"]),
         ],
+        headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
         results="reward.json",
         title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
     )
@@ -272,6 +276,7 @@ PPO = register(
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
+        headline={"reward/mean": "reward", "kl/reference_k1": "KL"},
         findings=policy_findings,
         title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
@@ -293,6 +298,7 @@ DPO = register(
             ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),
             ("gradient norm", ["dpo/grad_norm"]),
         ],
+        headline={"dpo/loss": "loss", "dpo/heldout_accuracy": "held-out accuracy"},
         title="a policy after learning from preference pairs",
     )
 )
@@ -313,6 +319,7 @@ KTO = register(
             ("held-out pairs in the right order", ["kto/heldout_accuracy"]),
             ("gradient norm", ["kto/grad_norm"]),
         ],
+        headline={"kto/loss": "loss", "kto/heldout_accuracy": "held-out accuracy"},
         title="a policy after learning from desirable and undesirable replies",
     )
 )
@@ -342,6 +349,7 @@ EVALUATE = register(
         functions=_judges,
         check=checks.check_evaluation,
         shorten=_fewer_prompts,
+        headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},
         findings=evaluation_findings,
         results="evaluation.json",
         sides=("policy", "against"),
@@ -389,6 +397,7 @@ COMPARE = register(
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
         check=checks.check_evaluation,
+        headline={"win_rate": "win rate"},
         results="comparison.json",
         sides=("policy", "champion"),
     )

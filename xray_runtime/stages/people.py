@@ -13,7 +13,7 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.verdicts import SHARES, mean_share
+from xray_runtime.data.verdicts import SHARES, mean_share, outcomes
 from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.store.checkpoints import read_manifest
 
@@ -53,6 +53,7 @@ def judged_by_people(
     return {
         "judges": True,
         "samples": len(shares),
+        **outcomes(sum(values) / len(values) for values in shares.values()),
         "win_rate": rate,
         "win_rate_ci95": [low, high],
         "delta": 2 * rate - 1,

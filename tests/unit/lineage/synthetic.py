@@ -78,10 +78,16 @@ def ledger() -> dict[str, bytes]:
     return {f"ledger/{number:06d}.parquet": rollouts(number) for number in range(2)}
 
 
+JUDGED = 40
+"""Prompts that a judge of an evaluation says to have seen."""
+
+
 def judged(win_rate: float, delta: float) -> dict[str, Any]:
     """What one judge of an evaluation says."""
     interval = [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)]
-    return {"judges": True, "samples": 6, "win_rate": win_rate, "win_rate_ci95": interval, "delta": delta}
+    won = round(JUDGED * win_rate) if win_rate == win_rate else None
+    counts = {"samples": JUDGED, "won": won, "lost": JUDGED - (won or 0), "tied": 0}
+    return {"judges": True, **counts, "win_rate": win_rate, "win_rate_ci95": interval, "delta": delta}
 
 
 def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:

@@ -237,6 +237,7 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
     assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
     assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
+    assert (found["won"], found["lost"], found["tied"]) == (1, 2, 2)
     # Wilson's interval of 2 in 5.
     assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
     assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])

@@ -145,7 +145,12 @@ def test_a_candidate_of_another_signer_is_not_promoted(fresh: Callable[[], Path]
 @pytest.mark.parametrize(
     ("gates", "reason"),
     [
-        ({"min_win_rate": 0.5}, "win rate 0.600, 95% from 0.400 (gold); at least 0.5"),
+        (
+            {"min_win_rate": 0.5},
+            # 24 of 40; it takes more than 3.84 / 4 / 0.1² = 96.04.
+            "gold: 24 won, 16 lost, 0 tied; win rate 0.600 of those not tied, 95% from 0.446 (at this rate "
+            "about 57 more prompts are needed); must be above 0.5",
+        ),
         ({"min_win_rate": None, "max_kl": 1.0}, "KL 1.250; at most 1.0"),
         ({"min_win_rate": None, "max_length_ratio": 1.1}, "length 8.0 → 10.0; ratio at most 1.1"),
         ({"min_win_rate": None}, "reward +1.000, score -0.100 (gold); a fall of at most 0.0"),
@@ -217,14 +222,15 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("numbers", "gate", "reason"),
     [
-        ({"judges": {"gold": judged(NAN, 0.2) | {"win_rate": 0.6}}}, "min_win_rate", "win_rate_ci95 by gold of .* NaN"),
-        ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate": None}}}, "min_win_rate", "win_rate by gold of .* is null"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"won": NAN}}}, "min_win_rate", "won by gold of .* is NaN"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"tied": None}}}, "min_win_rate", "tied by gold of .* is null"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"lost": True}}}, "min_win_rate", "lost by gold of .* is true"),
+        ({"judges": {"gold": {"judges": True, "delta": 0.2}}}, "min_win_rate", "won by gold of .* is null"),
         (
-            {"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": []}}},
+            {"judges": {"gold": judged(0.5, 0.0) | {"won": 0, "lost": 0, "tied": 40}}},
             "min_win_rate",
-            "win_rate_ci95 by gold .* null",
+            "^gold: all 40 prompts are tied, which shows no improvement; must be above 0.1$",
         ),
-        ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": 0.9}}}, "min_win_rate", "win_rate_ci95 by .* null"),
         ({"kl": NAN}, "max_kl", "kl of .* is NaN"),
         ({"length_after": None}, "max_length_ratio", "length_after of .* is null"),
         ({"judges": {"gold": judged(0.6, NAN)}}, "max_judge_drop", "delta by gold of .* is NaN"),
@@ -251,7 +257,10 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     stage = second_candidate(output, win_rate=0.55)
     with pytest.raises(NotPromoted, match="the candidate was not compared with the champion"):
         promoted(output, stage, min_win_rate=None)
-    reason = r"win rate over the champion 0.550, 95% from 0.350 \(gold\), 6 prompts; at most 0.1 below one half"
+    # 22 of 40 begin at 0.398.
+    reason = (
+        r"over the champion gold: 22 won, 18 lost, 0 tied; win rate 0.550 with ties by half, 95% from 0.398 \(at this"
+    )
     with pytest.raises(NotPromoted, match=reason):
         promoted(output, stage, "compare", min_win_rate=None)
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
