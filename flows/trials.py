@@ -44,6 +44,7 @@ from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.graph import Handle
 from xray_runtime.stages.identify import identify
 from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.seal import process_seal
 from xray_runtime.store.shared import open_shared
 from xray_runtime.store.snapshots import Snapshots
 from xray_runtime.tracking.mlflow_tracker import StageRun
@@ -281,7 +282,7 @@ def run_trial(
         record = _read_record(Path(place) / RECORD)
         if key and search.watched is not None and record is not None and record.state == "pruned":
             directory = snapshots_directory(workspace.output, search.watched[0], key)
-            Snapshots(directory, 1, open_shared(config.runtime.storage)).clear()
+            Snapshots(directory, 1, process_seal(), open_shared(config.runtime.storage)).clear()
         return Cancelled(message="The search ended it early.")
     if search.watched is not None:
         _value(workspace, "prune.metric", *search.watched)
