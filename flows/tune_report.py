@@ -55,12 +55,18 @@ def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, floa
     """Field → its share in what the values differ by (PED-ANOVA, Watanabe et al. 2023); nothing from few trials."""
     if len({record.value for record in records if record.state == "finished"}) < MIN_FOR_IMPORTANCE:
         return {}
+    study = study_of(search, records)
+    return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+
+
+def study_of(search: Search, records: Sequence[TrialRecord]) -> optuna.Study:
+    """A study in memory that has been told how these trials came out."""
     study = optuna.create_study(direction="maximize" if search.wanted.mode == "max" else "minimize")
     space = distributions(search.space)
     for record in records:
         params, state = search.drawn(record.values), STATES[record.state]
         study.add_trial(optuna.trial.create_trial(state=state, value=record.value, params=params, distributions=space))
-    return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+    return study
 
 
 def distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:

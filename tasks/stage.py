@@ -144,6 +144,7 @@ class _Job:
         """Run the body and publish what it made."""
         from xray.tasks.stored_results import keep_result
         from xray_runtime.lineage.attestation import attest
+        from xray_runtime.lineage.keys import seal_of
         from xray_runtime.lineage.log import log_checkpoints
         from xray_runtime.lineage.signing import signing_key
         from xray_runtime.report.figures import read_metrics, training_figure
@@ -161,6 +162,7 @@ class _Job:
             run,
             self.progress,
             spec.runtime.snapshot_every,
+            seal_of(output),
             store.shared,
             (lambda question: ask_person(spec.name, question, self.progress)) if shown else None,
         )
@@ -278,6 +280,7 @@ class _Job:
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,
+            seal=recorder.seal,
         )
 
 

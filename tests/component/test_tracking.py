@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
 from xray_runtime.tracking.recorder import StageRecorder, records_directory
 
@@ -243,7 +244,9 @@ def test_what_a_stage_records_is_in_files_and_in_mlflow(tracker: Tracker, lifecy
     key = "ef" * 32
     run = tracker.stage_run(lifecycle, "sft", key, {})
     seen: list[Any] = []
-    recorder = StageRecorder(tmp_path, "sft", key, run, lambda *progress: seen.append(progress), every=1)
+    recorder = StageRecorder(
+        tmp_path, "sft", key, run, lambda *progress: seen.append(progress), every=1, seal=process_seal()
+    )
     recorder.begin()
     figure = Figure()
     figure.add_subplot().plot([1, 2], [3, 4])

@@ -19,6 +19,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, in_shards, joined, stored
+from xray_runtime.store.seal import Seal
 
 OPEN = 8
 """Beginnings of one conversation that a pair may go on from."""
@@ -63,6 +64,7 @@ class ConversationTokens:
         max_prompt: tokens before a reply; where there are more it is not learned.
         max_reply: tokens of a reply, the end of its turn included; where there are more, or fewer than 2, it is not
             learned.
+        seal: of the run, whose tokens are read.
         report: told of progress where the tokens have to be made.
 
     Raises:
@@ -75,9 +77,12 @@ class ConversationTokens:
         tokenizer: Any,
         max_prompt: int,
         max_reply: int,
+        seal: Seal,
         report: Report = lambda done, total: None,
     ) -> None:
-        shards = stored(pairs, "conversations", tokenizer, lambda: _encoded(Pairs(pairs, Example), tokenizer, report))
+        shards = stored(
+            pairs, "conversations", tokenizer, lambda: _encoded(Pairs(pairs, Example), tokenizer, report), seal
+        )
         self._ids = [Shard(shard.column("input_ids")) for shard in shards]
         self._spans = [Shard(shard.column("spans")) for shard in shards]
         counts = joined([np.diff(shard.offsets) for shard in self._spans], np.int64) // 2

@@ -12,11 +12,13 @@ it can be brought into another output directory and its MLflow, where the lineag
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tarfile
 import tempfile
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +44,7 @@ from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bo
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import is_safe
 from xray_runtime.tracking.recorder import records_directory
 
 PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
@@ -51,6 +54,8 @@ UNKNOWN = (
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
 """What no bundle can prove."""
+MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
+"""Far more than any bundle of ours has."""
 UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
 
 
@@ -113,8 +118,8 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
         manifests_only: leave out all files but manifests: for finding out what is in it.
 
     Raises:
-        ConfigError: it is no bundle, or holds links, devices, files with holes or names that lead out of it, or does
-            not fit on the disk.
+        ConfigError: it is no bundle, or does not fit on the disk, or holds links, devices, files with holes, names that
+            lead out of it or stand twice, or more and longer ones than any bundle of ours.
     """
     with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_disk) as temporary:
         output = Path(temporary)
@@ -127,22 +132,65 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
 def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
     """Raises ConfigError as `opened`."""
     try:
-        with tarfile.open(path, "r:") as archive:
-            free = shutil.disk_usage(output).free
-            if path.stat().st_size > free:
-                raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
-            for member in archive:
-                # A file with holes says to be larger than the archive it comes in, by any factor.
-                if not (member.isfile() or member.isdir()) or member.issparse():
-                    raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
-                if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
-                    archive.extract(member, output, filter="data")
-    except (tarfile.TarError, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
+        free, size = shutil.disk_usage(output).free, path.stat().st_size
+        if not path.is_file():
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: must be a file")
+        if size > free:
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
+        with _BoundedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in _members(path, archive):
+                target = output / member.name
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                elif not manifests_only or target.name == MANIFEST:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    # Bytes alone: no mode, owner or time comes from outside.
+                    source = archive.extractfile(member)
+                    assert source is not None
+                    with target.open("xb") as into:
+                        shutil.copyfileobj(source, into)
+    except ConfigError:
+        raise
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {text})") from None
     if not (output / CHECKPOINTS).is_dir():
         raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
+
+
+class _BoundedFile(io.FileIO):
+    """A file of which little is read at a time: a header that says to be large would be read whole."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"it has a header of more than {MAX_HEADER_BYTES:,} bytes")
+        return super().read(size) or b""
+
+
+def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a bundle. Raises ConfigError at the first that X-ray would not have written."""
+    seen: set[str] = set()
+    for member in archive:
+        name = member.name
+        # Names that some file system takes for the same one are the same.
+        plain = unicodedata.normalize("NFC", name).casefold()
+        problem = None
+        # A file with holes says to be larger than the archive it comes in, by any factor.
+        if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
+            problem = "which is no plain file and no directory"
+        elif not is_safe(name) or not name.isprintable():
+            problem = "a name that leads out of it, or is none of ours"
+        elif name.count("/") >= MAX_DEPTH or len(os.fsencode(name)) > MAX_NAME_BYTES:
+            problem = f"a name of more than {MAX_DEPTH} parts or {MAX_NAME_BYTES} bytes"
+        elif plain in seen:
+            problem = "a name that stands in it twice"
+        elif len(seen) >= MAX_MEMBERS:
+            problem = f"its member {MAX_MEMBERS + 1:,}: more are not allowed"
+        if problem is not None:
+            shown = ascii(name) if len(name) <= 80 else f"{name[:80]!a}…"
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: it holds {shown}, {problem}")
+        seen.add(plain)
+        yield member
 
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:

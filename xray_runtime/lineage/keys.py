@@ -42,6 +42,7 @@ from xray_runtime.lineage.signing import (
 from xray_runtime.lineage.statement import InTotoRecord, Subject
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Sha256
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedStore
 
 RETIRED, TRUSTED = "retired", "trusted"
@@ -124,6 +125,12 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
         reached |= {rotation.retired for rotation in rotations if rotation.successor in reached}
     until = {rotation.retired: rotation.at for rotation in rotations}
     return [TrustedKey(paths[sha], until.get(sha)) for sha in sorted(reached)]
+
+
+def seal_of(output: Path) -> Seal:
+    """What seals and unseals what the runs of an output directory keep; a retired key's seals do not count."""
+    trusted = [read_bounded(key.path) for key in trusted_keys(output) if key.until is None]
+    return Seal(signing_key(output).read_bytes(), trusted)
 
 
 def root_keys(output: Path) -> list[Path]:

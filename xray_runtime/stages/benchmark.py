@@ -88,7 +88,7 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
 def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> Found:
     config, (dataset, side) = stage.config, _side(stage)
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    tokens, pairs = Tokens(side, Example, tokenizer, tokenizing(recorder)), Pairs(side, Example)
+    tokens, pairs = Tokens(side, Example, tokenizer, stage.seal, tokenizing(recorder)), Pairs(side, Example)
     replies = tokens.lengths["input_ids"] - tokens.prompt_lengths
     fits = (tokens.prompt_lengths <= max_prompt_tokens(dataset)) & (replies <= config.max_response_tokens)
     rows = _chosen(stage, np.flatnonzero(fits), config.num_rows)
@@ -165,7 +165,7 @@ def _words(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> Fou
 def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> Found:
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, side, limit)
+    found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     rows = [prompt for prompt in chosen for _ in range(config.samples)]
     sampling = sampling_of(config, policy, tokenizer)
@@ -246,7 +246,7 @@ def _sampled(
     config: SampledSuite = stage.config
     policy, (dataset, side) = stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, side, limit)
+    found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     asked = [found[i] for i in chosen]
     ids = [tokens for _, tokens in asked for _ in range(samples)]

@@ -18,6 +18,7 @@ from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import Report, Tokens
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.finite import naming
+from xray_runtime.store.seal import Seal
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -52,11 +53,12 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     Args:
         pairs: a side of a dataset.
         max_prompt: tokens that fit.
+        seal: of the run, whose tokens are read.
     """
 
-    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int) -> None:
+    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
-        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer)
+        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
         self.rows = self._tokens.different_prompts(max_prompt)
         """Where each prompt stands first."""
 

@@ -83,7 +83,7 @@ def asked_prompts(
     the dataset carries for them."""
     dataset = stage.inputs.prompts.path
     limit = max_prompt_tokens(dataset)
-    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)
+    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
     fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]

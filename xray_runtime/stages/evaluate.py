@@ -42,7 +42,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     tokenizer = load_tokenizer(before)
     stops = stops_of(before, tokenizer)
     limit = max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit)
+    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)

@@ -65,7 +65,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     a hacked reward."""
     config, dataset = stage.config, stage.inputs.prompts.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
+    prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset), stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     kl = make_kl_controller(config.kl)

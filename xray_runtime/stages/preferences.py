@@ -120,7 +120,7 @@ def _from_gold(
     tokenizer = load_tokenizer(policy)
     gold = load_gold(config.gold, stage.functions)
     limit = max_prompt_tokens(data)
-    found = UniquePrompts(tokenizer, data / TRAIN, limit)
+    found = UniquePrompts(tokenizer, data / TRAIN, limit, stage.seal)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     prompts = [found[i] for i in order[: config.num_pairs]]
     if len(prompts) < config.num_pairs:

@@ -39,7 +39,8 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
     train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
     )
     heldout_rows = _both_sides(heldout, range(len(heldout)))
     steps = max(1, config.epochs * len(train) // config.batch_size)

@@ -72,7 +72,7 @@ class RewardSources:
         terms: list[RewardTerm] = getattr(config, field)
         self._field = field
         self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
-        self._journal = Journal(stage.kept, stage.kept_shared)
+        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         self._terms: dict[str, RewardTerm] = {}
         self._fields: dict[str, str] = {}
         self._external: dict[str, Source] = {}

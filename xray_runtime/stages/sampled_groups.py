@@ -63,7 +63,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     """
     config: GroupsConfig = stage.config
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, dataset / TRAIN, limit)
+    found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: there is no prompt of at most {limit} tokens")
     random = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts"))

@@ -37,7 +37,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     tokenizer = load_tokenizer(base)
     limits = (max_prompt_tokens(dataset), config.max_response_tokens)
     train, heldout = (
-        ConversationTokens(dataset / side, tokenizer, *limits, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+        ConversationTokens(dataset / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
     )
     if not len(train) or not len(heldout):
         raise ValueError(
@@ -105,7 +106,7 @@ def _validation_rows(
     recorder: Recorder,
 ) -> Rows:
     found = ConversationTokens(
-        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, tokenizing(recorder)
+        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, stage.seal, tokenizing(recorder)
     )
     if not len(found):
         raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")

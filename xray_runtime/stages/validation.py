@@ -68,7 +68,7 @@ class Validation:
         if self._config is None:
             return
         dataset = stage.inputs.prompts.path
-        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt_tokens(dataset))
+        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt_tokens(dataset), stage.seal)
         order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
         chosen = order[: self._config.num_prompts].tolist()
         if len(chosen) < stage.config.frozen.data_parallel:

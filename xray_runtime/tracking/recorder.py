@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError
 from xray_runtime.files import write_atomic
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedStore
 from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
 
@@ -57,6 +58,7 @@ class StageRecorder:
 
     Args:
         every: steps between periodic snapshots.
+        seal: what was kept is read only where it is sealed with it.
         shared: where snapshots are kept too.
         ask: puts a question to a person; None where nobody can be asked.
     """
@@ -69,17 +71,18 @@ class StageRecorder:
         run: StageRun | None,
         on_progress: OnProgress,
         every: int,
+        seal: Seal,
         shared: SharedStore | None = None,
         ask: Callable[[str], Answer | None] | None = None,
     ) -> None:
-        self._ask = ask
+        self._ask, self.seal = ask, seal
         self.log_dir = output / "logs" / stage
         self._interrupted: type[StageInterruptedError | WorkerEndedError] | None = None
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self._directory / METRICS
-        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, seal, shared)
         self.kept = self._snapshots.directory
         """A directory that stays from attempt to attempt until the stage is published."""
         self.kept_shared = self._snapshots.kept

@@ -15,6 +15,7 @@ from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.data.sources import prompt_and_replies
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.store.seal import process_seal
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 SAID = [
@@ -75,7 +76,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> None:
-    found = ConversationTokens(dataset, tokenizer, 10_000, 10_000)
+    found = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal())
     assert (len(found), found.num_replies, found.num_dropped) == (7, 13, 0)
     rows = found.take([3, 6, 0])
     masks = list(rows["response_mask"])
@@ -101,15 +102,15 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
 
 
 def test_what_has_too_many_tokens_is_not_learned(dataset: Path, tokenizer: Any) -> None:
-    whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000).take(range(7))
+    whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal()).take(range(7))
     first = int(whole["prompt_lengths"][1])
     # Only the first reply has so few tokens before it: rows end with it.
-    found = ConversationTokens(dataset, tokenizer, first, 10_000)
+    found = ConversationTokens(dataset, tokenizer, first, 10_000, process_seal())
     assert (len(found), found.num_replies, found.num_dropped) == (7, 7, 6)
     assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7))["input_ids"]} == {"<|end|>"}
     # The call is longer than any of the other replies; what follows it is learned with it in view.
     of_reply = len(tokenizer("sunny <|end|> it is", split_special_tokens=True)["input_ids"]) + 1
-    found = ConversationTokens(dataset, tokenizer, 10_000, of_reply)
+    found = ConversationTokens(dataset, tokenizer, 10_000, of_reply, process_seal())
     assert (len(found), found.num_replies, found.num_dropped) == (7, 10, 3)
     assert found.take([1])["input_ids"].lengths.tolist() == whole["input_ids"].lengths[1:2].tolist()
-    assert len(ConversationTokens(dataset, tokenizer, 1, 10_000)) == 0
+    assert len(ConversationTokens(dataset, tokenizer, 1, 10_000, process_seal())) == 0
