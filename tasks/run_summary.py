@@ -102,7 +102,7 @@ class RunSummary:
         self._write()
 
     def close(self, status: str) -> str:
-        """`status`: completed, failed or interrupted. A completed run gets its report. Returns lifecycle.json's text."""
+        """`status`: completed, failed or interrupted. A completed run gets its report. Returns its text."""
         self.content["status"] = status
         if status == "completed":
             self._report()
