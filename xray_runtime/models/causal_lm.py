@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase
 
 ATTENTION = "sdpa"
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+"""Config fields by which families name their context."""
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 
@@ -231,6 +233,18 @@ def stops_of(directory: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ..
     path = Path(directory) / "generation_config.json"
     recommended = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return stop_tokens(tokenizer, recommended)
+
+
+def max_positions(directory: str | os.PathLike[str]) -> int | None:
+    """The context of a checkpoint directory's model, in tokens; None where its config does not say."""
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    # A model that also reads images keeps what its language model is in a section of its own.
+    for section in (config, config.get("text_config") or {}):
+        for name in CONTEXT:
+            if isinstance(section.get(name), int) and section[name] > 0:
+                return int(section[name])
+    return None
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

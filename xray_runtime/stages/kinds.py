@@ -28,7 +28,13 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.report.findings import evaluation_findings, policy_findings
+from xray_runtime.report.findings import (
+    data_findings,
+    evaluation_findings,
+    policy_findings,
+    preferences_findings,
+    sft_findings,
+)
 from xray_runtime.stages import checks
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
@@ -146,6 +152,7 @@ PREPARE = register(
         "xray_runtime.stages.prepare:run",
         computes=False,
         outside=_data_read,
+        findings=data_findings,
         results="stats.json",
     )
 )
@@ -185,6 +192,7 @@ SFT = register(
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
+        findings=sft_findings,
         title="supervised fine-tuning on people's replies",
     )
 )
@@ -199,6 +207,7 @@ PREFERENCES = register(
         outside=_preferences_read,
         functions=_judges,
         check=checks.check_preferences,
+        findings=preferences_findings,
         shorten=_fewer_preferences,
         results="stats.json",
     )

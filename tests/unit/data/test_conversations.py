@@ -12,8 +12,8 @@ from xray_runtime.data import conversations as module, tokens
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens, conversations
 from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.records import prompt_and_replies
 from xray_runtime.data.rows import num_response_tokens
-from xray_runtime.data.sources import prompt_and_replies
 from xray_runtime.data.tokenizing import train_tokenizer
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}

@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.sources import (
-    Conversation,
-    chat_pairs,
-    chitchat_conversations,
-    conversation_id,
-    preference,
-    prompt_and_replies,
-    read_records,
-)
+from xray_runtime.data.records import conversation_id, preference, prompt_and_replies
+from xray_runtime.data.sources import Conversation, chat_pairs, chitchat_conversations, read_records
 
 
 def user(text: str) -> dict[str, str]:
