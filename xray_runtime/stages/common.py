@@ -93,7 +93,9 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         return self._pairs[row].prompt, self._tokens.prompt(row)
 
     def report(self, recorder: Recorder) -> None:
-        """What is asked, and what does not fit; once, before the first step."""
+        """What is left out because it does not fit; once, before the first step."""
+        if not self.num_too_long:
+            return
         counts = {"different": len(self), "too_long": self.num_too_long, "max_tokens": self.max_prompt}
         recorder.metrics({f"prompts/{name}": float(count) for name, count in counts.items()}, step=0)
 
