@@ -23,6 +23,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.demand import check_graph
 from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.stages.identify import check_hub_names
 
 
 def run(
@@ -105,6 +106,8 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
         machine = this_machine(config.runtime.device)
         check_graph(graph, machine.device, [local_node(machine)])
     check_storage(config)
+    for call in graph.calls.values():
+        check_hub_names(call.kind, call.name, call.config)
     return {"config": config.model_dump(mode="json")}, config.runtime, directory
 
 

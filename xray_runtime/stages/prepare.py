@@ -106,7 +106,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     difficulties.append(difficulty)
                     trained.add(conversation)
                     asked.add(text)
-    counts |= {f"dropped_{reason}": count for reason, count in left_out.counts.items()}
+    counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if absent:
         read = ", ".join(repr(part.source) for part in config.sources) or repr(config.source)
         raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")

@@ -283,8 +283,11 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         ({"messages": [user("x"), assistant("y") | {"weight": 2}]}, "file line 3: messages has weight 2; allowed: 0"),
         ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
-        ({"chosen": "lost\n\nHuman: a\n\nAssistant: b"}, "file line 3: chosen must be turns that begin with"),
-        ({"chosen": 1}, "file line 3: chosen must be a string or a list of messages, not int"),
+        (
+            {"chosen": "lost\n\nHuman: a\n\nAssistant: b", "rejected": "x"},
+            "file line 3: chosen must be turns that begin with",
+        ),
+        ({"chosen": 1, "rejected": "x"}, "file line 3: chosen must be a string or a list of messages, not int"),
     ],
 )
 def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message: str) -> None:

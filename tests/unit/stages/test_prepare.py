@@ -88,7 +88,7 @@ def test_chitchat(tmp_path: Path) -> None:
         assert 2 <= len(prompt_text(e.prompt)) <= 120
         assert e.response == " ".join(e.response.split())
     assert len({e.id for e in (*train, *heldout)}) == len(train) + len(heldout)
-    dropped = sum(count for name, count in stats.items() if name.startswith("dropped_"))
+    dropped = sum(n for name, n in stats.items() if name.startswith("dropped_")) - stats["dropped_without_reply"]
     assert stats["read_pairs"] == stats["train_pairs"] + stats["heldout_pairs"] + dropped
     assert stats["read_conversations"] == 7168
     assert notes.reports[-1] == (7168, 7168)
