@@ -150,7 +150,8 @@ def main() -> None:
         chats, sft_model, judge_model = start(config)
         sft, judge, dataset = sft_model.result().path, judge_model.result().path, chats.result().path
         tokenizer = AutoTokenizer.from_pretrained(sft, trust_remote_code=False)
-        prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset), process_seal())
+        limit = max_prompt_tokens(dataset, sft, int(WORK["max_new_tokens"]))
+        prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, process_seal())
         for repeat in range(options.repeats):
             for critic in ("separate", "shared"):
                 policy = xray.ppo(

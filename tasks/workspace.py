@@ -38,7 +38,7 @@ from xray_runtime.planning.demand import check_call
 from xray_runtime.progress import open_progress
 from xray_runtime.stages.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
-from xray_runtime.stages.identify import code_of
+from xray_runtime.stages.identify import check_hub_names, code_of
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
@@ -193,6 +193,7 @@ class Workspace(Graph):
 
     def submit(self, call: StageCall) -> None:
         check_call(call, self.runtime, self.runtime.device, nodes())
+        check_hub_names(call.kind, call.name, call.config)
         if call.kind.registered_in == "__main__":
             raise ConfigError(f"{call.name}: stage kind {call.kind.name!r} must be defined in a module of its own")
         if self._is_left_out(call):

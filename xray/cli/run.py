@@ -25,6 +25,7 @@ from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_graph
 from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.stages.identify import check_hub_names
 
 
 def run(
@@ -109,6 +110,8 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
         machine = this_machine(config.runtime.device)
         check_graph(graph, machine.device, [local_node(machine)])
     check_storage(config)
+    for call in graph.calls.values():
+        check_hub_names(call.kind, call.name, call.config)
     return {"config": config.model_dump(mode="json")}, config.runtime, directory
 
 

@@ -268,14 +268,16 @@ class LifecycleConfig(Section):
             limit = self.base.max_positions
             new_tokens = [stage.max_new_tokens for stage in self.ppo_stages]
             new_tokens += [self.evaluate.max_new_tokens]
-            if self.sft is not None:
+            if self.sft is not None and self.sft.max_response_tokens is not None:
                 new_tokens.append(self.sft.max_response_tokens)
             if isinstance(self.preferences, GoldPreferences):
                 new_tokens.append(self.preferences.max_new_tokens)
-            if self.data.max_prompt_tokens + max(new_tokens) > limit:
+            # Left to the stages, prompts are as long as a reply leaves room for.
+            needed = (self.data.max_prompt_tokens or 1) + max(new_tokens)
+            if needed > limit:
                 raise ValueError(
-                    f"data.max_prompt_tokens + the longest reply = {self.data.max_prompt_tokens + max(new_tokens)} "
-                    f"must be at most base.max_positions = {limit}"
+                    f"data.max_prompt_tokens + the longest reply = {needed} must be at most base.max_positions = "
+                    f"{limit}"
                 )
         return self
 

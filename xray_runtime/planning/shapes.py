@@ -14,6 +14,7 @@ from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.models.location import NO_CODE, locate
+from xray_runtime.store.hub import check_on_hub
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""
@@ -118,6 +119,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
     Raises:
         ValueError: it cannot be found or read, or is no Llama-like model.
     """
+    check_on_hub(config.model, field, "model")
     name, gguf = locate(config.model, field)
     try:
         if gguf is not None:

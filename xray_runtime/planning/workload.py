@@ -14,6 +14,8 @@ from xray_runtime.config.base import CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.lifecycle import BaseModelConfig, LifecycleConfig
 from xray_runtime.config.preferences import GoldPreferences
+from xray_runtime.config.prepare import PROMPT_TOKENS
+from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.planning.memory import (
@@ -231,7 +233,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             generator,
         ),
         evaluated=(frozen("before"), frozen("after"), *judges, *of_its_own, generator),
-        sequence_tokens=config.data.max_prompt_tokens + response,
+        sequence_tokens=_longest_prompt(config, response) + response,
         response_tokens=response,
         batch_size=min(
             [s.batch_size for s in (config.sft, config.reward, config.dpo) if s is not None]
@@ -251,9 +253,27 @@ def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
     return from_pretrained(PretrainedBase(model=model), field)
 
 
+def _longest_prompt(config: LifecycleConfig, response: int) -> int:
+    """`data.max_prompt_tokens`, or what stages take where it is null; of a context that is not known, the most."""
+    if config.data.max_prompt_tokens is not None:
+        return config.data.max_prompt_tokens
+    return (
+        min(PROMPT_TOKENS, config.base.max_positions - response)
+        if isinstance(config.base, FreshBase)
+        else PROMPT_TOKENS
+    )
+
+
+def _longest_learned(config: LifecycleConfig) -> int:
+    """`sft.max_response_tokens`, or what the stage takes where it is null."""
+    if config.sft is not None and config.sft.max_response_tokens is not None:
+        return config.sft.max_response_tokens
+    return min(REPLY_TOKENS, config.base.max_positions // 3) if isinstance(config.base, FreshBase) else REPLY_TOKENS
+
+
 def _longest_reply(config: LifecycleConfig) -> int:
     replies = [config.evaluate.max_new_tokens, *(stage.max_response_tokens for stage in config.ppo_stages)]
-    replies += [config.sft.max_response_tokens] if config.sft is not None else []
+    replies += [_longest_learned(config)] if config.sft is not None else []
     replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
     return max(replies)
 

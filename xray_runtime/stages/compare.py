@@ -47,7 +47,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     if inputs.verdicts is not None:
         people[PEOPLE] = judged_by_people(inputs.verdicts.path, paths, inputs.prompts.path, seen)
     asked = [prompt_text(messages) for messages in prompts]
-    limit = max_prompt_tokens(inputs.prompts.path)
+    limit = _max_prompt(stage)
     replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
         tokenizer, path = tokenizers[side], paths[side]
@@ -76,13 +76,18 @@ def seen_by_champion(inputs: CompareInputs) -> TextSet:
     return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
 
 
+def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
+    inputs, reply = stage.inputs, stage.config.max_response_tokens
+    return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
+
+
 def asked_prompts(
     stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], seen: TextSet
 ) -> tuple[list[Messages], dict[str, list[Any]]]:
     """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
     the dataset carries for them."""
     dataset = stage.inputs.prompts.path
-    limit = max_prompt_tokens(dataset)
+    limit = _max_prompt(stage)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]

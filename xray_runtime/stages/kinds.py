@@ -28,7 +28,13 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.report.findings import evaluation_findings, policy_findings
+from xray_runtime.report.findings import (
+    data_findings,
+    evaluation_findings,
+    policy_findings,
+    preferences_findings,
+    sft_findings,
+)
 from xray_runtime.stages import checks
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
@@ -147,6 +153,7 @@ PREPARE = register(
         computes=False,
         outside=_data_read,
         headline={"train_pairs": "training pairs", "heldout_pairs": "held-out pairs"},
+        findings=data_findings,
         results="stats.json",
     )
 )
@@ -187,6 +194,7 @@ SFT = register(
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
         headline={"sft/loss": "loss"},
+        findings=sft_findings,
         title="supervised fine-tuning on people's replies",
     )
 )
@@ -201,6 +209,7 @@ PREFERENCES = register(
         outside=_preferences_read,
         functions=_judges,
         check=checks.check_preferences,
+        findings=preferences_findings,
         shorten=_fewer_preferences,
         headline={"pairs": "pairs"},
         results="stats.json",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
@@ -27,14 +28,8 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
-from xray_runtime.data.sources import (
-    CHITCHAT,
-    chat_pairs,
-    chitchat_conversations,
-    conversation_id,
-    prompt_and_replies,
-    read_records,
-)
+from xray_runtime.data.records import conversation_id, prompt_and_replies, usual
+from xray_runtime.data.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 
 if TYPE_CHECKING:
@@ -45,11 +40,15 @@ PROGRESS_EVERY = 500
 """Conversations between two reports of progress."""
 
 NUM_EXAMPLES_SHOWN = 20
+REASONS = ("empty", "too_long", "too_short", "without_reply")
+"""Why a reply is dropped, or a record that has none."""
 
 
 class Conversation(NamedTuple):
-    """What is read of one: id, (prompt, reply) pairs, further columns as JSON, place in the curriculum."""
+    """What is read of one: its row in the source, counted from 1, id, (prompt, reply) pairs, further columns as JSON,
+    place in the curriculum."""
 
+    row: int
     id: str
     pairs: list[tuple[Messages, dict[str, Any]]]
     columns: str = "{}"
@@ -58,7 +57,7 @@ class Conversation(NamedTuple):
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
     """Writes train.arrow, heldout.arrow, validation.arrow if asked for, stats.json (what was kept, and what was dropped
-    and why) and dataset.json.
+    and why), dropped.jsonl (which rows of the source those are) and dataset.json.
 
     In one walk through the source; 16 bytes a pair and conversation are all that stays in memory.
 
@@ -66,7 +65,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
     """
     config = stage.config
-    counts = Counter(dict.fromkeys(("read_without_reply", "dropped_empty", "dropped_too_short", "dropped_too_long"), 0))
+    counts = Counter(dict.fromkeys(("read_records", "read_pairs", *(f"dropped_{reason}" for reason in REASONS)), 0))
     everyone, trained, asked = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
@@ -75,7 +74,8 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
         held = {side: files.enter_context(PairsWriter(path, Example)) for side, path in unchecked.items()}
-        for number, (part, (conversation, pairs, columns, difficulty)) in enumerate(source):
+        left_out = files.enter_context(DroppedRows(out))
+        for number, (part, (row, conversation, pairs, columns, difficulty)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -84,17 +84,21 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                 chosen.add(conversation)
             everyone.add(conversation)
             held_out = _held_out(stage.seed, conversation, config)
-            counts["read_without_reply"] += not pairs
+            counts["read_records"] += 1
             counts["read_pairs"] += len(pairs)
+            at = {"source": part, "row": row} if config.sources else {"row": row}
+            name = "-".join(map(str, at.values()))
+            if not pairs:
+                left_out.add("without_reply", at)
             if config.sources:
                 counts[f"read_conversations_source_{part}"] += 1
             for place, (prompt, reply) in enumerate(pairs):
                 text, calls = prompt_text(prompt), reply.get("tool_calls")
                 reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
                 if reason:
-                    counts[f"dropped_{reason}"] += 1
+                    left_out.add(reason, at | {"reply": place})
                     continue
-                example = Example(f"{number}-{place}", conversation, prompt, reply["content"], calls, columns)
+                example = Example(f"{name}-{place}", conversation, prompt, reply["content"], calls, columns)
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1
@@ -102,6 +106,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     difficulties.append(difficulty)
                     trained.add(conversation)
                     asked.add(text)
+    counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if absent:
         read = ", ".join(repr(part.source) for part in config.sources) or repr(config.source)
         raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")
@@ -172,16 +177,19 @@ def _read_one(
     context = config.context_messages
     if source == CHITCHAT:
         conversations = chitchat_conversations()
-        return len(conversations), (Conversation(c.id, list(chat_pairs(c, context))) for c in conversations)
+        return len(conversations), (
+            Conversation(n, c.id, list(chat_pairs(c, context))) for n, c in enumerate(conversations, start=1)
+        )
     total, records = read_records(field, source, split)
     return total, (
         Conversation(
+            where.number,
             conversation_id(record),
             list(prompt_and_replies(where, record, context)),
             _columns(record, config.columns, absent),
             0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),
         )
-        for where, record in records
+        for where, record in ((where, usual(where, record)) for where, record in records)
     )
 
 
@@ -191,7 +199,7 @@ def _columns(record: dict[str, Any], names: list[str], absent: set[str]) -> str:
     return json.dumps({name: record.get(name) for name in names}, default=str)
 
 
-def _difficulty(where: str, record: dict[str, Any], column: str) -> float:
+def _difficulty(where: object, record: dict[str, Any], column: str) -> float:
     value = record.get(column)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where}: column {column!r} must be a finite number (data.curriculum), not {value!r}")
@@ -212,6 +220,6 @@ def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig)
         return "empty"
     if min(len(text), len(reply)) < config.min_chars:
         return "too_short"
-    if max(len(text), len(reply)) > config.max_chars:
+    if config.max_chars is not None and max(len(text), len(reply)) > config.max_chars:
         return "too_long"
     return None

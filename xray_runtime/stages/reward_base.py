@@ -17,7 +17,7 @@ from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import max_prompt_tokens
+from xray_runtime.stages.common import max_prompt_tokens, max_reply_tokens
 from xray_runtime.stages.reward_reader import CONVERSATION, READS, RewardReader
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -62,7 +62,7 @@ def _heldout_scores(
     stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Any, dataset: Path
 ) -> np.ndarray:
     """Scores [n] of people's held-out replies, to prompts that fit the dataset's limit."""
-    examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset)
+    examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset, out, max_reply_tokens(None, out))
     batches = (encode_prompts(tokenizer, [e.prompt for e in batch]) for batch in examples.batches())
     fit = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
     if not fit:

@@ -62,7 +62,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
         ValueError: the dataset has no prompt that fits.
     """
     config: GroupsConfig = stage.config
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
     found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: there is no prompt of at most {limit} tokens")

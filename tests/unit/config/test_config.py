@@ -199,7 +199,10 @@ REFUSED = [
     ),
     ("gold: null", "gold must be set when preferences.source is 'gold'"),
     ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
-    ("base: {kind: fresh, max_positions: 60}", "data.max_prompt_tokens + the longest reply = 64 must be at most"),
+    (
+        "data: {max_prompt_tokens: 45}\nbase: {kind: fresh, max_positions: 60}",
+        "data.max_prompt_tokens + the longest reply = 61 must be at most",
+    ),
     ("generator: {engine: mystery}", 'generator.engine: "mystery" is not allowed'),
     ("generator: {engine: transformers, tensor_parallel: 2}", "generator: tensor_parallel = 2 must be 1 with engine"),
     ("generator: {tensor_parallel: 2}", "generator.tensor_parallel = 2 must divide base.num_heads = 5"),
