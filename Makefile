@@ -22,8 +22,8 @@ install:  ## install into .venv (once; again after pyproject.toml or constraints
 # One resolution holds for every Python, machine and extra, since it is made for all of them together.
 constraints: install  ## pin the newest of every dependency in constraints.txt
 	@env -u PIP_FIND_LINKS -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
-		--all-extras --no-header --no-annotate pyproject.toml | sed -E -f .ci/constraints.sed > constraints.new
-	@mv constraints.new constraints.txt
+		--all-extras --no-header --no-annotate --output-file constraints.txt pyproject.toml > /dev/null
+	@sed -E -i -f .ci/constraints.sed constraints.txt
 
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
