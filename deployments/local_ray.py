@@ -143,7 +143,7 @@ def _connect() -> None:
         ray.init(address=address, **options)
         return
     directory = Path(os.environ["RAY_TMPDIR"])
-    patience = Patience("Ray", lambda: ray_servers(directory), directory)
+    patience = Patience("Ray", lambda: ray_servers(directory), _logs(directory))
     try:
         with _patiently(directory, patience.check, NEEDLESS):
             ray.init(include_dashboard=False, num_cpus=usable_cores(), **options)
@@ -152,8 +152,9 @@ def _connect() -> None:
         kill(lambda: [p for p in ray_servers(directory) if not is_dead(p)], GRACE_SECONDS)
         if isinstance(error, NotUpError) or not isinstance(error, Exception):
             raise
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log())}") from error
+        # Ray goes on about its logs.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
+        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log())}") from None
 
 
 @contextlib.contextmanager
@@ -199,10 +200,13 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
 def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:
     for server in servers:
         if is_dead(server):
-            logs = directory / "ray" / "session_latest" / "logs"
-            written = [log for end in ("err", "out") if (log := logs / f"{server.name()}.{end}").is_file()]
-            log = next((log for log in written if log.stat().st_size), logs)
-            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end_of(log)}")
+            logs = [_logs(directory) / f"{server.name()}.{end}" for end in ("err", "out")]
+            written = [log for log in logs if log.is_file() and log.stat().st_size]
+            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end_of((written or logs)[0])}")
+
+
+def _logs(directory: Path) -> Path:
+    return directory / "ray" / "session_latest" / "logs"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ CHECK_SECONDS = 1.0
 """Looking more often would take the CPU time that is waited for."""
 
 
-class NotUpError(RuntimeError):
-    """A server did not start; the message says why, and where its log is."""
+class NotUpError(Exception):
+    """A server did not start; the message says why, and where its log is.
+
+    No RuntimeError: Ray takes those for a sign that it has to wait.
+    """
 
 
 class Patience:
