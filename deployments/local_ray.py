@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from xray.deployments.patience import NotUpError, Patience, end_of
+from xray.deployments.service import free_port
 from xray_runtime.cores import usable_cores
 from xray_runtime.processes import GRACE_SECONDS, kill
 
@@ -38,6 +39,8 @@ PATIENT = {
 """Limits of Ray's servers for each other."""
 ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
 """Where this is the only machine. Ray would take it for lost when it is too busy to answer."""
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+"""Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so they are told them."""
 POLL_SECONDS = 0.1
 
 
@@ -181,7 +184,16 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
 
         return patient
 
+    start_raylet = node.Node.start_raylet
+
+    def start_with_ports(self: Any, *arguments: Any, **options: Any) -> None:
+        for name in AGENT_PORTS:
+            if not getattr(self._ray_params, name):
+                setattr(self._ray_params, name, free_port())
+        start_raylet(self, *arguments, **options)
+
     changed: dict[tuple[Any, str], Any] = {
+        (node.Node, "start_raylet"): start_with_ports,
         (node, "wait_for_persisted_port"): until_it_works(node.wait_for_persisted_port, timeout_ms=1000),
         (services, "get_node"): until_it_works(services.get_node),
         (ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"): LONG_SECONDS,
