@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from xray.deployments.local_ray import _patiently, is_dead, private_ray, ray_servers
+from xray.deployments.local_ray import AGENT_PORTS, _patiently, is_dead, private_ray, ray_servers
 from xray.deployments.patience import NotUpError
 
 
@@ -72,6 +73,21 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, raylet: Any, m
             services.get_node("address", "id")
     assert not isinstance(e.value, RuntimeError)
     child.wait()
+
+
+def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would die 15 seconds after its start."""
+    from ray._private import node
+
+    given = SimpleNamespace(dashboard_agent_listen_port=52365, metrics_agent_port=0, metrics_export_port=None)
+    given.runtime_env_agent_port = 0
+    monkeypatch.setattr(node.Node, "start_raylet", lambda self: dict(vars(self._ray_params)))
+    with _patiently(tmp_path, lambda: None):
+        node.Node.start_raylet(SimpleNamespace(_ray_params=given))
+    ports = [getattr(given, name) for name in AGENT_PORTS]
+    assert given.dashboard_agent_listen_port == 52365
+    assert all(ports)
+    assert len({*ports}) == len(AGENT_PORTS)
 
 
 def test_a_temporary_directory_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
