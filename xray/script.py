@@ -121,6 +121,5 @@ def _in_notebook() -> bool:
 
 
 def _in_flow() -> bool:
-    from prefect.context import FlowRunContext
-
-    return FlowRunContext.get() is not None
+    prefect = sys.modules.get("prefect.context")
+    return prefect is not None and prefect.FlowRunContext.get() is not None
