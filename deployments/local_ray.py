@@ -157,7 +157,7 @@ def _connect() -> None:
             raise
         # Ray goes on about its logs.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
-        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log())}") from None
+        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), ' C ', ' E ')}") from None
 
 
 @contextlib.contextmanager
@@ -214,7 +214,9 @@ def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:
         if is_dead(server):
             logs = [_logs(directory) / f"{server.name()}.{end}" for end in ("err", "out")]
             written = [log for log in logs if log.is_file() and log.stat().st_size]
-            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end_of((written or logs)[0])}")
+            # A failed check of its own is followed by a stack.
+            end = end_of((written or logs)[0], " C ", " E ")
+            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end}")
 
 
 def _logs(directory: Path) -> Path:

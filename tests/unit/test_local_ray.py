@@ -59,7 +59,7 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, raylet: Any, m
 
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
-    (logs / "raylet.out").write_text("starting\nno port is free\n")
+    (logs / "raylet.out").write_text("[12:00:00 I 1 1] starting\n[12:00:01 C 1 1] no port is free\n*** stack\n@ main\n")
     (logs / "raylet.err").touch()
     monkeypatch.setattr(services, "get_node", get_node)
     with _patiently(tmp_path, lambda: None):
@@ -69,7 +69,9 @@ def test_a_server_that_dies_is_named_with_its_log(tmp_path: Path, raylet: Any, m
         child.kill()
         while not all(map(is_dead, ray_servers())):
             time.sleep(0.01)
-        with pytest.raises(NotUpError, match=r"^raylet of Ray ended .* The end of .*raylet.out: no port is free$") as e:
+        with pytest.raises(
+            NotUpError, match=r"^raylet of Ray ended .* The end of .*raylet.out: .* no port is free$"
+        ) as e:
             services.get_node("address", "id")
     assert not isinstance(e.value, RuntimeError)
     child.wait()
