@@ -29,6 +29,8 @@ from xray_runtime.processes import GRACE_SECONDS, kill
 
 SERVERS = ("gcs_server", "raylet")
 """Ray's own processes. A Ray that has lost one of them is dead."""
+SIGNS = (" C ", " E ")
+"""What marks a failed check or an error in their logs; a stack may follow it."""
 NEEDLESS = ("start_monitor", "start_api_server", "start_log_monitor")
 """Of `ray._private.node.Node`: what starts the autoscaler, the dashboard and the collector of logs."""
 LONG_SECONDS = 3600
@@ -157,7 +159,7 @@ def _connect() -> None:
             raise
         # Ray goes on about its logs.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
-        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), ' C ', ' E ')}") from None
+        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), *SIGNS)}") from None
 
 
 @contextlib.contextmanager
@@ -214,8 +216,7 @@ def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:
         if is_dead(server):
             logs = [_logs(directory) / f"{server.name()}.{end}" for end in ("err", "out")]
             written = [log for log in logs if log.is_file() and log.stat().st_size]
-            # A failed check of its own is followed by a stack.
-            end = end_of((written or logs)[0], " C ", " E ")
+            end = end_of((written or logs)[0], *SIGNS)
             raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end}")
 
 
