@@ -42,7 +42,7 @@ PATIENT = {
 ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
 """Where this is the only machine. Ray would take it for lost when it is too busy to answer."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so they are told them."""
+"""Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so both are told."""
 POLL_SECONDS = 0.1
 
 
@@ -170,8 +170,10 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
         directory: where Ray keeps its sessions.
         left_out: of NEEDLESS.
     """
+    from ray import _raylet
     from ray._private import node, ray_constants, services
 
+    raylet: Any = _raylet
     before = ray_servers()
 
     def until_it_works(call: Callable[..., Any], **limits: int) -> Callable[..., Any]:
@@ -192,6 +194,8 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
         for name in AGENT_PORTS:
             if not getattr(self._ray_params, name):
                 setattr(self._ray_params, name, free_port())
+            # The raylet reads it here, where the agent will write it.
+            raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
         start_raylet(self, *arguments, **options)
 
     changed: dict[tuple[Any, str], Any] = {
