@@ -85,12 +85,12 @@ def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(tmp_path: Path, monk
     given.runtime_env_agent_port = 0
     monkeypatch.setattr(node.Node, "start_raylet", lambda self: dict(vars(self._ray_params)))
     with _patiently(tmp_path, lambda: None):
-        node.Node.start_raylet(SimpleNamespace(_ray_params=given, _session_dir=str(tmp_path), _node_id="0123"))
+        node.Node.start_raylet(SimpleNamespace(_ray_params=given, _session_dir=str(tmp_path), _node_id="0123" * 14))
     ports = [getattr(given, name) for name in AGENT_PORTS]
     assert given.dashboard_agent_listen_port == 52365
     assert all(ports)
     assert len({*ports}) == len(AGENT_PORTS)
-    assert [int((tmp_path / f"{name}_0123").read_text()) for name in AGENT_PORTS] == ports
+    assert [int((tmp_path / f"{name}_{'0123' * 14}").read_text()) for name in AGENT_PORTS] == ports
 
 
 def test_a_temporary_directory_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
