@@ -23,11 +23,14 @@ from typing import Any
 import psutil
 
 from xray.deployments.patience import NotUpError, Patience, end_of
+from xray.deployments.service import free_port
 from xray_runtime.cores import usable_cores
 from xray_runtime.processes import GRACE_SECONDS, kill
 
 SERVERS = ("gcs_server", "raylet")
 """Ray's own processes. A Ray that has lost one of them is dead."""
+SIGNS = (" C ", " E ")
+"""What marks a failed check or an error in their logs; a stack may follow it."""
 NEEDLESS = ("start_monitor", "start_api_server", "start_log_monitor")
 """Of `ray._private.node.Node`: what starts the autoscaler, the dashboard and the collector of logs."""
 LONG_SECONDS = 3600
@@ -38,6 +41,8 @@ PATIENT = {
 """Limits of Ray's servers for each other."""
 ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
 """Where this is the only machine. Ray would take it for lost when it is too busy to answer."""
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+"""Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so both are told."""
 POLL_SECONDS = 0.1
 
 
@@ -143,7 +148,7 @@ def _connect() -> None:
         ray.init(address=address, **options)
         return
     directory = Path(os.environ["RAY_TMPDIR"])
-    patience = Patience("Ray", lambda: ray_servers(directory), directory)
+    patience = Patience("Ray", lambda: ray_servers(directory), _logs(directory))
     try:
         with _patiently(directory, patience.check, NEEDLESS):
             ray.init(include_dashboard=False, num_cpus=usable_cores(), **options)
@@ -152,8 +157,9 @@ def _connect() -> None:
         kill(lambda: [p for p in ray_servers(directory) if not is_dead(p)], GRACE_SECONDS)
         if isinstance(error, NotUpError) or not isinstance(error, Exception):
             raise
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log())}") from error
+        # Ray goes on about its logs.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
+        raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), *SIGNS)}") from None
 
 
 @contextlib.contextmanager
@@ -164,8 +170,10 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
         directory: where Ray keeps its sessions.
         left_out: of NEEDLESS.
     """
+    from ray import _raylet
     from ray._private import node, ray_constants, services
 
+    raylet: Any = _raylet
     before = ray_servers()
 
     def until_it_works(call: Callable[..., Any], **limits: int) -> Callable[..., Any]:
@@ -180,7 +188,18 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
 
         return patient
 
+    start_raylet = node.Node.start_raylet
+
+    def start_with_ports(self: Any, *arguments: Any, **options: Any) -> None:
+        for name in AGENT_PORTS:
+            if not getattr(self._ray_params, name):
+                setattr(self._ray_params, name, free_port())
+            # The raylet reads it here, where the agent will write it.
+            raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
+        start_raylet(self, *arguments, **options)
+
     changed: dict[tuple[Any, str], Any] = {
+        (node.Node, "start_raylet"): start_with_ports,
         (node, "wait_for_persisted_port"): until_it_works(node.wait_for_persisted_port, timeout_ms=1000),
         (services, "get_node"): until_it_works(services.get_node),
         (ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"): LONG_SECONDS,
@@ -199,10 +218,14 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
 def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:
     for server in servers:
         if is_dead(server):
-            logs = directory / "ray" / "session_latest" / "logs"
-            written = [log for end in ("err", "out") if (log := logs / f"{server.name()}.{end}").is_file()]
-            log = next((log for log in written if log.stat().st_size), logs)
-            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end_of(log)}")
+            logs = [_logs(directory) / f"{server.name()}.{end}" for end in ("err", "out")]
+            written = [log for log in logs if log.is_file() and log.stat().st_size]
+            end = end_of((written or logs)[0], *SIGNS)
+            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end}")
+
+
+def _logs(directory: Path) -> Path:
+    return directory / "ray" / "session_latest" / "logs"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ CHECK_SECONDS = 1.0
 """Looking more often would take the CPU time that is waited for."""
 
 
-class NotUpError(RuntimeError):
-    """A server did not start; the message says why, and where its log is."""
+class NotUpError(Exception):
+    """A server did not start; the message says why, and where its log is.
+
+    No RuntimeError: Ray takes those for a sign that it has to wait.
+    """
 
 
 class Patience:
@@ -58,10 +61,11 @@ class Patience:
         return [Path(folder) / name for folder, _, names in os.walk(self._log) for name in names]
 
 
-def end_of(log: Path) -> str:
-    """The last line of a log, and where it is."""
+def end_of(log: Path, *signs: str) -> str:
+    """The last line of a log, and where it is; rather one with the first of `signs` that any line has."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    found = (line.strip() for sign in (*signs, "") for line in reversed(lines) if sign in line and line.strip())
+    last = next(found, "")
     return f"The end of {log}: {last}" if last else f"Its log is {log}, and empty"
 
 

@@ -35,6 +35,7 @@ from xray.tasks.workspace import STOP_SECONDS, Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import load
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.files import write_atomic
@@ -123,7 +124,7 @@ def stop_trials(trials: Iterable[Trial]) -> None:
     working = [(trial, progress) for trial in trials if (progress := trial.progress()) is not None]
     for _, progress in working:
         ray.get(progress.stop.remote())
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + STOP_SECONDS * load()
     while any(trial.run()["status"] == "running" for trial, _ in working) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 

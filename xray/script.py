@@ -24,7 +24,7 @@ from xray_runtime.processes import TAG, start_reaper
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
 
-DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """Signal → the handler of a program that has none of its own; others are left alone."""
 
 
@@ -121,6 +121,5 @@ def _in_notebook() -> bool:
 
 
 def _in_flow() -> bool:
-    from prefect.context import FlowRunContext
-
-    return FlowRunContext.get() is not None
+    prefect = sys.modules.get("prefect.context")
+    return prefect is not None and prefect.FlowRunContext.get() is not None

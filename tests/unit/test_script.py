@@ -65,6 +65,28 @@ def test_a_stage_that_failed_is_its_cause_in_a_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == ["failed: RuntimeError: the disk is full", f"logs: {tmp_path / 'logs'}"]
 
 
+@pytest.mark.parametrize(
+    ("body", "error", "shown"),
+    [
+        ("signal.raise_signal(2); time.sleep(60)", "KeyboardInterrupt", "interrupted; run it again to go on from"),
+        ("raise Stages.failure", "RuntimeError", "failed: RuntimeError: the disk is full"),
+    ],
+    ids=["interrupted", "failed"],
+)
+def test_in_a_notebook_it_is_a_line_too_and_the_kernel_lives(tmp_path: Path, body: str, error: str, shown: str) -> None:
+    cell = SCRIPT.format(body=body).replace("sys.argv[1]", repr(str(tmp_path)))
+    code = f"""
+from IPython.core.interactiveshell import InteractiveShell
+result = InteractiveShell.instance().run_cell({cell!r})
+print(type(result.error_in_exec).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    *lines, last = done.stdout.splitlines()
+    assert (done.returncode, last) == (0, error), done.stderr
+    assert lines[0].startswith(shown)
+    assert len(lines) <= 2
+
+
 def test_a_fault_of_the_script_stays_a_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, "raise RuntimeError('the disk is full')")
     assert done.returncode == 1

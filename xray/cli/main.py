@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 
 from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
-from xray.cli.job import BAD_INPUT
+from xray.cli.job import BAD_INPUT, FAILED
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.run import run
 from xray.cli.serve import serve
 from xray.deployments.local_services import quiet_environment
+from xray.deployments.patience import NotUpError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,7 +57,11 @@ app.command()(automations)
 
 def main() -> None:
     """Entry point of the `xray` script."""
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except NotUpError as error:
+        Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True, highlight=False)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":
