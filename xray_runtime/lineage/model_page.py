@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.card import result_rows
-from xray_runtime.lineage.decisions import Decision, decide, decisions_by_version
+from xray_runtime.lineage.decisions import Decision, current, decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.registry import Registry
+from xray_runtime.tracking.registry import TRAINING, Registry
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTE_TAG = "xray.promote"
@@ -125,7 +126,7 @@ def _gates(evaluation: Node | None, decisions: Sequence[Decision]) -> list[str]:
         lines.append(f"- {decision.action}, {_plain(decision.at)}, by {_plain(decision.by)}: {_plain(decision.note)}")
         for gate in decision.gates:
             passed = "passed" if gate.get("passed") else "failed"
-            lines.append(f"    - {_plain(str(gate.get('name')))} {passed}: {_plain(str(gate.get('reason')))}")
+            lines.append(f"    - {_code(str(gate.get('name')))} {passed}: {_plain(str(gate.get('reason')))}")
     if taken:
         return lines
     bounds = evaluation.statement.predicate.details.run.gates if evaluation and evaluation.statement else None
@@ -148,7 +149,7 @@ def _records(
     lines = []
     if experiment_id is not None:
         page = f"#/experiments/{experiment_id}/runs/{run_id}"
-        lines.append(f"- [Run]({page}) that made it, [its report and record]({page}/artifacts)")
+        lines.append(f"- [Run]({page}{TRAINING}) that made it, [its report and record]({page}/artifacts{TRAINING})")
     lines += [
         f"- Checkpoint `{policy.sha256}`",
         f"- Signed with key `{signer}`. MLflow does not check the signature; this does: "
@@ -203,6 +204,17 @@ def register_policy(
     nodes = {ref.sha256: Node(ref.sha256, ref.path, read_manifest(ref.path)[0]) for ref in refs}
     write_pages(registry, output, name, [version], nodes)
     return version
+
+
+def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[str]:
+    """Where MLflow shows the versions that aliases were put to; what follows the address of its server.
+
+    Args:
+        checkpoints: of these alone.
+    """
+    moves = current(output).values()
+    versions = {(m.name, m.version) for m in moves if checkpoints is None or m.checkpoint in checkpoints}
+    return [f"#/models/{quote(name)}/versions/{quote(version)}" for name, version in sorted(versions)]
 
 
 def write_pages(

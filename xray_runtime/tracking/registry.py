@@ -14,6 +14,9 @@ SHA256_TAG = "xray.sha256"
 """Of a registered version: the checkpoint it is."""
 URI_TAG = "xray.uri"
 """Of a registered version: the checkpoint's directory when it was registered."""
+TRAINING = "?workflowType=machine_learning"
+"""Ends the address of an experiment or a run on MLflow's pages. Without it they open on a dashboard of traces, of which
+we have none, whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
 
 
 class Registry:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,7 @@ def audit(
     public: Path | None = None,
     hashing: bool = True,
     since_verified: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
@@ -91,6 +92,7 @@ def audit(
         hashing: False judges weights by their size alone.
         since_verified: read what changed since such an audit found everything sound, and record that this one did; see
             `verified`. Of everything, with hashing.
+        on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
@@ -110,8 +112,9 @@ def audit(
     changed = [node for node in nodes if since is None or node.sha256 not in since.unchanged]
     result.unchanged = len(nodes) - len(changed)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), changed):
+        for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
             found += findings
+            on_progress(done, len(changed))
     for node in nodes:
         result.checkpoints += 1
         result.files += len(node.manifest.files)
