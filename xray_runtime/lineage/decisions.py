@@ -67,6 +67,8 @@ class Decision(BaseModel):
     """What was checked, with the numbers."""
     gates_from: str = ""
     """Where the bounds of the gates come from."""
+    page: int = 0
+    """Of a registration: which form of `model_page` MLflow shows; 0: none."""
     evidence: dict[str, Sha256] = Field(default_factory=dict)
     """`evaluation`, `comparison` → the checkpoints the numbers were read from; `statement` → the policy's own."""
 
@@ -89,6 +91,7 @@ def decide(
     gates: list[dict[str, Any]] | None = None,
     gates_from: str = "",
     evidence: dict[str, str] | None = None,
+    page: int = 0,
 ) -> None:
     """Append a decision. The same registration twice in a row is one.
 
@@ -99,9 +102,6 @@ def decide(
     folder.mkdir(exist_ok=True)
     with FileLock(folder / LOCK):
         number, previous, last = _end(folder, name, alias)
-        move = (name, alias, version, checkpoint, evidence or {})
-        if action == "register" and _is_last(folder, last, number, *move):
-            return
         decision = Decision(
             action=action,
             name=name,
@@ -115,7 +115,10 @@ def decide(
             gates=gates or [],
             gates_from=gates_from,
             evidence=evidence or {},
+            page=page,
         )
+        if action == "register" and _repeats(folder, last, number, decision):
+            return
         subject = Subject.model_validate({"name": f"{name}/{version}", "digest": {"sha256": checkpoint}})
         record = _Record.model_validate({"subject": [subject], "predicate": decision})
         _append(folder, number + 1, record, private_key)
@@ -185,29 +188,23 @@ def _read_on(folder: Path, name: str, alias: str) -> tuple[int, str, int]:
     return number, sha256, moved[0] if moved and isinstance(moved[0], int) else 0
 
 
-def _is_last(
-    folder: Path,
-    number: int,
-    end: int,
-    name: str,
-    alias: str,
-    version: str,
-    checkpoint: str,
-    evidence: dict[str, str],
-) -> bool:
-    """Whether decision `number`, and none after it up to `end`, put the alias to this version on this evidence."""
+def _repeats(folder: Path, last: int, end: int, new: Decision) -> bool:
+    """Whether decision `last` is the registration `new`, and no decision after it up to `end` moved that alias."""
 
     def move(at: int) -> Decision | None:
         with contextlib.suppress(OSError, ValueError):
             decision = _read(folder / _file(at))
-            if decision.action in MOVES and (decision.name, decision.alias) == (name, alias):
+            if decision.action in MOVES and (decision.name, decision.alias) == (new.name, new.alias):
                 return decision
         return None
 
-    last = move(number) if number > 0 else None
-    if last is None or (last.version, last.checkpoint, last.evidence) != (version, checkpoint, evidence):
+    def facts(decision: Decision) -> tuple[Any, ...]:
+        return decision.version, decision.checkpoint, decision.evidence, decision.page
+
+    before = move(last) if last > 0 else None
+    if before is None or facts(before) != facts(new):
         return False
-    return all(move(later) is None for later in range(number + 1, end + 1))
+    return all(move(later) is None for later in range(last + 1, end + 1))
 
 
 def _digest(folder: Path, number: int) -> str | None:

@@ -26,6 +26,9 @@ from xray_runtime.tracking.registry import TRAINING, Registry
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTE_TAG = "xray.promote"
+FORM = 1
+"""Of these pages, in the signed registration. A release that words them otherwise counts on: the audit generates again
+only what it can word the same."""
 PREFIX = "xray."
 """Tags of ours; users may add others."""
 BY_HAND = "with `xray promote` only: an alias moved by hand is a finding of `xray audit`"
@@ -54,7 +57,7 @@ def version_page(
     find: Callable[[str], Node | None],
     experiment_of: Callable[[str], str | None],
 ) -> Page | None:
-    """The page of one version; None where no signed registration asks for one (older releases wrote none).
+    """The page of one version; None where its signed registration asks for none of this form.
 
     Args:
         decisions: all that were taken about this version, in order.
@@ -64,13 +67,13 @@ def version_page(
     Raises:
         ValueError: a checkpoint that the registration names is missing, or its statement is another one.
     """
-    registration = next((d for d in reversed(decisions) if d.action == "register" and "statement" in d.evidence), None)
-    if registration is None:
+    registration = registration_of(decisions)
+    if registration is None or registration.page != FORM:
         return None
     evidence = registration.evidence
     policy = _found(registration.checkpoint, find)
     evaluation = _found(evidence["evaluation"], find) if "evaluation" in evidence else None
-    if policy.statement is None or statement_sha256(policy.directory) != evidence["statement"]:
+    if policy.statement is None or statement_sha256(policy.directory) != evidence.get("statement"):
         raise ValueError(f"{policy.name} has another statement than it was registered with")
     signer = signer_of(policy.directory / SIGNATURE)
     tags = {
@@ -86,6 +89,11 @@ def version_page(
     lines += ["", "### Gates", *_gates(evaluation, decisions)]
     lines += ["", "### Records", *_records(policy, name, registration.version, signer, experiment_of)]
     return Page("\n".join(lines), tags)
+
+
+def registration_of(decisions: Sequence[Decision]) -> Decision | None:
+    """The last registration among the decisions about a version."""
+    return next((decision for decision in reversed(decisions) if decision.action == "register"), None)
 
 
 def _found(sha256: str, find: Callable[[str], Node | None]) -> Node:
@@ -198,6 +206,7 @@ def register_policy(
         checkpoint=policy.sha256,
         by=by,
         note=note,
+        page=FORM,
         evidence={what: sha256 for what, sha256 in evidence.items() if sha256 is not None},
     )
     refs = [policy, *([evaluation] if evaluation is not None else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.model_page import FORM
 from xray_runtime.lineage.promotion import decline, review
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.signing import signing_key
@@ -165,6 +167,27 @@ def test_a_version_of_an_older_release_has_no_page_and_may_not_claim_one(tmp_pat
     assert broken(output) == []
     client_of(output).set_model_version_tag(NAME, "1", "xray.signed_by", "ab" * 32)
     assert broken(output) == ["registry-page-changed synthetic-policy/1 tags: xray.signed_by"]
+
+
+def test_a_page_of_another_release_is_a_note(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    output = fresh()
+    monkeypatch.setattr("xray_runtime.lineage.model_page.FORM", 2)
+    monkeypatch.setattr("xray_runtime.lineage.audit.pages.FORM", 2)
+    found = audit(open_lineage_store(output, None))
+    assert found.is_sound
+    assert "registry-page-unchecked" in {finding.code for finding in found.findings}
+    # Registered again, it has the new form.
+    Lifecycle(output).whole()
+    assert {finding.code for finding in audit(open_lineage_store(output, None)).findings} <= {"code-uncommitted"}
+
+
+PINNED = "GOLDEN"
+
+
+def test_the_wording_has_a_form(fresh: Callable[[], Path]) -> None:
+    """Where this fails, count FORM on and pin the new wording."""
+    text = re.sub(r"\b[0-9a-f]{12,}\b", "…", description(fresh()))
+    assert (FORM, hashlib.sha256(text.encode()).hexdigest()[:16]) == (1, PINNED), text
 
 
 def test_a_page_without_its_evaluation_is_named(fresh: Callable[[], Path]) -> None:
