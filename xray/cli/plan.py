@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from xray.deployments.local_services import quiet_environment
 from xray.flows.lifecycle_graph import recorded_graph
@@ -25,6 +24,7 @@ from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import MAX_DEVICES, Plan, RolePlan, search
 from xray_runtime.planning.suggestions import Changes, Suggestion, suggest
 from xray_runtime.planning.workload import GIB, Machine, local_node, this_machine
+from xray_runtime.report.terminal import print_table
 
 BAD_INPUT = 2
 
@@ -170,16 +170,13 @@ def _show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
     verdict = "" if chosen.fits else "[red]nothing fits; nearest:[/red] "
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
-    table = Table(title="GB on one device", title_justify="left", box=None, pad_edge=False)
-    for name in ("role", "devices", "layout"):
-        table.add_column(name, no_wrap=True)
-    for name in (*COLUMNS, "total"):
-        table.add_column(name, justify="right")
+    console.print("GB on one device", style="italic")
+    sizes, rows = (*COLUMNS, "total"), []
     for p in chosen.roles:
-        sizes = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
-        cells = (_short(size) for size in (*sizes, p.memory.total))
-        table.add_row(p.role.name, str(p.layout.num_devices), _words(p), *cells)
-    console.print(table)
+        parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
+        cells = (_short(size) for size in (*parts, p.memory.total))
+        rows.append((p.role.name, str(p.layout.num_devices), *cells, _words(p)))
+    print_table(console, ("role", "devices", *sizes, "layout"), rows, right=sizes)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
     console.print(
         f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False, soft_wrap=True
