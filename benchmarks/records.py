@@ -35,6 +35,7 @@ from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.log import Published, append
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve_history
 from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune
@@ -136,7 +137,10 @@ class Directory:
                 for name, content in files(stage, number).items():
                     (built / name).write_bytes(content)
                 output, dataset = known.output.__name__, dataset_of(refs.values())
-                done[stage] = self.store.publish(built, identity, type=output, step=1, dataset=dataset, attest=record)
+                ref = self.store.publish(built, identity, type=output, step=1, dataset=dataset, attest=record)
+            entry = Published(action="publish", directory=ref.path.name, checkpoint=ref.sha256)
+            append(self.output, self.key, entry)
+            done[stage] = ref
         return done
 
     def record(self, ref: CheckpointRef) -> CheckpointRef:

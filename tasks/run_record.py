@@ -86,7 +86,9 @@ class RunRecord:
         self.run_id = self._start(record, before)
         self._stack.enter_context(run_lock(self.output, self.run_id))
         append(self.output, signing_key(self.output), self._began(record))
-        self.summary = RunSummary(self.output, self._place, record, self.run_id, self.flow_run_id)
+        self.summary = RunSummary(
+            self.output, self._place, record, self.run_id, self.flow_run_id, self.tracker.address(self.run_id)
+        )
         page = self.tracker.page(self.run_id)
         if page is not None and self.flow_run_id is not None:
             create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=str(self.output))

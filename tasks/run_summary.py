@@ -14,10 +14,12 @@ import yaml
 
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, listed
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import FIGURE, read_metrics
+from xray_runtime.report.stages import computed_text
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
@@ -32,10 +34,17 @@ class RunSummary:
         output: directory of the checkpoints and records.
         place: directory of lifecycle.json and the report.
         record: the config of the run.
+        address: where MLflow shows it (`Tracker.address`).
     """
 
     def __init__(
-        self, output: Path, place: Path, record: Mapping[str, Any], run_id: str, flow_run_id: str | None
+        self,
+        output: Path,
+        place: Path,
+        record: Mapping[str, Any],
+        run_id: str,
+        flow_run_id: str | None,
+        address: str,
     ) -> None:
         self.path, self.report = place / LIFECYCLE, place / REPORT
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
@@ -46,6 +55,7 @@ class RunSummary:
         """The last one of the graph, whichever ends last."""
         self.content: dict[str, Any] = {
             "run_id": run_id,
+            "mlflow_page": address,
             "flow_run_id": flow_run_id,
             "config_digest": digest(self._record),
             "project": self._record.get("project"),
@@ -71,6 +81,8 @@ class RunSummary:
             "mlflow_run_id": result.mlflow_run_id,
             "mlflow_model_id": result.checkpoint.mlflow_model_id,
             "seconds": seconds,
+            "computed_seconds": result.seconds,
+            "computed_at": _finished(result.checkpoint.path),
             "attempts": result.attempts,
             "cached": result.cached,
             "findings": self._findings(result),
@@ -140,12 +152,11 @@ class RunSummary:
         if len(self._measured) > 1:
             lines += ["", f"| policy | {' | '.join(table.columns)} |", f"|---|{'---|' * len(table.columns)}"]
             lines += [f"| {' | '.join(cells)} |" for cells in table.cells()]
-        lines += ["", "| stage | seconds | computed | checkpoint | MLflow |", "|---|---|---|---|---|"]
+        lines += ["", "| stage | computed | checkpoint | MLflow |", "|---|---|---|---|"]
         for s in self.content["stages"]:
             address = page(s["mlflow_run_id"])
             link = f"[run]({address})" if address else f"`{s['mlflow_run_id']}`"
-            computed = "before" if s["cached"] else "now"
-            cells = [s["name"], f"{s['seconds']:.1f}", computed, f"`{s['checkpoint']['sha256'][:12]}`", link]
+            cells = [s["name"], computed_text(s), f"`{s['checkpoint']['sha256'][:12]}`", link]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -172,6 +183,14 @@ def end_record(output: Path, path: Path, content: str) -> None:
     files[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
     append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), files)
     write_atomic(path, content)
+
+
+def _finished(checkpoint: Path) -> str | None:
+    """When a checkpoint was made (ISO 8601), as its statement says; None where it has none."""
+    try:
+        return read_statement(checkpoint).predicate.details.metadata.finished
+    except (OSError, ValueError):
+        return None
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:

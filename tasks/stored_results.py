@@ -39,7 +39,7 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
     content = path.read_bytes() if path.is_file() else None
     if content is not None and not _is_logged(output, path, content):
         log.warning("%s: not what was signed; it is not used", path)
-        content = None
+        return None
     if content is None and store.shared is not None:
         content = store.shared.read(f"{RESULTS}/{path.name}")
     if content is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import sys
+import termios
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown, typed
-from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
+from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, audit_progress, checked
 from xray.tasks.output_directory import file_lock, saved_config
+from xray_runtime.terminal import print_table
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
@@ -191,6 +193,7 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     from xray_runtime.data.pairs import prompt_text
     from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
+    _discard_typed()
     left = left_model(session.setup.seed, judge, question.number)
     replies = (question.a, question.b) if left == "a" else (question.b, question.a)
     console.print()
@@ -217,6 +220,12 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     return True
 
 
+def _discard_typed() -> None:
+    """Drop keys that were pressed before there was anything to judge: while the models were audited, or answered."""
+    if sys.stdin.isatty():
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
+
+
 def _key() -> str:
     """The key a person pressed; through a pipe, the next line."""
     if sys.stdin.isatty():
@@ -232,8 +241,8 @@ def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Cons
     """What is judged here is trained on later: a model that is not what it was must not get that far."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
-    with console.status("auditing both"):
-        result = audit(place, models)
+    with audit_progress(console) as on_progress:
+        result = audit(place, models, on_progress=on_progress)
     if not result.is_sound:
         Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
         raise typer.Exit(BROKEN)
@@ -246,14 +255,12 @@ def _print_result(result: dict[str, Any], place: LineageStore, console: Console)
         console.print("nothing was judged yet")
         return
     low, high = result["win_rate_ci95"]
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("model", "preferred", "win rate", "95%"):
-        table.add_column(column)
     rows = {"a": (rate, low, high), "b": (1 - rate, 1 - high, 1 - low)}
-    for side, (share, least, most) in rows.items():
-        interval = f"{least:.2f} to {most:.2f}"
-        table.add_row(Text(shown(result["models"][side])), str(verdicts[side]), f"{share:.2f}", interval)
-    console.print(table)
+    cells = [
+        (shown(result["models"][side]), str(verdicts[side]), f"{share:.2f}", f"{least:.2f} to {most:.2f}")
+        for side, (share, least, most) in rows.items()
+    ]
+    print_table(console, ("model", "preferred", "win rate", "95%"), cells)
     console.print(
         f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
         f"{verdicts['skip']} skipped, {result['same_reply']} not asked (the same reply twice)"

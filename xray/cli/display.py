@@ -20,12 +20,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn as TimeLeftColumn,
 )
-from rich.table import Table
 
 from xray.deployments.patience import NotUpError
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
+from xray_runtime.report.stages import computed_text
+from xray_runtime.terminal import print_table
 
 if TYPE_CHECKING:
     from xray.flows.trials import Trial
@@ -173,13 +174,8 @@ def failure_lines(error: BaseException, output: Path) -> list[str]:
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
     """Stages, headline numbers, and where to look next."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "seconds", "", "checkpoint"):
-        table.add_column(column, justify="right" if column == "seconds" else "left")
-    for stage in content["stages"]:
-        cached = "cached" if stage["cached"] else ""
-        table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
-    console.print(table)
+    rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in content["stages"]]
+    print_table(console, ("stage", "checkpoint", "computed in"), rows)
     e, registered = content["evaluation"], content["registered"]
     findings = [f"{stage['name']}: {finding}" for stage in content["stages"] for finding in stage["findings"]]
     lines = [*findings, ""] if findings else []
@@ -189,7 +185,7 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     lines += [
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
-        f"lineage     {where_lineage_is_seen(output)}",
+        *where_mlflow_shows_it(content["mlflow_page"], output),
     ]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
 
@@ -211,11 +207,16 @@ def _results(e: dict[str, Any]) -> list[str]:
     return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
 
 
-def where_lineage_is_seen(output: Path) -> str:
-    """The MLflow server's address, or the command that starts one on the store in `output`."""
+def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
+    """The run's page on MLflow's server; or the command that starts one on the run's store, and the page there."""
+    if page.startswith("http"):
+        return [f"in MLflow   {page}"]
     # Once it has been used, MLflow's client keeps the address of a store without a server in the environment too.
-    address = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
-    return address if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
+    store = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
+    return [
+        f"in MLflow   mlflow ui --backend-store-uri {store}",
+        f"            and then http://127.0.0.1:5000/{page}",
+    ]
 
 
 def _interval(pair: list[float]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from xray.deployments.local_services import quiet_environment
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.credentials import strip_credentials
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.log import Head
+    from xray_runtime.lineage.reference import LineageStore
 
 T = TypeVar("T")
 
@@ -140,8 +143,38 @@ def audit(
         return place, [node]
 
     place, starts = checked(chosen)
-    result = run_audit(place, starts, public=public_key, hashing=hashing, since_verified=since_verified, expect=head)
-    report(result, hashing, as_json)
+    with audit_progress(Console(stderr=True)) as on_progress:
+        result = run_audit(
+            place,
+            starts,
+            public=public_key,
+            hashing=hashing,
+            since_verified=since_verified,
+            expect=head,
+            on_progress=on_progress,
+        )
+    checkpoints = {node.sha256 for node in starts} if starts is not None else None
+    report(result, hashing, as_json, mlflow_pages(place, checkpoints))
+
+
+@contextlib.contextmanager
+def audit_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Shows, at a terminal, how far an audit has come; gives what the audit calls."""
+    with console.status("auditing") as status:
+        yield lambda done, total: status.update(f"auditing: {done} of {total} checkpoints read")
+
+
+def mlflow_pages(place: LineageStore, checkpoints: set[str] | None) -> list[str]:
+    """Addresses of the registered versions of `checkpoints` (None: of all), or the command that shows them."""
+    from xray_runtime.lineage.model_page import model_addresses
+
+    uri = place.tracking_uri
+    if uri is None:
+        return []
+    addresses = model_addresses(place.output, checkpoints)
+    if uri.startswith("http"):
+        return [f"{strip_credentials(uri).rstrip('/')}/{address}" for address in addresses]
+    return [f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{address}" for address in addresses]
 
 
 def _head(text: str | None) -> Head | None:
@@ -173,12 +206,16 @@ def _unreadable(directory: Path) -> Audit | None:
     return None
 
 
-def report(result: Audit, hashing: bool, as_json: bool) -> None:
-    """Print an audit and exit by what it found."""
+def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = ()) -> None:
+    """Print an audit and exit by what it found.
+
+    Args:
+        pages: where MLflow shows what was audited.
+    """
     from xray_runtime.lineage.render import printable
 
     if as_json:
-        print(json.dumps(result.to_json(), indent=2))
+        print(json.dumps(result.to_json() | {"pages": list(pages)}, indent=2))
         raise typer.Exit(0 if result.is_sound else BROKEN)
     for finding in result.findings:
         content = finding.to_json()
@@ -189,6 +226,8 @@ def report(result: Audit, hashing: bool, as_json: bool) -> None:
         print(printable(note))
     if result.log.entries:
         print(f"log: {result.log.entries} entries; keep its head for --expect: {result.log}")
+    for page in pages:
+        print(f"in MLflow: {page}")
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
     read = "read" if hashing else "looked at, contents not read"
     if result.unchanged:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
 from xray.deployments.local_ray import running_ray
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.replay import Replay, Replayable
@@ -61,32 +61,35 @@ def rollouts(
     if as_json:
         print(json.dumps(vars(found), indent=2))
     else:
-        Console(highlight=False).print(_table(found.rows))
+        _print_rows(Console(), found.rows)
         print(f"{len(found.rows)} of {found.total} rows" + ("" if len(found.rows) == found.total else "; --limit"))
     for name in found.changed:
         print(f"BROKEN {name} is not the file that was published: xray audit", file=sys.stderr)
     raise typer.Exit(BROKEN if found.changed else 0)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Each rollout as text: what it got and whether it was used, what was asked, what was said."""
     from xray.cli.chat import shown
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    sources = list(rows[0]["scores"]) if rows else []
-    apart = ["gold"] if any(row["gold"] is not None for row in rows) else []
-    for column in ("iteration", "row", "prompt", "reply", *sources, *apart, "reward", "advantage", "used"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("iteration", "row") else "left")
     for row in rows:
-        numbers = [row["scores"][source] for source in sources] + [
-            row[name] for name in (*apart, "reward", "advantage")
-        ]
-        texts = [str(row["iteration"]), str(row["row"]), shown(row["prompt"]), shown(row["reply"])]
-        table.add_row(*map(Text, [*texts, *map(_number, numbers), row["used"]]))
-    return table
+        numbers = [f"{name} {_number(row[name])}" for name in ("reward", "advantage") if row[name] is not None]
+        used = "used" if row["used"] == "yes" else f"not used{row['used'].removeprefix('no')}"
+        title = ", ".join([f"iteration {row['iteration']}, row {row['row']}: {used}", *numbers])
+        print_indented(console, "", title, "bold")
+        scores = [f"{source} {_number(score)}" for source, score in row["scores"].items() if score is not None]
+        scores += [f"gold {_number(row['gold'])}"] if row["gold"] is not None else []
+        if scores:
+            print_indented(console, "  scores  ", ", ".join(scores))
+        for source, why in row["failures"].items():
+            print_indented(console, "  failed  ", shown(f"{source}: {why}"))
+        for said in ("prompt", "reply"):
+            print_indented(console, f"  {said:8}", shown(row[said]))
+        console.print()
 
 
-def _number(value: float | str | None) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:+.3f}"
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:+.3f}"
 
 
 def replay(

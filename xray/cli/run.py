@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,10 +99,13 @@ def run(
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:
     """(fields of the job, the runtime its supervisor needs, output directory). Raises ConfigError."""
+    _refuse_script(target)
     if ":" in target and not Path(target).exists():
         directory = (output or Path("runs") / target.rpartition(":")[2]).absolute()
         job = {"flow": target, "parameters": parse_overrides(overrides), "replace_output": output is not None}
         return job, RuntimeConfig(), directory
+    if not Path(target).suffix.startswith(".y") and not Path(target).exists():
+        raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
     config = load_config(target, overrides)
     directory = (output or Path("runs") / Path(target).stem).absolute()
     graph = recorded_graph(config)
@@ -113,6 +117,31 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
     for call in graph.calls.values():
         check_hub_names(call.kind, call.name, call.config)
     return {"config": config.model_dump(mode="json")}, config.runtime, directory
+
+
+def _refuse_script(target: str) -> None:
+    """Raises ConfigError where a Python file is named instead of a flow in it."""
+    file, _, flow = target.partition(":")
+    path = Path(file)
+    if path.suffix != ".py":
+        return
+    if not path.is_file():
+        raise ConfigError(f"{file}: no such file")
+    module = ".".join(path.with_suffix("").parts)
+    raise ConfigError(
+        f"{target!r} is not allowed: must be a YAML file or MODULE:FLOW, such as {module}:{flow or _flow_in(path)}; "
+        f"a script that opens a workspace of its own runs as `python {file}`"
+    )
+
+
+def _flow_in(path: Path) -> str:
+    """The first function of a file that a decorator makes a flow; FLOW where there is none."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, RecursionError):
+        return "FLOW"
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return next((f.name for f in functions if any("flow" in ast.unparse(d) for d in f.decorator_list)), "FLOW")
 
 
 def _check_stage(until: str, job: dict[str, Any]) -> None:

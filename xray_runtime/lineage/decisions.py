@@ -31,25 +31,29 @@ def decide(
     gates: list[dict[str, Any]] | None = None,
     gates_from: str = "",
     evidence: dict[str, str] | None = None,
+    page: int = 0,
 ) -> None:
     """Append a decision. The same registration twice in a row is one."""
-    decision = Decision.model_validate(
-        {
-            "action": action,
-            "name": name,
-            "alias": alias,
-            "version": version,
-            "checkpoint": checkpoint,
-            "by": by or getpass.getuser(),
-            "note": note,
-            "gates": gates or [],
-            "gates_from": gates_from,
-            "evidence": evidence or {},
-        }
+    decision = Decision(
+        action=action,
+        name=name,
+        alias=alias,
+        version=version,
+        checkpoint=checkpoint,
+        by=by or getpass.getuser(),
+        note=note,
+        gates=gates or [],
+        gates_from=gates_from,
+        evidence=evidence or {},
+        page=page,
     )
+
+    def facts(said: Decision) -> tuple[Any, ...]:
+        return said.version, said.checkpoint, said.evidence, said.page
+
     with log_lock(output):
         last = current(output).get((name, alias)) if action == "register" else None
-        if last is None or (last.version, last.checkpoint, last.evidence) != (version, checkpoint, evidence or {}):
+        if last is None or facts(last) != facts(decision):
             append_locked(output, private_key, decision)
 
 

@@ -68,8 +68,10 @@ class Decision(_Entry):
     """What was checked, with the numbers."""
     gates_from: str = ""
     """Where the bounds of the gates come from."""
+    page: int = 0
+    """Of a registration: which form of `model_page` MLflow shows; 0: none."""
     evidence: dict[str, Sha256] = Field(default_factory=dict)
-    """`evaluation`, `comparison` → the checkpoints the numbers were read from."""
+    """`evaluation`, `comparison` → the checkpoints the numbers were read from; `statement` → the policy's own."""
 
 
 class Published(_Entry):

@@ -9,23 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.card import result_rows
-from xray_runtime.lineage.decisions import decide, decisions_by_version
+from xray_runtime.lineage.decisions import current, decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import Decision, mark
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.registry import LOG_TAG, Registry
+from xray_runtime.tracking.registry import LOG_TAG, TRAINING, Registry
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTE_TAG = "xray.promote"
+FORM = 1
+"""Of these pages, in the signed registration. A release that words them otherwise counts on: the audit generates again
+only what it can word the same."""
 PREFIX = "xray."
 """Tags of ours; users may add others."""
 BY_HAND = "with `xray promote` only: an alias moved by hand is a finding of `xray audit`"
@@ -54,7 +58,7 @@ def version_page(
     find: Callable[[str], Node | None],
     experiment_of: Callable[[str], str | None],
 ) -> Page | None:
-    """The page of one version; None where no signed registration asks for one (older releases wrote none).
+    """The page of one version; None where its signed registration asks for none of this form.
 
     Args:
         decisions: all that were taken about this version, in order.
@@ -64,13 +68,13 @@ def version_page(
     Raises:
         ValueError: a checkpoint that the registration names is missing, or its statement is another one.
     """
-    registration = next((d for d in reversed(decisions) if d.action == "register" and "statement" in d.evidence), None)
-    if registration is None:
+    registration = registration_of(decisions)
+    if registration is None or registration.page != FORM:
         return None
     evidence = registration.evidence
     policy = _found(registration.checkpoint, find)
     evaluation = _found(evidence["evaluation"], find) if "evaluation" in evidence else None
-    if policy.statement is None or statement_sha256(policy.directory) != evidence["statement"]:
+    if policy.statement is None or statement_sha256(policy.directory) != evidence.get("statement"):
         raise ValueError(f"{policy.name} has another statement than it was registered with")
     signer = signer_of(policy.directory / SIGNATURE)
     tags = {
@@ -86,6 +90,11 @@ def version_page(
     lines += ["", "### Gates", *_gates(evaluation, decisions)]
     lines += ["", "### Records", *_records(policy, name, registration.version, signer, experiment_of)]
     return Page("\n".join(lines), tags)
+
+
+def registration_of(decisions: Sequence[Decision]) -> Decision | None:
+    """The last registration among the decisions about a version."""
+    return next((decision for decision in reversed(decisions) if decision.action == "register"), None)
 
 
 def _found(sha256: str, find: Callable[[str], Node | None]) -> Node:
@@ -126,7 +135,7 @@ def _gates(evaluation: Node | None, decisions: Sequence[Decision]) -> list[str]:
         lines.append(f"- {decision.action}, {_plain(decision.at)}, by {_plain(decision.by)}: {_plain(decision.note)}")
         for gate in decision.gates:
             passed = "passed" if gate.get("passed") else "failed"
-            lines.append(f"    - {_plain(str(gate.get('name')))} {passed}: {_plain(str(gate.get('reason')))}")
+            lines.append(f"    - {_code(str(gate.get('name')))} {passed}: {_plain(str(gate.get('reason')))}")
     if taken:
         return lines
     bounds = evaluation.statement.predicate.details.run.gates if evaluation and evaluation.statement else None
@@ -149,7 +158,7 @@ def _records(
     lines = []
     if experiment_id is not None:
         page = f"#/experiments/{experiment_id}/runs/{run_id}"
-        lines.append(f"- [Run]({page}) that made it, [its report and record]({page}/artifacts)")
+        lines.append(f"- [Run]({page}{TRAINING}) that made it, [its report and record]({page}/artifacts{TRAINING})")
     lines += [
         f"- Checkpoint `{policy.sha256}`",
         f"- Signed with key `{signer}`. MLflow does not check the signature; this does: "
@@ -198,12 +207,24 @@ def register_policy(
         checkpoint=policy.sha256,
         by=by,
         note=note,
+        page=FORM,
         evidence={what: sha256 for what, sha256 in evidence.items() if sha256 is not None},
     )
     refs = [policy, *([evaluation] if evaluation is not None else [])]
     nodes = {ref.sha256: Node(ref.sha256, ref.path, read_manifest(ref.path)[0]) for ref in refs}
     write_pages(registry, output, name, [version], nodes)
     return version
+
+
+def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[str]:
+    """Where MLflow shows the versions that aliases were put to; what follows the address of its server.
+
+    Args:
+        checkpoints: of these alone.
+    """
+    moves = current(output).values()
+    versions = {(m.name, m.version) for m in moves if checkpoints is None or m.checkpoint in checkpoints}
+    return [f"#/models/{quote(name)}/versions/{quote(version)}" for name, version in sorted(versions)]
 
 
 def write_pages(

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Plan, RolePlan
 from xray_runtime.planning.suggestions import Suggestion
 from xray_runtime.planning.workload import GIB, Machine, this_machine
+from xray_runtime.terminal import print_table
 
 COLUMNS = {
     "states": ("weights", "gradients", "optimizer"),
@@ -89,16 +89,13 @@ def show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
     verdict = "" if chosen.fits else "[red]nothing fits; nearest:[/red] "
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
-    table = Table(title="GB on one device", title_justify="left", box=None, pad_edge=False)
-    for name in ("role", "devices", "layout"):
-        table.add_column(name, no_wrap=True)
-    for name in (*COLUMNS, "total"):
-        table.add_column(name, justify="right")
+    console.print("GB on one device", style="italic")
+    sizes, rows = (*COLUMNS, "total"), []
     for p in chosen.roles:
-        sizes = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
-        cells = (_short(size) for size in (*sizes, p.memory.total))
-        table.add_row(p.role.name, str(p.layout.num_devices), _words(p), *cells)
-    console.print(table)
+        parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
+        cells = (_short(size) for size in (*parts, p.memory.total))
+        rows.append((p.role.name, str(p.layout.num_devices), *cells, _words(p)))
+    print_table(console, ("role", "devices", *sizes, "layout"), rows, right=sizes)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
     console.print(
         f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False, soft_wrap=True

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from xray_runtime.files import write_atomic
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
+from xray_runtime.report.stages import computed_text, run_text
 from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def write_report(
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
     html = environment.get_template("report.html").render(
         run=lifecycle,
+        ended=run_text(lifecycle),
+        computed=[computed_text(stage) for stage in lifecycle["stages"]],
+        address=lifecycle["mlflow_page"] if lifecycle["mlflow_page"].startswith("http") else None,
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
         figures=[(name, figure) for name, figure in drawn if figure],

@@ -206,7 +206,12 @@ class RewardSources:
         else:
             failures = {}
         apart = {source: given.std(0, correction=0) for source, given in members.items()}
-        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart)
+        whys = {
+            source: [_why(by_row.get(row)) for row in range(len(replies))]
+            for source, by_row in (found | failures).items()
+            if source in self.weights
+        }
+        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
         self._check_models(answered, prompts, replies)
         self._check(scores, found | failures)
         for source, by_row in found.items():
@@ -299,3 +304,8 @@ class RewardSources:
         if lost == total or lost / total > self._max_failed:
             raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
         log.warning("%s", message)
+
+
+def _why(score: Score | None) -> str | None:
+    """Why a source has no score of a reply; None where it has one."""
+    return None if score is None or not math.isnan(score.value) else score.why or "its score is not a number"

@@ -18,7 +18,7 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.registry import Registry
+from xray_runtime.tracking.registry import TRAINING, Registry
 
 ARTIFACTS = "mlartifacts"
 """Where an output directory's own MLflow keeps artifacts, by run."""
@@ -29,9 +29,6 @@ MAX_BATCH = 900
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
 STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG = "xray.stage", "xray.cached", "xray.attempts"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
-"""Has MLflow's pages open an experiment on its runs; without it they open on a dashboard of traces, of which we have
-none."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Which artifacts of a run MLflow's pages show as tables."""
 
@@ -59,14 +56,12 @@ class Tracker:
         if found is None:
             location = artifact_root.absolute().as_uri() if artifact_root is not None else None
             try:
-                self.experiment_id = self.client.create_experiment(experiment, location, tags={KIND_TAG: KIND})
+                self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
             except MlflowException:
                 # Another process made it in the meantime.
                 found = self.client.get_experiment_by_name(experiment)
         if found is not None:
             self.experiment_id = found.experiment_id
-            if KIND_TAG not in found.tags:
-                self.client.set_experiment_tag(self.experiment_id, KIND_TAG, KIND)
         self.registry = Registry(self.client)
         self.experiment = experiment
         # People see it: on Prefect's pages.
@@ -131,11 +126,14 @@ class Tracker:
             self._params(run.info.run_id, params_of(config) | {"key": key})
         return StageRun(self, run.info.run_id)
 
+    def address(self, run_id: str) -> str:
+        """Where people see the run; without a server, what follows the address of `mlflow ui`."""
+        page = f"#/experiments/{self.experiment_id}/runs/{run_id}{TRAINING}"
+        return f"{self._shown}/{page}" if self._shown else page
+
     def page(self, run_id: str) -> str | None:
         """Where people see the run; None where no server shows it."""
-        # Its pages for training, which lead to models and the registry; those for agents, its default, do not.
-        page = f"#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
-        return f"{self._shown}/{page}" if self._shown else None
+        return self.address(run_id) if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
         """Address of a figure of the run; None where no server shows it."""

@@ -16,6 +16,9 @@ URI_TAG = "xray.uri"
 """Of a registered version: the checkpoint's directory when it was registered."""
 LOG_TAG = "xray.log"
 """Of a registered version and of a run: which log, and its head when this was written."""
+TRAINING = "?workflowType=machine_learning"
+"""Ends the address of an experiment or a run on MLflow's pages. Without it they open on a dashboard of traces, of which
+we have none, whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
 
 
 class Registry:

@@ -442,6 +442,16 @@ def a_tag_of_a_registered_version(rng: random.Random, output: Path) -> set[str]:
 
 
 @case
+def the_page_of_a_registered_version(rng: random.Random, output: Path) -> set[str]:
+    if rng.random() < 0.5:
+        sql(output, "update model_versions set description = description || ' approved' where name = ?", NAME)
+    else:
+        key = rng.choice(["xray.statement", "xray.evaluation", "xray.signed_by", "xray.promote"])
+        sql(output, "delete from model_version_tags where key = ? and name = ?", key, NAME)
+    return {"registry-page-changed"}
+
+
+@case
 def an_alias_moved_or_removed(rng: random.Random, output: Path) -> set[str]:
     if rng.random() < 0.5:
         sql(output, "delete from registered_model_aliases where alias = ?", ALIAS)

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +86,7 @@ def audit(
     hashing: bool = True,
     since_verified: bool = False,
     expect: Head | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
@@ -96,6 +97,7 @@ def audit(
         since_verified: read what changed since such an audit found everything sound, and record that this one did; see
             `verified`. Of everything, with hashing.
         expect: where the log ended once, from somebody who kept that.
+        on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
@@ -120,8 +122,9 @@ def audit(
     changed = [node for node in nodes if since is None or node.sha256 not in since.unchanged]
     result.unchanged = len(nodes) - len(changed)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), changed):
+        for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
             found += findings
+            on_progress(done, len(changed))
     for node in nodes:
         result.checkpoints += 1
         result.files += len(node.manifest.files)

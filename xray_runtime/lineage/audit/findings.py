@@ -162,6 +162,10 @@ CODES: dict[str, tuple[str, str]] = {
         "The page of a registered model in MLflow does not say what the signed records say.",
         "Run the lifecycle again, or `xray promote`: both write the page anew. Delete tags that they did not write.",
     ),
+    "registry-page-unchecked": (
+        "MLflow's page was written by another release, which worded it otherwise: it was not compared.",
+        "Run the lifecycle again: it writes the page anew.",
+    ),
     "alias-moved": (
         "An alias does not point where the last signed decision put it.",
         "Set it back, or promote the model the proper way.",
@@ -175,6 +179,7 @@ NOTES = {
     "evaluation-missing",
     "evaluation-near-overlap",
     "evaluation-unchecked",
+    "registry-page-unchecked",
     "run-open",
     "file-unknown",
     "snapshot-left",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.decisions import decisions_by_version
-from xray_runtime.lineage.model_page import PREFIX, Page, model_page, version_page
+from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG
 
@@ -31,7 +31,10 @@ def check_pages(view: RegistryView, store: LineageStore, audited: Collection[str
         about = decisions.get((name, number), [])
         if version.tags.get(SHA256_TAG) not in audited and not {d.checkpoint for d in about} & set(audited):
             continue
-        label = f"{name}/{number}"
+        label, registration = f"{name}/{number}", registration_of(about)
+        if registration is not None and registration.page not in (0, FORM):
+            yield Finding(label, "registry-page-unchecked", f"form {registration.page}; this release words form {FORM}")
+            continue
         try:
             page = version_page(name, about, store.graph.nodes.get, experiment_of)
         except (OSError, ValueError) as error:
