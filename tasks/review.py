@@ -49,8 +49,8 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
 
     def pause() -> None:
         form, refused_until = Review.with_initial_data(description=question), time.monotonic() + ANSWER_SECONDS
-        # A key of its own for each question: without, a second one would be taken for the first. A run that goes on after
-        # `xray down` asks again under another key, since the process that would hear the first answer is gone.
+        # A key of its own for each question: without, a second one would be taken for the first. A run that goes on
+        # after `xray down` asks again, under another key: the process that would hear the first answer is gone.
         key = digest({"stage": stage, "asked": question, "since": _running_since()})[:16]
         while not found and not stopped.is_set():
             try:

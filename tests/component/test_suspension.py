@@ -34,7 +34,7 @@ def work(number: int) -> int:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[SyncPrefectClient]:
-    with prefect_test_harness(server_startup_timeout=60), get_client(sync_client=True) as found:
+    with prefect_test_harness(server_startup_timeout=240), get_client(sync_client=True) as found:
         found.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         yield found
 
