@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments, pull_steps
+from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
 from xray_runtime.config.loading import load_config, validate
 
 ROOT = Path(__file__).parents[2]
@@ -72,4 +72,5 @@ def test_the_file_for_prefect_deploy_says_the_same() -> None:
     for name, value in VALUES.items():
         text = text.replace(f"{{{{ ${name} }}}}", value)
     content = yaml.safe_load(text)
-    assert content == {"pull": pull_steps(VALUES), "deployments": list(DEPLOYMENTS.values())}
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "/home/x"}}]
+    assert content == {"pull": pull, "deployments": list(DEPLOYMENTS.values())}
