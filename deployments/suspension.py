@@ -18,14 +18,15 @@ from typing import Any
 
 import psutil
 
-from xray.deployments.presets import NO_HEARTBEAT, POOL, STOPPED
+from xray.deployments.presets import NO_HEARTBEAT, POOL, SUSPENDED
 from xray.deployments.server_home import State
 from xray.deployments.servers import ask, worker_name
 from xray_runtime.processes import kill, tagged
 
 KEY = "xray-down-"
 """Start of the pause key of a run that goes on by itself."""
-LOST = "Its process was lost while the servers were down; it goes on by itself."
+STOPPED = f"{SUSPENDED} `xray down`. It goes on by itself after `xray up`."
+LOST = f"{SUSPENDED} its process was lost. It goes on by itself."
 RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Environment variable that Prefect gives the process of a flow run."""
 AT_WORK = ("RUNNING", "PENDING", "PAUSED", "CANCELLING")
@@ -68,11 +69,13 @@ def settle(api: str, state: State) -> None:
     Where another machine's worker takes runs from the pool too, lost runs cannot be told from that worker's; Prefect
     notices them itself, by their missing heartbeats.
     """
+    runs = _runs(api, AT_WORK)
+    if not runs:
+        return
     worker_tag = f"{state.tag}-worker"
     processes = run_processes(worker_tag)
-    suspended = {run["id"] for run in _runs(api, ("PAUSED",)) if is_suspended(run)}
     # `xray down` was killed before it ended these.
-    half_stopped = processes.keys() & suspended
+    half_stopped = processes.keys() & {run["id"] for run in runs if is_suspended(run)}
     kill(lambda: [p for run, p in run_processes(worker_tag).items() if run in half_stopped], STOP_SECONDS)
     online = {"workers": {"status": {"any_": ["ONLINE"]}}}
     workers = ask(f"{api}/work_pools/{POOL}/workers/filter", online, PATIENCE_SECONDS)

@@ -18,9 +18,9 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Completed, Crashed, Paused, Pending, Running, Scheduled, State, Suspended
 from prefect.testing.utilities import prefect_test_harness
 
-from xray.deployments.presets import NO_HEARTBEAT, POOL, STOPPED
+from xray.deployments.presets import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
-from xray.deployments.suspension import LOST, RUN_ID, resume, run_processes, settle, suspend
+from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resume, run_processes, settle, suspend
 from xray_runtime.processes import TAG
 
 HOME = HomeState(tag="suspension-test")
@@ -35,6 +35,8 @@ def work(number: int) -> int:
 @pytest.fixture(scope="module")
 def client() -> Iterator[SyncPrefectClient]:
     with prefect_test_harness(server_startup_timeout=240), get_client(sync_client=True) as found:
+        # The first `xray up` settles before there is a work pool.
+        settle(str(PREFECT_API_URL.value()), HOME)
         found.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         yield found
 

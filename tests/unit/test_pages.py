@@ -16,10 +16,9 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from rich.console import Console
 
 from xray.deployments.automations import PREFIX, crashed_without_heartbeat, notifications, waiting_in_queue
-from xray.deployments.presets import STOPPED
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.status import service_status, show
-from xray.deployments.suspension import LOST
+from xray.deployments.suspension import LOST, STOPPED
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import BARS, headline, sparkline, stage_markdown
 from xray_runtime.stages import kinds
@@ -183,7 +182,8 @@ def fires(automation: Automation, sent: ReceivedEvent) -> bool:
         (event("Suspended", flow="promote"), ["a candidate waits for approval"]),
         (event("Suspended", message=STOPPED, flow="promote"), []),
         (event("Suspended", message=STOPPED), []),
-        (event("Resuming", message=LOST), []),
+        (event("Suspended", message=LOST, flow="promote"), []),
+        (event("Resuming"), []),
         (event("Cancelled"), []),
     ],
 )
