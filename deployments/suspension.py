@@ -60,7 +60,17 @@ def suspend(api: str, message: str = STOPPED, except_for: Iterable[str] = ()) ->
         answer = ask(f"{api}/flow_runs/{run['id']}/set_state", asked, PATIENCE_SECONDS)
         if answer["status"] == "ACCEPT" and not cancelled:
             names.append(run["name"])
+            _pause_subflows(api, run["id"], message)
     return names
+
+
+def _pause_subflows(api: str, parent: str, message: str) -> None:
+    """Without this Prefect would miss the heartbeats of subflows; when their parent goes on, it takes them up again."""
+    children = {"parent_flow_run_id": {"any_": [parent]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    for run in ask(f"{api}/flow_runs/filter", {"flow_runs": children}, PATIENCE_SECONDS):
+        # Only what has a deployment can be rescheduled.
+        state = _suspended(message, reschedule=False)
+        ask(f"{api}/flow_runs/{run['id']}/set_state", {"state": state, "force": True}, PATIENCE_SECONDS)
 
 
 def settle(api: str, state: State) -> None:
@@ -116,8 +126,8 @@ def run_processes(worker_tag: str) -> dict[str, psutil.Process]:
     return found
 
 
-def _suspended(message: str) -> dict[str, Any]:
-    details = {"pause_reschedule": True, "pause_key": f"{KEY}{uuid.uuid4().hex}"}
+def _suspended(message: str, reschedule: bool = True) -> dict[str, Any]:
+    details = {"pause_reschedule": reschedule, "pause_key": f"{KEY}{uuid.uuid4().hex}"}
     return {"type": "PAUSED", "name": "Suspended", "message": message, "state_details": details}
 
 

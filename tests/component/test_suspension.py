@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Completed, Crashed, Paused, Pending, Running, Scheduled, State, Suspended
 from prefect.testing.utilities import prefect_test_harness
@@ -103,6 +104,25 @@ def test_a_suspended_run_that_a_person_cancels_stays_cancelled(
     client.set_flow_run_state(resumed.id, Cancelling())
     assert client.read_flow_run(resumed.id).state_name == "Cancelled"
     assert resume(api, time.time()) == []
+
+
+@flow
+def parent() -> int:
+    return int(work(1))
+
+
+def test_a_subflow_pauses_with_its_parent_and_is_taken_up_again(client: SyncPrefectClient, api: str) -> None:
+    deployment = client.create_deployment(client.create_flow(parent), "parent", work_pool_name=POOL)
+    run = client.create_flow_run_from_deployment(deployment)
+    task_run = client.create_task_run(task(work.fn), run.id, "work-0", state=Running())
+    client.set_flow_run_state(run.id, Running(), force=True)
+    child = client.create_flow_run(work, parameters={"number": 1}, parent_task_run_id=task_run.id, state=Running())
+    assert suspend(api) == [run.name]
+    assert client.read_flow_run(child.id).state_name == "Suspended"
+    assert resume(api, time.time()) == [run.name]
+    # As the engine of the parent does.
+    answer = client.set_flow_run_state(child.id, Running())
+    assert answer.status == SetStateStatus.ACCEPT
 
 
 @pytest.fixture
