@@ -21,7 +21,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import Posture
 from prefect.types import SecretDict
 
-from xray.deployments.presets import NO_HEARTBEAT, QUEUE, STOPPED
+from xray.deployments.presets import NO_HEARTBEAT, QUEUE, SUSPENDED
 
 PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)
@@ -30,6 +30,7 @@ WITHOUT_PROCESS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended", "
 """States of a flow run that nobody sends heartbeats for."""
 REPEATS = timedelta(seconds=60)
 """Prefect's worker, its runner and the heartbeat can all report one crash: within this time it is one."""
+MAX_MESSAGE = 300
 WAITING = "Waiting for another run"
 NOTIFY_URL = "XRAY_NOTIFY_URL"
 BLOCK = "xray"
@@ -84,18 +85,19 @@ def waiting_in_queue() -> Automation:
 
 def notifications(block_id: Any | None) -> list[Automation]:
     """The automations that notify people through the notification block; with None they only leave an event."""
-    why = "{{ (flow_run.state.message or '')|string|replace('Flow run encountered an exception: ', '') }}"
+    message = "((flow_run.state.message or '')|string).splitlines()|first|default('', true)"
+    why = f"{{{{ {message}|replace('Flow run encountered an exception: ', '')|truncate({MAX_MESSAGE}) }}}}"
     link = "{{ flow_run|ui_url }}"
     failed = f"{{{{ flow_run.name }}}} {{{{ flow_run.state.name|lower }}}}: {why} {link}"
-    # A promotion that `xray down` suspends waits for nobody.
-    not_stopped = ANY_RUN | {"prefect.state-message": f"!{STOPPED}"}
+    # A promotion that goes on by itself waits for nobody.
+    not_ours = ANY_RUN | {"prefect.state-message": f"!{SUSPENDED}*"}
     promotion: Labels = {"prefect.resource.role": "flow", "prefect.resource.name": "promote"}
     kinds: list[tuple[str, set[str], Labels, Labels, timedelta, str]] = [
         ("a run failed", {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, ANY_RUN, {}, REPEATS, failed),
         (
             "a candidate waits for approval",
             {"prefect.flow-run.Suspended"},
-            not_stopped,
+            not_ours,
             promotion,
             timedelta(0),
             f"{{{{ flow_run.name }}}} waits for approval: {link}",

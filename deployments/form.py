@@ -13,6 +13,7 @@ FIRST = {
     "LifecycleConfig": ("project", "seed", "data", "base", "sft", "ppo", "evaluate"),
     "DataConfig": ("source", "max_conversations"),
     "SFTConfig": ("steps",),
+    "PPOSection": ("stages",),
     "PPOStageConfig": ("iterations", "lr", "kl"),
     "KLConfig": ("coef",),
     "EvaluateSection": ("num_prompts",),

@@ -20,7 +20,7 @@ from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
 from xray.deployments.form import FIRST, with_first_fields
-from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments, pull_steps
+from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
@@ -39,16 +39,16 @@ def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> li
     """Write the deployments that are missing or of another version; returns their names."""
     there = {deployment.name: deployment.version for deployment in client.read_deployments()}
     forms = [FIRST, *(model.model_json_schema() for model in (LifecycleConfig, SearchConfig))]
-    pull, written = pull_steps(values), []
+    written = []
     for preset in deployments(values):
-        version = digest({"preset": preset, "pull": pull, "forms": forms})[:12]
+        version = digest({"preset": preset, "forms": forms})[:12]
         if there.get(preset["name"]) != version:
-            _write(client, preset, pull, version)
+            _write(client, preset, version)
             written.append(preset["name"])
     return written
 
 
-def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[str, Any]], version: str) -> None:
+def _write(client: SyncPrefectClient, preset: dict[str, Any], version: str) -> None:
     flow: Flow[Any, Any] = load_flow_from_entrypoint(preset["entrypoint"])
     limit, pool = preset.get("concurrency_limit"), preset["work_pool"]
     client.create_deployment(
@@ -64,7 +64,7 @@ def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[st
         work_pool_name=pool["name"],
         work_queue_name=pool.get("work_queue_name"),
         job_variables=pool["job_variables"],
-        pull_steps=pull,
+        pull_steps=[],
         concurrency_limit=limit and limit["limit"],
         concurrency_options=limit and ConcurrencyOptions(collision_strategy=limit["collision_strategy"]),
         schedules=[

@@ -21,8 +21,8 @@ CONFIGS = Path(__file__).parent / "configs"
 POOL = "xray"
 QUEUE = "ray"
 """The work queue of long computations, one at a time; what a person waits for is in the pool's default queue."""
-STOPPED = "Suspended by `xray down`: goes on by itself after `xray up`."
-"""The message of the state of a run that `xray down` stopped; no automation takes it for anything else."""
+SUSPENDED = "Suspended by X-ray:"
+"""Start of the message of a run that goes on by itself; no automation takes it for one that waits for a person."""
 NO_HEARTBEAT = "No heartbeat: its process is gone."
 """The message of the state of a run that Prefect found lost."""
 VARIABLES = {
@@ -39,7 +39,8 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     Args:
         values: of VARIABLES.
     """
-    job = {"env": {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}}
+    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+    job = {"env": variables, "working_dir": values["XRAY_HOME"]}
     at_once = {"name": POOL, "job_variables": job}
     one_at_a_time = at_once | {"work_queue_name": QUEUE}
 
@@ -118,11 +119,6 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-def pull_steps(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What a worker does before it starts a flow run."""
-    return [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
-
-
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -137,7 +133,9 @@ def as_yaml() -> str:
         "#   prefect deploy --all --prefect-file prefect.yaml",
         *(f"#   {name:20} {meaning}" for name, meaning in VARIABLES.items()),
     ]
-    content = {"pull": pull_steps(values), "deployments": deployments(values)}
+    # Without one `prefect deploy` adds a step of its own, to the directory it is called in.
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
+    content = {"pull": pull, "deployments": deployments(values)}
     return "\n".join([*head, yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120)])
 
 

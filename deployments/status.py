@@ -108,15 +108,14 @@ def show(console: Console, content: dict[str, Any]) -> None:
             else "[red]down[/red]"
         )
         table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see logs/{name}.log"))
+    ahead = ", ".join(run["name"] for run in content["runs"] or [])
     for kind, title in TITLES.items():
         for run in content[kind] or []:
             # Until a run starts, its name is a random one.
             name = run["deployment"] if kind in ("waiting", "next") else run["name"]
             at = f"{run['at'][:19].replace('T', ' ')} UTC"
-            table.add_row(title, run["state"], escape(name or run["name"]), at)
-    if content["waiting"] and content["runs"]:
-        ahead = ", ".join(run["name"] for run in content["runs"])
-        table.add_row("", "", escape(f"waits for {ahead}"), "")
+            behind = f", behind {ahead}" if kind == "waiting" and ahead else ""
+            table.add_row(title, run["state"], escape(name or run["name"]), escape(at + behind))
     if content["services"] and content["runs"] is None:
         table.add_row("on", "", "not known: Prefect does not answer", "")
     for champion in content["champions"]:

@@ -18,14 +18,15 @@ from typing import Any
 
 import psutil
 
-from xray.deployments.presets import NO_HEARTBEAT, POOL, STOPPED
+from xray.deployments.presets import NO_HEARTBEAT, POOL, SUSPENDED
 from xray.deployments.server_home import State
 from xray.deployments.servers import ask, worker_name
 from xray_runtime.processes import kill, tagged
 
 KEY = "xray-down-"
 """Start of the pause key of a run that goes on by itself."""
-LOST = "Its process was lost while the servers were down; it goes on by itself."
+STOPPED = f"{SUSPENDED} `xray down`. It goes on by itself after `xray up`."
+LOST = f"{SUSPENDED} its process was lost. It goes on by itself."
 RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Environment variable that Prefect gives the process of a flow run."""
 AT_WORK = ("RUNNING", "PENDING", "PAUSED", "CANCELLING")
@@ -59,7 +60,17 @@ def suspend(api: str, message: str = STOPPED, except_for: Iterable[str] = ()) ->
         answer = ask(f"{api}/flow_runs/{run['id']}/set_state", asked, PATIENCE_SECONDS)
         if answer["status"] == "ACCEPT" and not cancelled:
             names.append(run["name"])
+            _pause_subflows(api, run["id"], message)
     return names
+
+
+def _pause_subflows(api: str, parent: str, message: str) -> None:
+    """Without this Prefect would miss the heartbeats of subflows; when their parent goes on, it takes them up again."""
+    children = {"parent_flow_run_id": {"any_": [parent]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+    for run in ask(f"{api}/flow_runs/filter", {"flow_runs": children}, PATIENCE_SECONDS):
+        # Only what has a deployment can be rescheduled.
+        state = _suspended(message, reschedule=False)
+        ask(f"{api}/flow_runs/{run['id']}/set_state", {"state": state, "force": True}, PATIENCE_SECONDS)
 
 
 def settle(api: str, state: State) -> None:
@@ -68,11 +79,13 @@ def settle(api: str, state: State) -> None:
     Where another machine's worker takes runs from the pool too, lost runs cannot be told from that worker's; Prefect
     notices them itself, by their missing heartbeats.
     """
+    runs = _runs(api, AT_WORK)
+    if not runs:
+        return
     worker_tag = f"{state.tag}-worker"
     processes = run_processes(worker_tag)
-    suspended = {run["id"] for run in _runs(api, ("PAUSED",)) if is_suspended(run)}
     # `xray down` was killed before it ended these.
-    half_stopped = processes.keys() & suspended
+    half_stopped = processes.keys() & {run["id"] for run in runs if is_suspended(run)}
     kill(lambda: [p for run, p in run_processes(worker_tag).items() if run in half_stopped], STOP_SECONDS)
     online = {"workers": {"status": {"any_": ["ONLINE"]}}}
     workers = ask(f"{api}/work_pools/{POOL}/workers/filter", online, PATIENCE_SECONDS)
@@ -113,8 +126,8 @@ def run_processes(worker_tag: str) -> dict[str, psutil.Process]:
     return found
 
 
-def _suspended(message: str) -> dict[str, Any]:
-    details = {"pause_reschedule": True, "pause_key": f"{KEY}{uuid.uuid4().hex}"}
+def _suspended(message: str, reschedule: bool = True) -> dict[str, Any]:
+    details = {"pause_reschedule": reschedule, "pause_key": f"{KEY}{uuid.uuid4().hex}"}
     return {"type": "PAUSED", "name": "Suspended", "message": message, "state_details": details}
 
 

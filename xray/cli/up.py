@@ -64,7 +64,7 @@ def down(home: Where = None) -> None:
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
-    """What is up, which runs are running or next, what is champion.
+    """What is up, which runs are at work, suspended, waiting or next, what is champion.
 
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
