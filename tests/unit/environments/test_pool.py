@@ -109,6 +109,14 @@ def test_async_episodes_run_side_by_side() -> None:
         assert max(future.result(20).info["most"] for future in steps) > 50
 
 
+def test_tools_that_are_async() -> None:
+    with EnvironmentPool(f"{samples.__name__}:patient", 1, timeout_s=10.0, memory_mb=1024) as pool:
+        started(pool, 0)
+        ask = '<tool_call>{"name": "add_later", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        assert pool.step(0, ask).result(20).messages == [{"role": "tool", "name": "add_later", "content": "5"}]
+        assert pool.step(0, "p").result(20) == Step(reward=1.0, terminated=True)
+
+
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [

@@ -55,9 +55,8 @@ CLOSE = "def has_close(numbers, threshold):\n    s = sorted(numbers)\n    return
 def test_code_that_is_right_passes_and_other_code_does_not(code: str, tests: Any, judge: Judge) -> None:
     found = judge(code, tests)
     assert found.value == 1.0, found.why
-    wrong = judge(code.replace("return", "return 7 if True else").replace("SIZE = 4", "SIZE = 3"), tests)
-    if wrong.value == 1.0:  # it returns nothing
-        assert "return" not in code and "SIZE" not in code
+    if "return" in code:
+        assert judge(code.replace("return", "return 7 if True else"), tests).value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert process is not None
     process.kill()
     process.wait()
-    with pytest.raises(RuntimeError, match="ended by itself: exit code -9"):
+    with pytest.raises(RuntimeError, match="ended unexpectedly: exit code -9"):
         one.score("def f(): pass", "f()", 5.0, 64)
     assert one.score("def f(): pass", "f()", 5.0, 64).value == 1.0
     one.close()
