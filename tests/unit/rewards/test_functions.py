@@ -146,14 +146,14 @@ def test_a_function_that_is_none_of_scores_is_an_error(function: Callable[..., A
 
 
 def test_scores_of_many_kinds_count() -> None:
-    for answer in (
+    for given in (
         (1, True),
         [np.float32(1.0), np.bool_(True)],
         [torch.tensor(1.0), 1.0],
         np.array([1, 1]),
         (1.0 for _ in range(2)),
     ):
-        assert values(lambda prompts, replies, answer=answer: answer) == [1.0, 1.0]
+        assert values(lambda prompts, replies, given=given: given) == [1.0, 1.0]
 
 
 def batch(num_replies: int) -> Batch:

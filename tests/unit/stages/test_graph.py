@@ -43,10 +43,10 @@ def graph() -> Any:
         yield graph
 
 
-def parts() -> tuple[Handle, Handle, Handle]:
+def parts(**data: Any) -> tuple[Handle, Handle, Handle]:
     """(data, base, a reward model)."""
-    data, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
-    return data, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
+    prompts, base = xray.prepare(source="x.jsonl", **data), xray.base(model="x")
+    return prompts, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
 
 
 def refused(act: Callable[[], Any]) -> str:
