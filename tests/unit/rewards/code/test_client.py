@@ -43,6 +43,7 @@ CLOSE = "def has_close(numbers, threshold):\n    s = sorted(numbers)\n    return
         ("class Solution:\n    def g(self, x): return x", "def check(f):\n    assert f(2) == 2\ncheck(Solution().g)"),
         (STACK, "s = Stack()\ns.push(1)\ns.push((2, 3))\nassert s.pop() == (2, 3)\nassert s.pop() == 1"),
         ("SIZE = 4", "assert SIZE == 4"),
+        ("class A:\n    x: int = 1\nKIND = A.__annotations__['x'] is int\ndef kind(): return KIND", "assert kind() is True"),
         ("def f(x): raise ValueError('no')", "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"),
         # Values of each kind, both ways; keywords; a generator; an object that goes there and back.
         ("def f(*a, **k): return a, k", "x = [None, True, 1, 10 ** 5000, 1.5, 2j, 'ä\\ud800', b'\\0', (1,), {2}, frozenset({3}), {(4,): [5]}]\n"
