@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from xray_runtime.rewards import sandbox as processes
@@ -171,3 +175,22 @@ def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
         one.score("def f(): pass", "f()", 5.0, 64)
     assert one.score("def f(): pass", "f()", 5.0, 64).value == 1.0
     one.close()
+
+
+def test_a_server_ends_with_who_asks(tmp_path: Path) -> None:
+    asks = f"""
+from pathlib import Path
+from xray_runtime.rewards.code.client import CodeSandbox
+one = CodeSandbox(Path({str(tmp_path)!r}))
+one.score("def f(): pass", "f()", 60.0, 64)
+print(one._process._process.pid, flush=True)
+one.score("def f():\\n    while True: pass", "f()", 600.0, 64)
+"""
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+        while len(children := server.children()) < 2:
+            time.sleep(0.01)
+        process.kill()
+    gone, alive = psutil.wait_procs([server, *children], timeout=30)
+    assert (len(gone), alive) == (3, [])
