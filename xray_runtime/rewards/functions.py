@@ -92,8 +92,8 @@ class FunctionSource:
         scores = self._tried(batch, rest, self._retries) if rest else []
         if not isinstance(scores, list):
             failed, rest, scores = dict.fromkeys(rows, scores), [], []
-        first = next(iter(failed.values()))
-        log.warning("%s: failed for %d of %d replies", self._where, len(failed), len(rows), exc_info=first)
+        for first in list(failed.values())[:1]:
+            log.warning("%s: failed for %d of %d replies", self._where, len(failed), len(rows), exc_info=first)
         by_row = dict(zip(rest, scores, strict=True)) | {r: failure(described(e)) for r, e in failed.items()}
         return [by_row[row] for row in rows]
 

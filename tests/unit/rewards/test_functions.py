@@ -210,3 +210,17 @@ def test_a_row_that_hangs_is_not_looked_for() -> None:
     found = FunctionSource(hangs, "f", 0.2, 1).score(batch(8))
     assert calls == [8, 8]
     assert {score.why for score in found} == {"TimeoutError: no answer within timeout_s = 0.2"}
+
+
+@pytest.mark.parametrize(("fails", "lost"), [(1, 0), (2, 0), (3, 0), (99, 8)])
+def test_a_function_that_works_again_while_rows_are_looked_for(fails: int, lost: int) -> None:
+    calls: list[int] = []
+
+    def flaky(prompts: list[str], replies: list[str]) -> list[float]:
+        calls.append(len(replies))
+        if len(calls) <= fails:
+            raise ConnectionError("away")
+        return [float(len(replies))] * len(replies)
+
+    found = FunctionSource(flaky, "f", 5.0, 0).score(batch(8))
+    assert [score.value for score in found if not math.isnan(score.value)] == [8.0] * (8 - lost)
