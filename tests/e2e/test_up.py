@@ -127,7 +127,7 @@ def waiting(operator: Operator, scheduled: str, pages: Pages) -> str:
     pages.fill("name", "xray-tiny-policy")
     # The smallest lifecycle learns next to nothing.
     pages.field("gates (Optional)").get_by_role("button", name="PromotionConfig").click()
-    pages.fill("Min Win Rate (Optional)", "0")
+    pages.field("Min Win Rate (Optional)").get_by_role("button", name="None").click()
     pages.field("Max Gold Drop (Optional)").get_by_role("button", name="None").click()
     run = pages.submit()
     pages.run(run)

@@ -134,14 +134,14 @@ class LimitedProcess:
         if self._answer(START_S) != READY:
             why = self._ending() or f"it is not ready within {START_S:g} s"
             self.end()
-            raise RuntimeError(f"the process of a verifier does not start: {why}")
+            raise RuntimeError(f"the verifier's process did not start: {why}")
         try:
             is_warm = self._exchange(one.warm_up, START_S) is not None
         except RuntimeError:
             self.end()
             raise
         if not is_warm:
-            raise RuntimeError(f"the process of a verifier is not ready within {START_S:g} s")
+            raise RuntimeError(f"the verifier's process was not ready within {START_S:g} s")
 
     def _exchange(self, question: bytes, limit_s: float) -> dict[str, Any] | None:
         assert self._process is not None
@@ -157,7 +157,7 @@ class LimitedProcess:
             self.end()
             if ending is None:
                 return None
-            raise RuntimeError(f"the process of a verifier ended by itself: {ending}")
+            raise RuntimeError(f"the verifier's process ended unexpectedly: {ending}")
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer

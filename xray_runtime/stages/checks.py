@@ -6,7 +6,7 @@ Each takes the config and the handles by role, and raises ValueError with one li
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from xray_runtime.config.preferences import (
 )
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.rewards.functions import Arguments
 from xray_runtime.stages.harness_files import read_tasks
 from xray_runtime.stages.independence import check_judges
 
@@ -46,9 +47,7 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> Non
 
 
 def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
-    prompts = inputs.get("prompts")
-    # Of a checkpoint nothing is known before it is opened.
-    data = prompts.call.config if prompts is not None and prompts.call is not None else None
+    data = _dataset(inputs)
     # What judges, a validation or an evaluation, has one reply to a prompt.
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
     replies = groups if where == "rewards" else 1
@@ -63,11 +62,31 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = 
                 field = "model" if term.model is not None else "models"
                 raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
-            if isinstance(data, DataConfig) and column not in data.columns:
+            if data is not None and column not in data.columns:
                 raise ValueError(
                     f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
                     f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
                 )
+
+
+def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Functions that were handed over as sources of reward take prompts, replies and columns that the dataset has."""
+    if not isinstance(config, JudgingConfig):
+        return
+    data = _dataset(inputs)
+    for where in ("rewards", "judges"):
+        for number, term in enumerate(getattr(config, where, ())):
+            if term.function in functions:
+                arguments = Arguments(functions[term.function], f"{where}.{number}.function {term.function!r}")
+                if data is not None:
+                    arguments.check(data.columns)
+
+
+def _dataset(inputs: Mapping[str, Any]) -> DataConfig | None:
+    """How the dataset whose prompts are asked is made; of a checkpoint nothing is known before it is opened."""
+    handle = inputs.get("prompts", inputs.get("data"))
+    config = handle.call.config if handle is not None and handle.call is not None else None
+    return config if isinstance(config, DataConfig) else None
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:

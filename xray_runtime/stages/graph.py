@@ -22,6 +22,7 @@ from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.artifacts import Artifact, RewardModel
+from xray_runtime.stages.checks import check_functions
 from xray_runtime.stages.kind import KINDS, Role, StageKind, find_kind
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -198,6 +199,7 @@ class Graph:
             config = kind.shorten(config)
         try:
             kind.check(config, bound.parents)
+            check_functions(config, bound.parents, bound.functions)
             for function in kind.functions(config):
                 if function not in bound.functions:
                     check_import(function)

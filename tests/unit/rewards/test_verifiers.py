@@ -131,4 +131,4 @@ def test_a_process_that_ends_by_itself_is_started_again(monkeypatch: pytest.Monk
     assert values(RegexVerifier(pattern="x"), [("x", None)]) == [1.0]
     monkeypatch.setattr(verifiers, "PROGRAM", "import sys; print('no library', file=sys.stderr); sys.exit(3)")
     [score] = verify(RegexVerifier(pattern="x"), ["x"], [None])
-    assert score.why == "RuntimeError: the process of a verifier does not start: exit code 3: no library"
+    assert score.why == "RuntimeError: the verifier's process did not start: exit code 3: no library"

@@ -43,10 +43,10 @@ def graph() -> Any:
         yield graph
 
 
-def parts() -> tuple[Handle, Handle, Handle]:
+def parts(**data: Any) -> tuple[Handle, Handle, Handle]:
     """(data, base, a reward model)."""
-    data, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
-    return data, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
+    prompts, base = xray.prepare(source="x.jsonl", **data), xray.base(model="x")
+    return prompts, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
 
 
 def refused(act: Callable[[], Any]) -> str:
@@ -379,6 +379,28 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
     assert again is not None
     assert again.config.rewards == first.config.rewards
     assert {role: again.parents[role] for role in handles} == handles
+
+
+def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
+    def right(prompts: Any, replies: Any, answer: Any, messages: Any, other: Any = None) -> list[float]:
+        return [1.0] * len(replies)
+
+    def wrong(prompts: Any, replies: Any, anser: Any) -> list[float]:
+        return [1.0] * len(replies)
+
+    def lonely(prompts: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    data, base, _ = parts(columns=["answer", "task"])
+    xray.ppo(base, prompts=data, rewards=[right])
+    lost = "takes 'anser', which is not a column of the dataset: there are answer, task; add it to data.columns"
+    for function, why in {wrong: lost, lonely: "must take the arguments prompts and replies, in this order"}.items():
+        name = f"{__name__}:{function.__qualname__}"
+        with pytest.raises(ConfigError) as error:
+            xray.ppo(base, prompts=data, rewards=[right, 0.5 * xray.reward(function)], name="other")
+        assert str(error.value) == f"other: rewards.1.function {name!r}: {why}"
+        with pytest.raises(ConfigError, match=r"^judged: judges\.0\.function .*: (takes 'anser'|must take)"):
+            xray.evaluate(base, base, data, judges=[function], name="judged")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_what_a_source_has_no_score_for_is_masked() -> None:
         (["1", "lost", "3", "4"], 0.2, "1 of 4 replies have no reward; f failed for 1: it returned None"),
         (["1", "lost", "3", "4"], 0.25, None),
         (["lost"] * 4, 1.0, "4 of 4 replies have no reward; f failed for 4: it returned None"),
-        (["1", "2", "3", "x"], 0.2, "4 of 4 replies have no reward; f failed for 4: ValueError: could not convert"),
+        (["1", "2", "3", "x"], 0.2, "1 of 4 replies have no reward; f failed for 1: ValueError: could not convert"),
+        (["1", "2", "3", "x"], 0.25, None),
     ],
 )
 def test_the_budget_and_the_cause(replies: list[str], max_failed: float, says: str | None) -> None:

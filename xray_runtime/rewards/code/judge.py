@@ -45,7 +45,7 @@ class Judge:
     def run(self, tests: str) -> NoReturn:
         """Run the tests against the code of the reply."""
         try:
-            compiled = compile(tests, TESTS, "exec")
+            compiled = compile(tests, TESTS, "exec", dont_inherit=True)
             space = _Space(self, tests)
         except (SyntaxError, ValueError, RecursionError) as error:
             self._end(unusable=f"the tests cannot be read ({error})")

@@ -23,7 +23,7 @@ TEXT_CHARS = 300
 def load(code: str, name: str) -> dict[str, Any]:
     """Run `code` as the module `name`; returns its names."""
     module = sys.modules[name] = ModuleType(name)
-    exec(compile(code, "<reply>", "exec"), module.__dict__)
+    exec(compile(code, "<reply>", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 

@@ -198,7 +198,11 @@ def _end(pid: int, limit_s: float) -> int | None:
     """End a child, after `limit_s`; its status where it ended before, else None."""
     process, poll = os.pidfd_open(pid), select.poll()
     poll.register(process, select.POLLIN)
-    ended = poll.poll(limit_s * 1000)
+    # Where who asks has gone, nobody waits for the answer; children end with this process.
+    poll.register(0, 0)
+    ended = [one for one, _ in poll.poll(limit_s * 1000)]
+    if 0 in ended:
+        os._exit(1)
     os.close(process)
     os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]

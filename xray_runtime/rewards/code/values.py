@@ -41,9 +41,14 @@ def encode(value: Any, keep: Keep) -> Any:
         return ["bytes", bytes(value).hex()]
     if isinstance(value, dict):
         return ["dict", *([encode(key, keep), encode(held, keep)] for key, held in dict.items(value))]
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return [kind.__name__, *(encode(held, keep) for held in kind.__iter__(value))]  # type: ignore[attr-defined]
+    if isinstance(value, list):
+        return ["list", *(encode(held, keep) for held in list.__iter__(value))]
+    if isinstance(value, tuple):
+        return ["tuple", *(encode(held, keep) for held in tuple.__iter__(value))]
+    if isinstance(value, set):
+        return ["set", *(encode(held, keep) for held in set.__iter__(value))]
+    if isinstance(value, frozenset):
+        return ["frozenset", *(encode(held, keep) for held in frozenset.__iter__(value))]
     return keep(value)
 
 

@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from xray_runtime.rewards import sandbox as processes
@@ -43,6 +47,7 @@ CLOSE = "def has_close(numbers, threshold):\n    s = sorted(numbers)\n    return
         ("class Solution:\n    def g(self, x): return x", "def check(f):\n    assert f(2) == 2\ncheck(Solution().g)"),
         (STACK, "s = Stack()\ns.push(1)\ns.push((2, 3))\nassert s.pop() == (2, 3)\nassert s.pop() == 1"),
         ("SIZE = 4", "assert SIZE == 4"),
+        ("class A:\n    x: int = 1\nKIND = A.__annotations__['x'] is int\ndef kind(): return KIND", "assert kind() is True"),
         ("def f(x): raise ValueError('no')", "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"),
         # Values of each kind, both ways; keywords; a generator; an object that goes there and back.
         ("def f(*a, **k): return a, k", "x = [None, True, 1, 10 ** 5000, 1.5, 2j, 'ä\\ud800', b'\\0', (1,), {2}, frozenset({3}), {(4,): [5]}]\n"
@@ -55,9 +60,8 @@ CLOSE = "def has_close(numbers, threshold):\n    s = sorted(numbers)\n    return
 def test_code_that_is_right_passes_and_other_code_does_not(code: str, tests: Any, judge: Judge) -> None:
     found = judge(code, tests)
     assert found.value == 1.0, found.why
-    wrong = judge(code.replace("return", "return 7 if True else").replace("SIZE = 4", "SIZE = 3"), tests)
-    if wrong.value == 1.0:  # it returns nothing
-        assert "return" not in code and "SIZE" not in code
+    if "return" in code:
+        assert judge(code.replace("return", "return 7 if True else"), tests).value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,26 @@ def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
     assert process is not None
     process.kill()
     process.wait()
-    with pytest.raises(RuntimeError, match="ended by itself: exit code -9"):
+    with pytest.raises(RuntimeError, match="ended unexpectedly: exit code -9"):
         one.score("def f(): pass", "f()", 5.0, 64)
     assert one.score("def f(): pass", "f()", 5.0, 64).value == 1.0
     one.close()
+
+
+def test_a_server_ends_with_who_asks(tmp_path: Path) -> None:
+    asks = f"""
+from pathlib import Path
+from xray_runtime.rewards.code.client import CodeSandbox
+one = CodeSandbox(Path({str(tmp_path)!r}))
+one.score("def f(): pass", "f()", 60.0, 64)
+print(one._process._process.pid, flush=True)
+one.score("def f():\\n    while True: pass", "f()", 600.0, 64)
+"""
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        server = psutil.Process(int(process.stdout.readline()))
+        while len(children := server.children()) < 2:
+            time.sleep(0.01)
+        process.kill()
+    gone, alive = psutil.wait_procs([server, *children], timeout=30)
+    assert (len(gone), alive) == (3, [])
