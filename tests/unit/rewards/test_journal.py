@@ -54,9 +54,9 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
 
 def test_another_machine_finds_what_was_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
+    here, there = tmp_path / "here" / "ppo-1", tmp_path / "there" / "ppo-1"
+    here.mkdir(parents=True)
+    there.mkdir(parents=True)
     first = Journal(here, shared)
     keys = first.keys("judge", batch())
     first.write("judge", 0, [(keys[0], Score(0.1, "said"))])
