@@ -1,4 +1,4 @@
-"""Errors of a command: bad input is one line and exit code 2, anything else one line, exit code 1 and a file with more."""
+"""Errors of a command are one line: bad input with exit code 2, anything else with 1 and a file that says more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from xray_runtime.config.validation import ConfigError
 
@@ -23,7 +23,7 @@ BAD_INPUT, FAILED = 2, 1
 class Commands(TyperGroup):
     """Commands that end in one line whatever happens."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         with one_line():
             return super().invoke(ctx)
 
@@ -33,7 +33,7 @@ def one_line() -> Iterator[None]:
     """Errors become a line on stderr and `typer.Exit`."""
     try:
         yield
-    except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+    except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):
         raise
     except (ConfigError, OSError) as error:
         _print("error", str(error))
