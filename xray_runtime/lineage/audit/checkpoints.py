@@ -20,6 +20,7 @@ from typing import Any
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.kept import check_kept
 from xray_runtime.lineage.audit.verified import Since, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.decisions import check_chain, pruned
@@ -126,6 +127,7 @@ def audit(
     found += _commits(sorted(commits))
     if everything:
         found += _record(store)
+        found += check_kept(store.output, trusted, hashing and since is None)
         found += check_runs(store.output, verifier, last_only=since is not None)
     found += check_chain(store.output, verifier, since.chain if since is not None else None)
     if store.tracking_uri is not None:

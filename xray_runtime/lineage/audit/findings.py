@@ -111,6 +111,11 @@ CODES: dict[str, tuple[str, str]] = {
         "A run's record, report, metrics or figure is not what was signed when the run ended.",
         "Run the lifecycle again: it writes the record and the report anew. Metrics and figures come from a copy.",
     ),
+    "kept-unsealed": (
+        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
+        "X-ray. Training does not read them.",
+        "Ask who changed it; remove it: what is needed is computed again.",
+    ),
     "decision-broken": ("The signed chain of registrations and promotions is broken.", _ASK),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
     "mlflow-model-missing": ("MLflow does not know this checkpoint.", _RESTORE),
