@@ -40,6 +40,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's own choice is 15: beside a busy neighbour its workers would stand still. `runtime.niceness` says how much.
     "RAY_worker_niceness": "0",
+    # Ray serves them on every interface, to anybody.
+    "RAY_enable_metrics_collection": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
+from xray.cli.errors import one_line
 from xray.deployments.local_services import quiet_environment
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
@@ -239,9 +239,5 @@ def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = (
 def checked(call: Callable[[], T]) -> T:
     """What `call` returns; bad input is one line and exit code 2."""
     quiet_environment()
-    try:
+    with one_line():
         return call()
-    except (ConfigError, OSError) as error:
-        text = str(error).replace("[", "\\[")
-        Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
-        raise typer.Exit(BAD_INPUT) from None

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
+from xray.cli.errors import Commands
 from xray.cli.job import BAD_INPUT, FAILED
 from xray.cli.plan import plan
 from xray.cli.promote import promote
@@ -17,7 +18,7 @@ from xray.cli.serve import serve
 from xray.deployments.local_services import quiet_environment
 from xray.deployments.patience import NotUpError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()

@@ -129,8 +129,9 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
 
 def seal_of(output: Path) -> Seal:
     """What seals and unseals what the runs of an output directory keep; a retired key's seals do not count."""
-    trusted = [read_bounded(key.path) for key in trusted_keys(output) if key.until is None]
-    return Seal(signing_key(output).read_bytes(), trusted)
+    # The first call makes the keys.
+    private = signing_key(output).read_bytes()
+    return Seal(private, [read_bounded(key.path) for key in trusted_keys(output) if key.until is None])
 
 
 def root_keys(output: Path) -> list[Path]:

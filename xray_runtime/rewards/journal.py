@@ -50,8 +50,7 @@ class Journal:
         """What attempts before this one left."""
         self._lock = threading.Lock()
         self._seal = seal or process_seal()
-        # The directory's name says stage and key, on every machine.
-        self._purpose = f"{ANSWERS}/{directory.name if directory is not None else ''}"
+        self._purpose = purpose_of_answers(directory) if directory is not None else ""
         if self._path is not None and self._path.exists():
             os.truncate(self._path, self._read(self._path.read_bytes(), str(self._path)))
         if shared is not None:
@@ -122,6 +121,11 @@ class Journal:
 def _digest(entry: dict[str, Any]) -> str:
     # Environments may answer NaN, and half a character.
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+def purpose_of_answers(directory: Path) -> str:
+    """What answers in a directory are sealed for: its name says stage and key, on every machine."""
+    return f"{ANSWERS}/{directory.name}"
 
 
 def read_entry(line: bytes, purpose: str, seal: Seal) -> dict[str, Any] | None:

@@ -191,7 +191,7 @@ class Snapshots:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _purpose(self, name: str) -> str:
-        return f"{SNAPSHOTS}/{self.directory.name}/{name}"
+        return snapshot_purpose(self.directory / name)
 
     def _share(self, place: Path) -> None:
         if self._shared is None:
@@ -203,6 +203,11 @@ class Snapshots:
         for name in self._shared.names(self._folder):
             if name.startswith("step-") and name < place.name:
                 self._shared.remove(f"{self._folder}/{name}")
+
+
+def snapshot_purpose(place: Path) -> str:
+    """What a snapshot is sealed for: its step, in the directory of its stage and key."""
+    return f"{SNAPSHOTS}/{place.parent.name}/{place.name}"
 
 
 def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:

@@ -42,7 +42,7 @@ EXAMPLES = [
 
 
 def files(dataset: Path) -> list[Path]:
-    return sorted(dataset.parent.with_name("data.tokens-").glob("*.arrow"))
+    return sorted(dataset.parent.with_name(f"{dataset.parent.name}.tokens-").glob("*.arrow"))
 
 
 def test_rows_are_the_encoded_pairs(dataset: Path, tokenizer: Any) -> None:

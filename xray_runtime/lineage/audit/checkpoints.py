@@ -20,6 +20,7 @@ from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_record
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.kept import check_kept
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
 from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
@@ -143,6 +144,7 @@ def audit(
         found += [Finding("keys", "key-exposed", text) for text in exposed_keys(store.output)]
         found += check_record(store, view)
         found += check_files(store, view)
+        found += check_kept(store.output, trusted, hashing and since is None)
     from xray_runtime.lineage.audit.tracking import check_tracking
 
     found += check_tracking(store, view, nodes, everything, changed)

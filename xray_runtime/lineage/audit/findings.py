@@ -114,7 +114,7 @@ CODES: dict[str, tuple[str, str]] = {
     "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
     "file-unknown": ("It is no part of the records: nobody vouches for it.", ""),
     "snapshot-left": (
-        "Snapshots that a stage would go on from; nobody vouches for them.",
+        "Snapshots that a stage would go on from.",
         "Run the lifecycle to its end, or remove them: the stage then starts over.",
     ),
     "key-exposed": (
@@ -140,6 +140,11 @@ CODES: dict[str, tuple[str, str]] = {
         "Restore mlflow.db from a copy, or run the lifecycle again to record it anew.",
     ),
     "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
+    "kept-unsealed": (
+        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
+        "X-ray. Training does not read them.",
+        "Ask who changed it; remove it: what is needed is computed again.",
+    ),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
     "mlflow-model-missing": ("MLflow does not know this checkpoint.", _RESTORE),
     "mlflow-model-changed": ("What MLflow says about the checkpoint is not what the checkpoint says.", _RESTORE),
