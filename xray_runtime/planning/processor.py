@@ -25,8 +25,8 @@ def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
 
 def slow_precision(config: LifecycleConfig, device: str, cpuinfo: Path = CPUINFO) -> str | None:
     """One line for people where `config` asks for bfloat16 of a processor that has no instructions for it."""
-    asked = {f"{name}.precision": layout for name, layout in {**config.engines, "frozen": config.frozen}.items()}
-    fields = [field for field, layout in asked.items() if layout.precision == "bfloat16"]
+    asked = {name: engine.precision for name, engine in config.engines.items()} | {"frozen": config.frozen.precision}
+    fields = [f"{name}.precision" for name, precision in asked.items() if precision == "bfloat16"]
     if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
         return None
     return (
