@@ -14,6 +14,7 @@ from xray.flows.lifecycle_graph import planner_of
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.planning.description import as_dict, machine_of, show
 from xray_runtime.planning.plan import MAX_DEVICES
+from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.suggestions import Changes, suggest
 
 COLUMNS = 140
@@ -34,7 +35,8 @@ def plan(
     machine = machine_of(config.runtime.device, num_devices, memory_gib, config.runtime.threads)
     planner, changes = planner_of(config, machine.num_devices if num_devices is None else None), Changes()
     chosen = planner(changes, machine)
-    content = as_dict(chosen, [] if chosen.fits else list(suggest(planner, changes, chosen)))
+    suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
+    content = as_dict(chosen, suggestions, slow_precision(config, machine.device))
     text = io.StringIO()
     show(Console(file=text, width=COLUMNS), chosen, content)
     verdict = "it fits" if chosen.fits else "it does not fit"

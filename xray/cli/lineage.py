@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from xray.cli.errors import one_line
 from xray.deployments.local_services import quiet_environment

@@ -17,6 +17,7 @@ from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.description import as_dict, machine_of, show
 from xray_runtime.planning.plan import MAX_DEVICES, search
+from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.suggestions import Changes, Planner, suggest
 from xray_runtime.planning.workload import Machine
 
@@ -52,13 +53,13 @@ def plan(
     try:
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
         changes = Changes(lora_rank=None if rank is None else int(rank), offload=offload)
-        planner, machine = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
+        planner, machine, slow = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
         chosen = planner(changes, machine)
     except (ConfigError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
     suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
-    content = as_dict(chosen, suggestions)
+    content = as_dict(chosen, suggestions, slow)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
@@ -76,7 +77,8 @@ def _read(
     devices: str | None,
     memory_gib: str | None,
     sequence_tokens: str | None,
-) -> tuple[Planner, Machine]:
+) -> tuple[Planner, Machine, str | None]:
+    """What plans, the machine, and what will be slow there."""
     if (config is None) == (params is None):
         given = "both are given" if config is not None else "neither is given"
         raise ConfigError(f"CONFIG, --params: {given}, must be one of them")
@@ -88,7 +90,7 @@ def _read(
         assert count is not None
         if overrides:
             raise ConfigError(f"--set: {json.dumps(overrides[0])} is not allowed: must be given with a CONFIG")
-        return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory)
+        return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory), None
     if length is not None:
         raise ConfigError(
             f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a CONFIG has "
@@ -96,7 +98,8 @@ def _read(
         )
     resolved = load_config(config, overrides)
     machine = machine_of(resolved.runtime.device, num_devices, memory, resolved.runtime.threads)
-    return planner_of(resolved, machine.num_devices if num_devices is None else None), machine
+    slow = slow_precision(resolved, machine.device)
+    return planner_of(resolved, machine.num_devices if num_devices is None else None), machine, slow
 
 
 def _number(option: str, text: str | None, low: float, high: float, *, whole: bool = False) -> float | None:

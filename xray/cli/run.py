@@ -25,6 +25,7 @@ from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_graph
+from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.workload import local_node, this_machine
 from xray_runtime.stages.identify import check_hub_names
 
@@ -83,6 +84,8 @@ def run(
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
+    if "config" in job and (slow := slow_precision(validate(job["config"]), this_machine(runtime.device).device)):
+        console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
     code = supervise(

@@ -70,6 +70,9 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
     # Never a .bin, which is a pickle.
     weights: dict[str, Any] = {} if gguf else {"use_safetensors": True}
     try:
+        if not gguf:
+            # Before the weights are read, which may be many.
+            check_publishable(skeleton(model))
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         # A config may name an attention that is fetched from a hub, so it is not left to it.
         lm, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -87,10 +90,6 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
         raise ValueError(f"base.model: {model!r} has no weights for {sorted(report['missing_keys'])[0]}")
     if gguf:
         lm = _without_quantization(lm)
-    try:
-        check_publishable(lm)
-    except ValueError as error:
-        raise ValueError(f"base.model: {model!r} is not allowed: {error}") from error
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")

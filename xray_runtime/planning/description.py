@@ -22,7 +22,7 @@ COLUMNS = {
 """Columns of the table over fields of `Memory`; the JSON has every field."""
 
 
-def as_dict(chosen: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
+def as_dict(chosen: Plan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
     """The plan for programs. GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices."""
     machine, workload = chosen.machine, chosen.workload
     policy = workload.roles[0]
@@ -65,6 +65,7 @@ def as_dict(chosen: Plan, suggestions: list[Suggestion]) -> dict[str, Any]:
         "parameters": policy.shape.num_parameters,
         "model_state_gb": {stage: _gb(m.weights + m.gradients + m.optimizer) for stage, m in states.items()},
         "limits": [_limit(chosen)],
+        "notes": [note] if note else [],
         "reasons": list(chosen.reasons),
         "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
     }
@@ -102,6 +103,7 @@ def show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
     )
     for title, lines in (
         ("limit", content["limits"]),
+        ("note", content["notes"]),
         ("not", content["reasons"]),
         ("would fit with", [s["text"] for s in content["suggestions"]]),
     ):

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,6 +65,38 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
     """
     config = stage.config
+    with DroppedRows(out) as left_out:
+        counts = _write_sides(stage, out, recorder, left_out)
+    counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
+    if config.validation_fraction and not counts["validation_pairs"]:
+        raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
+    if not counts["train_pairs"] or not counts["heldout_pairs"]:
+        dropped = {name: count for name, count in sorted(counts.items()) if name.startswith("dropped") and count}
+        raise ValueError(
+            f"data: {counts['train_pairs']} training and {counts['heldout_pairs']} held-out pairs are left of "
+            f"{counts['read_pairs']}; both must be at least 1: read more conversations, or change min_chars, max_chars "
+            f"or heldout_fraction (dropped: {dropped})"
+        )
+    (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
+    facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
+    facts |= {"in_order": config.curriculum is not None}
+    (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
+    read, kept = counts["read_records"], counts["train_pairs"] + counts["heldout_pairs"]
+    recorder.progress(read, read, "conversations", f"{kept:,} pairs kept")
+    recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
+    recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
+    shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
+    replies = [message_text(e.response, e.tool_calls) for e in shown]
+    asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
+    recorder.table("data_examples", ["prompt", "response"], asked_and_said)
+    return 0
+
+
+def _write_sides(
+    stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder, left_out: DroppedRows
+) -> Counter[str]:
+    """Write the sides of the split; returns counts of what was read and kept."""
+    config = stage.config
     counts = Counter(dict.fromkeys(("read_records", "read_pairs", *(f"dropped_{reason}" for reason in REASONS)), 0))
     everyone, trained, asked = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
@@ -74,7 +106,6 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
         held = {side: files.enter_context(PairsWriter(path, Example)) for side, path in unchecked.items()}
-        left_out = files.enter_context(DroppedRows(out))
         for number, (part, (row, conversation, pairs, columns, difficulty)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
@@ -106,7 +137,6 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
                     difficulties.append(difficulty)
                     trained.add(conversation)
                     asked.add(text)
-    counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if absent:
         read = ", ".join(repr(part.source) for part in config.sources) or repr(config.source)
         raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")
@@ -117,35 +147,23 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
         candidates, name = Pairs(path, Example), side.partition(".")[0]
         if side == HELDOUT or config.validation_fraction:
             # Held-out conversations may begin with what a training one does, or those of validation with held-out ones.
-            unseen = (pair for pair in candidates if prompt_text(pair.prompt) not in asked)
-            counts[f"{name}_pairs"] = write_pairs(out / side, Example, unseen)
-            counts[f"dropped_{name}_prompt_seen_in_training"] = len(candidates) - counts[f"{name}_pairs"]
+            reason = f"{name}_prompt_seen_in_training"
+            counts[f"dropped_{reason}"] = 0
+            counts[f"{name}_pairs"] = write_pairs(out / side, Example, _unseen(candidates, asked, reason, left_out))
             for text in Pairs(out / side, Example).prompt_texts():
                 asked.add(text)
         path.unlink()
     counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
     counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
-    if config.validation_fraction and not counts["validation_pairs"]:
-        raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
-    if not counts["train_pairs"] or not counts["heldout_pairs"]:
-        dropped = {name: count for name, count in sorted(counts.items()) if name.startswith("dropped") and count}
-        raise ValueError(
-            f"data: {counts['train_pairs']} training and {counts['heldout_pairs']} held-out pairs are left of "
-            f"{counts['read_pairs']}; both must be at least 1: read more conversations, or change min_chars, max_chars "
-            f"or heldout_fraction (dropped: {dropped})"
-        )
-    (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
-    facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
-    facts |= {"in_order": config.curriculum is not None}
-    (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
-    recorder.progress(total, total, "conversations", f"{train.count + counts['heldout_pairs']:,} pairs kept")
-    recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
-    recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
-    shown = Pairs(out / TRAIN, Example)[:: -(-train.count // NUM_EXAMPLES_SHOWN)]
-    replies = [message_text(e.response, e.tool_calls) for e in shown]
-    asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
-    recorder.table("data_examples", ["prompt", "response"], asked_and_said)
-    return 0
+    return counts
+
+
+def _unseen(candidates: Iterable[Example], asked: TextSet, reason: str, left_out: DroppedRows) -> Iterator[Example]:
+    for pair in candidates:
+        if prompt_text(pair.prompt) in asked:
+            left_out.add(reason, {"id": pair.id})
+        else:
+            yield pair
 
 
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
