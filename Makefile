@@ -59,7 +59,7 @@ unit: install  ## pure tests
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
 
-lifecycle: install  ## the real command, whole and under six blows
+lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run

@@ -106,7 +106,8 @@ def uv_install(extra, arguments):
     """Shows what uv says, less the list of packages."""
     command = [str(BIN / "uv"), "pip", "install", "--constraint", "constraints.txt", "--compile-bytecode", *arguments]
     command += ["--editable", f".[{extra},dev]"]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE) as process:
+    # It inherits the lock of main(): should this process be killed, the next one waits until uv is gone.
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, close_fds=False) as process:
         for line in process.stderr:
             if not line.startswith((b" + ", b" - ", b" ~ ")):
                 sys.stderr.buffer.write(line)
@@ -142,6 +143,7 @@ def install(extra):
 def main():
     """One installation at a time: a second one waits, and then finds nothing to do."""
     lock = os.open(ROOT, os.O_RDONLY)
+    os.set_inheritable(lock, True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
