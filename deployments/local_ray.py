@@ -39,8 +39,8 @@ PATIENT = {
     "RAY_worker_register_timeout_seconds": str(LONG_SECONDS),
 }
 """Limits of Ray's servers for each other."""
-ALONE = {"RAY_health_check_timeout_ms": str(LONG_SECONDS * 1000)}
-"""Where this is the only machine. Ray would take it for lost when it is too busy to answer."""
+ALONE = {"RAY_health_check_timeout_ms": "60000"}
+"""Where this is the only machine: after 10 seconds without an answer, five times, Ray would take it for lost."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 """Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so both are told."""
 POLL_SECONDS = 0.1
