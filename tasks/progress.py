@@ -9,15 +9,10 @@ import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import ray
-from prefect.artifacts import create_markdown_artifact
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactUpdate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
-from prefect.runtime import flow_run
 
+from xray.tasks.page import show
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.progress import find_progress
 
@@ -41,7 +36,6 @@ class StageProgress:
         self._actor = find_progress(run_id)
         self._stage = stage
         self._answer: Any = None
-        self._artifact: UUID | None = None
         self._shown, self._logged = -PAGE_SECONDS, -LOG_SECONDS
         self._note = ""
         self._stopped = False
@@ -73,19 +67,8 @@ class StageProgress:
         log.info("%s: taken from the store, nothing was computed", self._stage)
 
     def _show(self, title: str, text: str) -> None:
-        """Make or update the stage's artifact; one that an earlier attempt of the same run made is taken over."""
-        key = artifact_key(self._stage)
         try:
-            with get_client(sync_client=True) as client:
-                if self._artifact is None and flow_run.id:
-                    same = ArtifactFilter(
-                        flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run.id)]), key=ArtifactFilterKey(any_=[key])
-                    )
-                    self._artifact = next((found.id for found in client.read_artifacts(artifact_filter=same)), None)
-                if self._artifact is None:
-                    self._artifact = create_markdown_artifact(text, key=key, description=title)
-                else:
-                    client.update_artifact(self._artifact, ArtifactUpdate(data=text, description=title))
+            show(artifact_key(self._stage), title, text)
         except Exception:
             # Somebody's page stands still for a while; the training does not.
             log.warning("Prefect did not take the progress", exc_info=True)

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import yaml
 from filelock import FileLock
-from prefect.artifacts import create_link_artifact
 
 from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
 from xray.tasks.output_directory import unfinished_run
+from xray.tasks.page import show
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
@@ -91,7 +91,7 @@ class RunRecord:
         )
         page = self.tracker.page(self.run_id)
         if page is not None and self.flow_run_id is not None:
-            create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=str(self.output))
+            show("mlflow", "this run in MLflow", f"[This run in MLflow]({page}): `{self.output}`")
         return self
 
     def __exit__(
