@@ -36,7 +36,8 @@ def crashed_without_heartbeat() -> Automation:
     """The automation that marks such a run Crashed, not yet installed."""
     return Automation(
         name=f"{PREFIX}a flow run whose process is gone has crashed",
-        description=f"No heartbeat for {WITHIN.total_seconds():.0f} s, neither over nor suspended: marked Crashed.",
+        description=f"No heartbeat for {WITHIN.total_seconds():.0f} s, though neither finished nor suspended: "
+        f"marked Crashed.",
         trigger=EventTrigger(
             after={HEARTBEAT},
             # A candidate may wait for days for approval.
@@ -78,7 +79,7 @@ def notifications(block_id: Any | None) -> list[Automation]:
     return [
         Automation(
             name=PREFIX + name,
-            description=f"Posts to {NOTIFY_URL}." if block_id else f"{NOTIFY_URL} was not set: nobody is told.",
+            description=f"Posts to {NOTIFY_URL}." if block_id else f"{NOTIFY_URL} was not set: no one is notified.",
             trigger=EventTrigger(
                 expect=events,
                 match=match,

@@ -79,7 +79,7 @@ def _make_pool(client: SyncPrefectClient) -> None:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="What `xray up` runs."))
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="Runs of `xray up`."))
     for name, limit in QUEUES.items():
         try:
             client.read_work_queue_by_name(name, work_pool_name=POOL)

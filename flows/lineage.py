@@ -29,7 +29,7 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
     write_html(page, place, node, selection(place.graph, node, descendants))
     fence = "```"
     lines = [
-        f"Where `{node.sha256[:12]}` came from; with config, results and files: [{page}]({page.as_uri()})",
+        f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",
         "",
         *(f"{fence}mermaid", *lineage_mermaid(place.graph, node, descendants), fence),
         "",

@@ -117,7 +117,7 @@ def _fit(search: Search, keeper: _Keeper, trainable: type[LifecycleTrial]) -> No
             if len(tuner.fit()) == int(place.name.rsplit("-", 1)[1]):
                 return
         # It was killed before all was on record.
-        log.warning("%s cannot be restored; the search begins anew with the trials that have ended", place)
+        log.warning("%s cannot be restored; the search starts over with the trials that have ended", place)
         shutil.rmtree(place)
     known = [entry for entry in search.records() if entry[1].state != "failed"]
     num_trials = wanted.trials - sum(record.search == search.digest for _, record in known)

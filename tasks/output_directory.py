@@ -39,7 +39,7 @@ def require_no_run(output: Path) -> None:
         try:
             FileLock(path).acquire(timeout=0).lock.release()
         except Timeout:
-            raise ConfigError(f"--output: a run is at work in {str(output)!r}") from None
+            raise ConfigError(f"--output: another run is using {str(output)!r}") from None
 
 
 def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
@@ -51,7 +51,7 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
     try:
         return FileLock(directory / name).acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"--output: another command is at work in {str(directory)!r}") from None
+        raise ConfigError(f"--output: another command is using {str(directory)!r}") from None
 
 
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ class StageProgress:
     def raise_if_stopped(self) -> None:
         """Raises StageInterruptedError where the run was asked to stop."""
         if self._stopped:
-            raise StageInterruptedError(f"{self._stage}: stopped while it waited")
+            raise StageInterruptedError(f"{self._stage}: stopped while waiting")
 
     def _report(self, actor: Any, *progress: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
@@ -76,7 +76,7 @@ def publish_summary(kind: StageKind, result: StageResult, series: Series, page: 
     text = stage_markdown(kind, result, series, page, image)
     try:
         create_markdown_artifact(
-            text, key=f"xray-{artifact_key(result.name)}-summary", description=f"What {result.name} made."
+            text, key=f"xray-{artifact_key(result.name)}-summary", description=f"Results of {result.name}."
         )
     except Exception:
         # The stage is done and recorded, whatever becomes of its page.

@@ -193,7 +193,9 @@ class Workspace(Graph):
     def submit(self, call: StageCall) -> None:
         check_call(call, self.runtime, self.runtime.device, nodes())
         if call.kind.registered_in == "__main__":
-            raise ConfigError(f"{call.name}: stage kind {call.kind.name!r} must be defined in a module of its own")
+            raise ConfigError(
+                f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"
+            )
         if self._is_left_out(call):
             return
         spec = StageSpec(

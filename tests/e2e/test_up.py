@@ -78,7 +78,7 @@ def test_what_died_is_repaired_while_a_lifecycle_goes_on(operator: Operator, sch
     repaired = operator.pids()
     assert repaired.pop("worker") != first.pop("worker")
     assert repaired == first
-    operator.until(lambda: bool(operator.error_summary), "nobody is told of the run that failed")
+    operator.until(lambda: bool(operator.error_summary), "no one is notified of the run that failed")
     # More than once now and then: better than never.
     assert {text.splitlines()[0] for text in operator.error_summary} == {"X-ray: a run failed"}
     assert "audit /nowhere Failed" in operator.error_summary[0]
@@ -187,7 +187,7 @@ def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retrie
 
 def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, retried: str, pages: Pages) -> None:
     """The candidate has become another while the promotion waited: nobody's word holds for what they did not see."""
-    operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "nobody is told")
+    operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "no one is notified")
     pages.run(waiting)
     first = operator.asked(waiting)
     pages.approve("Shall version 1 of")

@@ -41,7 +41,15 @@ class Page(HTMLParser):
 def stage(name: str, parents: list[str], cached: bool = False) -> dict[str, Any]:
     checkpoint = {"uri": f"/out/{name}", "sha256": SHAS[name]}
     parents = [SHAS[parent] for parent in parents]
-    return {"name": name, "checkpoint": checkpoint, "parents": parents, "cached": cached, "seconds": 12.34}
+    return {
+        "name": name,
+        "checkpoint": checkpoint,
+        "parents": parents,
+        "cached": cached,
+        "seconds": 0.2 if cached else 12.34,
+        "computed_seconds": 48.0 if cached else 12.34,
+        "computed_at": "2026-11-23T08:00:00+00:00",
+    }
 
 
 def lifecycle(**evaluation: Any) -> dict[str, Any]:
@@ -51,6 +59,7 @@ def lifecycle(**evaluation: Any) -> dict[str, Any]:
         "status": "completed",
         "seconds": 61.6,
         "run_id": "run-1",
+        "mlflow_page": "#/experiments/1/runs/run-1",
         "registered": {"name": "demo-policy", "version": "4", "alias": "candidate"},
         "stages": [
             stage("prepare", []),
@@ -77,6 +86,15 @@ def lifecycle(**evaluation: Any) -> dict[str, Any]:
         }
         | evaluation,
     }
+
+
+def test_a_cached_stage_keeps_its_own_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, lifecycle() | {"mlflow_page": "http://host/#/experiments/1/runs/run-1"}, [], [], "")
+    text = path.read_text(encoding="utf-8")
+    assert "cached; computed in 48.0 s on 2026-11-23" in text
+    assert "completed in 62 s, 1 of 4 stages cached, which took 48 s to compute" in text
+    assert 'href="http://host/#/experiments/1/runs/run-1"' in text
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -149,7 +167,7 @@ def test_a_few_rollouts_are_shown_as_text(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, lifecycle(), [first], [], "")
     page = Page(path.read_text(encoding="utf-8"))
-    assert "What policies learned from" in page.text
+    assert "Rollouts that policies learned from" in page.text
     assert page.text.count(HOSTILE) == 2
     assert "script" not in {name for name, _ in page.elements}
     for shown in (*columns, "-1.250", "failed", "+2.000", "no: no reward"):
@@ -157,7 +175,7 @@ def test_a_few_rollouts_are_shown_as_text(tmp_path: Path) -> None:
     assert "None" not in page.text
     kept.write_text("torn {")
     write_report(path, lifecycle(), [first], [], "")
-    assert "What policies learned from" not in path.read_text(encoding="utf-8")
+    assert "Rollouts that policies learned from" not in path.read_text(encoding="utf-8")
 
 
 def test_curves_are_kept_until_the_metrics_change(tmp_path: Path) -> None:
@@ -280,8 +298,8 @@ def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
     assert "KL to the model before" in text
-    assert "nothing judges" in text
-    assert not any(word in text for word in ("trained against, judges nothing", "gold score", "None"))
+    assert "no judge: every source was trained against" in text
+    assert not any(word in text for word in ("trained against, does not judge", "gold score", "None"))
     write_report(tmp_path / "bare.html", lifecycle() | {"evaluation": None, "registered": None}, [], [], "")
     text = Page((tmp_path / "bare.html").read_text(encoding="utf-8")).text
     assert not any(word in text for word in ("KL", "Replies", "None"))

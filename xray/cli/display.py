@@ -179,7 +179,7 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
 
 
 def _results(e: dict[str, Any]) -> list[str]:
-    lines = [] if e.get("judges") else ["win rate    nothing judges"]
+    lines = [] if e.get("judges") else ["win rate    none: there is no judge"]
     for name, found in (e.get("judges") or {}).items():
         shown = "" if found["judges"] else ", shown only"
         lines.append(

@@ -25,11 +25,13 @@ T = TypeVar("T")
 
 BROKEN, BAD_INPUT = 1, 2
 
-Ref = Annotated[str, typer.Argument(metavar="REF", help="Directory, sha256 or stage, or registered name@alias.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", help="Output directory of the lifecycle REF is looked for in.")
+Ref = Annotated[
+    str, typer.Argument(metavar="REF", help="Checkpoint directory, sha256, stage, or registered NAME@ALIAS.")
 ]
-Tracking = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow's address, if not the output's own.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Output directory of the lifecycle that has REF.")]
+Tracking = Annotated[
+    str | None, typer.Option("--tracking-uri", help="MLflow's address. Default: the output directory's own store.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
@@ -43,11 +45,11 @@ def lineage(
     ref: Ref,
     output: Output = None,
     tracking_uri: Tracking = None,
-    descendants: Annotated[bool, typer.Option("--descendants", help="Also what was made from it.")] = False,
+    descendants: Annotated[bool, typer.Option("--descendants", help="Also show the checkpoints made from it.")] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page with a graph one can click.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page with a clickable graph.")] = None,
 ) -> None:
-    """Where a checkpoint came from.
+    """Show where a checkpoint came from.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -69,7 +71,7 @@ def lineage(
 def diff(
     first: Ref, second: Ref, output: Output = None, tracking_uri: Tracking = None, as_json: AsJson = False
 ) -> None:
-    """What differs between the histories of two checkpoints: config, data, code, versions, results.
+    """Compare the histories of two checkpoints: config, data, code, versions, results.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -87,24 +89,29 @@ def diff(
 
 def audit(
     ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="As in `xray lineage`, or a bundle; or use --all.")
+        str | None, typer.Argument(metavar="REF", help="Checkpoint as in `xray lineage`, or a bundle; or use --all.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Everything in --output DIR.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Audit everything in --output DIR.")] = False,
     output: Output = None,
     tracking_uri: Tracking = None,
     public_key: Annotated[
-        Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
+        Path | None,
+        typer.Option("--public-key", help="Public key to trust. Default: keys/signing.pub in the output directory."),
     ] = None,
-    hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Whether to read the weights.")] = True,
+    hashing: Annotated[
+        bool, typer.Option("--hash/--no-hash", help="Read the weights, or check their sizes alone.")
+    ] = True,
     since_verified: Annotated[
         bool,
-        typer.Option("--since-verified", help="With --all: read only what changed since this last found all sound."),
+        typer.Option(
+            "--since-verified", help="With --all: read only what changed since the last such audit that was sound."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
 
-    Exit codes: 0 sound, 1 something was found, 2 bad input.
+    Exit codes: 0 sound, 1 not sound, 2 bad input.
     """
     from xray_runtime.lineage.audit.checkpoints import audit as run_audit
     from xray_runtime.lineage.bundle import audit_bundle
@@ -124,7 +131,7 @@ def audit(
 
     def chosen() -> tuple[Any, Any]:
         if everything == (ref is not None):
-            raise ConfigError("REF or --all: one of the two is required, and not both")
+            raise ConfigError("REF, --all: exactly one of them is required")
         if public_key is not None and not public_key.is_file():
             raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
         if ref is None:

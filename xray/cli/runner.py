@@ -68,7 +68,7 @@ def main(job: Job) -> int:
     try:
         content = _search(job, console, health) if job.search is not None else _run(job, console, health)
     except KeyboardInterrupt:
-        errors.print("interrupted; running the same command again goes on from here", highlight=False)
+        errors.print("interrupted; run the same command again to continue", highlight=False)
         return INTERRUPTED
     except Exception as error:
         logging.getLogger(__name__).exception("the run failed")

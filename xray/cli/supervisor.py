@@ -73,7 +73,7 @@ def _run_once(heartbeat: Path, command: list[str], stall_timeout_s: float, conso
         nonlocal asked
         asked += 1
         if asked == 1:
-            console.print("stopping after the step at hand, with a snapshot; Ctrl-C again to stop at once")
+            console.print("stopping after the current step, with a snapshot; press Ctrl-C again to stop at once")
             child.send_signal(signal.SIGINT)
         else:
             child.kill()
@@ -82,7 +82,7 @@ def _run_once(heartbeat: Path, command: list[str], stall_timeout_s: float, conso
     try:
         while (code := child.poll()) is None:
             if time.time() - heartbeat.stat().st_mtime > stall_timeout_s:
-                console.print(f"no progress for {stall_timeout_s:.0f} s: ending what hangs", style="yellow")
+                console.print(f"no progress for {stall_timeout_s:.0f} s: ending the run", style="yellow")
                 child.kill()
             time.sleep(POLL_SECONDS)
     finally:

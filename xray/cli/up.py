@@ -23,7 +23,8 @@ from xray.deployments.status import service_status, show
 FAILED = 1
 INTERRUPTED = 130
 Where = Annotated[
-    Path | None, typer.Option("--home", help="Directory of everything it keeps. Default: XRAY_HOME, else ~/.xray.")
+    Path | None,
+    typer.Option("--home", help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
 ]
 
 
@@ -36,7 +37,7 @@ def register(app: typer.Typer) -> None:
 def up(
     home: Where = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Where Prefect listens; other than loopback, only with a password.")
+        str | None, typer.Option("--host", help="Address Prefect listens on; other than loopback needs a password.")
     ] = None,
     prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
@@ -60,7 +61,7 @@ def down(home: Where = None) -> None:
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
-    """What is up, which runs are running or next, what is champion.
+    """Show which servers are up, which runs are running or next, and the champions.
 
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
@@ -93,7 +94,7 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
 def _start(home: ServerHome, state: State, services: list[Service]) -> None:
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
-        _say(f"there already: {', '.join(running)}")
+        _say(f"already running: {', '.join(running)}")
     if started:
         _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
     for service in services:
@@ -123,7 +124,7 @@ def _down(home: ServerHome) -> None:
     with home.locked():
         # Clients before their servers.
         ended = stop(home, state, [worker(home, state), *reversed(servers(home, state))])
-    _say(f"stopped {', '.join(ended)}" if ended else "nothing was up")
+    _say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def local_timezone(root: Path = Path("/")) -> str:
@@ -142,7 +143,10 @@ def _checked(action: Callable[[], Any]) -> None:
         Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        _say("interrupted; what was started keeps running: repeat the command to go on, `xray down` stops it")
+        _say(
+            "interrupted; started servers keep running: run the command again to continue, or stop them with "
+            "`xray down`"
+        )
         raise typer.Exit(INTERRUPTED) from None
 
 

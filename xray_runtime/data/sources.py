@@ -92,8 +92,8 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
     if like_a_path and path.suffix != ".parquet" and not path.is_dir():
         # Asking the hub for what is plainly a path would only take its retries' time.
         raise ValueError(
-            f"{field_name}: {source!r} is no .jsonl or .parquet file that exists, no directory, and no name of a "
-            "`datasets` set"
+            f"{field_name}: {source!r} is neither an existing .jsonl or .parquet file, nor a directory, nor "
+            "the name of a `datasets` set"
         )
     import datasets
 
@@ -227,7 +227,7 @@ def prompt_and_replies(
             yield _with_tools(messages[:-1], tools), messages[-1]
     else:
         raise ValueError(
-            f"{where}: columns {sorted(record)} are not understood; expected messages, prompt + completion, "
+            f"{where}: columns {sorted(record)} are not supported; expected messages, prompt + completion, "
             "prompt + chosen + rejected, or chosen + rejected"
         )
 
@@ -340,7 +340,7 @@ def _text(where: str, column: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         lone = ord(text[error.start])
-        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which no text can hold") from None
+        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which is not valid in text") from None
     return text
 
 

@@ -56,7 +56,7 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
     """
     if not has_signing_key(store.output):
         raise ConfigError(
-            f"BUNDLE: what a bundle adds is signed, and {store.output} has no private key: set {KEY_VARIABLE}"
+            f"BUNDLE: a bundle's additions must be signed, but {store.output} has no private key: set {KEY_VARIABLE}"
         )
     chosen = with_history(store.graph, [node.sha256])
     missing = [sha[:12] for sha in chosen if sha not in store.graph.nodes]
@@ -121,11 +121,13 @@ def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
         with tarfile.open(path, "r:") as archive:
             free = shutil.disk_usage(output).free
             if path.stat().st_size > free:
-                raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
+                raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes of disk space are free")
             for member in archive:
                 # A file with holes says to be larger than the archive it comes in, by any factor.
                 if not (member.isfile() or member.isdir()) or member.issparse():
-                    raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
+                    raise ConfigError(
+                        f"bundle: {path} holds {member.name!r}, which is neither a plain file nor a directory"
+                    )
                 if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
                     archive.extract(member, output, filter="data")
     except (tarfile.TarError, OSError, ValueError) as error:
@@ -197,7 +199,9 @@ def take_in(
         directory = source.graph.nodes[sha].directory
         there = checkpoints / directory.name
         if there.exists() and file_sha256(there / MANIFEST) != sha:
-            raise ConfigError(f"{there}: holds another checkpoint than {directory}, of the same key: move one away")
+            raise ConfigError(
+                f"{there}: holds a different checkpoint with the same key as {directory}: move one of them away"
+            )
         if not there.exists() and move:
             os.rename(directory, there)
         elif not there.exists():

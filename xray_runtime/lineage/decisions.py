@@ -183,7 +183,7 @@ def _read_on(folder: Path, name: str, alias: str) -> tuple[int, str, int]:
             index.execute("INSERT INTO read VALUES (?, ?)", (number, sha256))
         # A chain that was read from its start is seen whole, also beyond a gap.
         if start == 0 and len(_files(folder.parent)) != number:
-            raise ValueError(f"{folder / _file(number + 1)} is missing: nothing can follow it; see `xray audit`")
+            raise ValueError(f"{folder / _file(number + 1)} is missing: no decision can be added; see `xray audit`")
         moved = index.execute("SELECT number FROM moves WHERE name = ? AND alias = ?", (name, alias)).fetchone()
     return number, sha256, moved[0] if moved and isinstance(moved[0], int) else 0
 

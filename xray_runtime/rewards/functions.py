@@ -44,13 +44,13 @@ class FunctionSource:
         self._takes = {p.name for p in rest if p.kind is not p.POSITIONAL_ONLY}
         self._needs = [p.name for p in rest if p.default is p.empty and p.name not in GIVEN]
         if parameters and len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise ValueError(f"{where}: must take prompts and replies, in this order")
+            raise ValueError(f"{where}: must take the arguments prompts and replies, in this order")
 
     def score(self, batch: Batch) -> list[Score]:
         missing = [name for name in self._needs if name not in batch.columns]
         if missing:
             raise ValueError(
-                f"{self._where}: takes {missing[0]!r}, which is no column of the dataset: name it in data.columns"
+                f"{self._where}: takes {missing[0]!r}, which is not a column of the dataset: add it to data.columns"
             )
         offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN}
         keywords = {name: value for name, value in offered.items() if self._takes_all or name in self._takes}

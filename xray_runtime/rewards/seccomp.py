@@ -47,7 +47,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     """
     machine = machine or platform.machine()
     if machine not in _REFUSED:
-        raise OSError(f"the sandbox knows no system calls of {machine}")
+        raise OSError(f"the sandbox does not support {machine}")
     # (code, k, where to go if true, if false); places are names until all are known.
     steps: list[tuple[int, int, str, str]] = [
         (LOAD, ARCHITECTURE, "", ""),

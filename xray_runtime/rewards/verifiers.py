@@ -117,11 +117,11 @@ class _Worker:
         self._process = self._stack.enter_context(started)
         if self._answer(START_S) != worker.READY:
             self.end()
-            raise RuntimeError("the process of a verifier does not start")
+            raise RuntimeError("the verifier's process did not start")
         # What a check loads is not to count against its first reply.
         self._exchange(name, WARM_UP[name], START_S)
         if self._process is None:
-            raise RuntimeError(f"the process of a verifier is not ready within {START_S:g} s")
+            raise RuntimeError(f"the verifier's process was not ready within {START_S:g} s")
 
     def _exchange(self, name: str, arguments: Sequence[Any], limit_s: float) -> float:
         assert self._process is not None
@@ -139,7 +139,7 @@ class _Worker:
             self.end()
             if ended is None:
                 return 0.0
-            raise RuntimeError(f"the process of a verifier ended by itself ({ended})")
+            raise RuntimeError(f"the verifier's process ended unexpectedly ({ended})")
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return float(answer["score"])

@@ -75,7 +75,7 @@ class Replica:
         """Raises where the engine has died, or nothing listens any more."""
         await self._engine.check()
         if self._serving.done():
-            raise RuntimeError("its HTTP server has ended")
+            raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
         """End the engine, which is a process of its own."""

@@ -99,7 +99,7 @@ class HealthMonitor:
             ref, since = asked.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
                 if time.monotonic() - since > self._hang_timeout_s:
-                    failures[rank] = WorkhorseError(f"gave no sign of life for {self._hang_timeout_s:g} s")
+                    failures[rank] = WorkhorseError(f"was unresponsive for {self._hang_timeout_s:g} s")
                 continue
             # Where a heartbeat fails, the call at hand fails too, and says why.
             with contextlib.suppress(RayError):

@@ -60,7 +60,7 @@ def test_explaining_changes_nothing(config: Path, output: Path) -> None:
     ("options", "message"),
     [
         (("--fresh", "--until", "stf"), "--until: 'stf' is not allowed: must be one of prepare, base, sft,"),
-        (("--fresh", "--explain"), "--explain: does not go with --fresh, which computes every stage"),
+        (("--fresh", "--explain"), "--explain: cannot be combined with --fresh, which computes every stage"),
         (("--fresh", "--set", "seed=x"), 'seed: "x" is not allowed: must be a whole number'),
         (("--verify-determinism", "--until", "stf"), "--until: 'stf' is not allowed"),
     ],

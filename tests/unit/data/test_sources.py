@@ -138,7 +138,7 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "x"}, r"file line 3: columns \['text'\] are not understood; expected messages, prompt \+ completion"),
+        ({"text": "x"}, r"file line 3: columns \['text'\] are not supported; expected messages, prompt \+ completion"),
         ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
         ({"messages": []}, "file line 3: messages must be a list of messages, not an empty list"),
         ({"messages": ["x"]}, "file line 3: messages must hold objects with role and content"),

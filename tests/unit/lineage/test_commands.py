@@ -80,7 +80,7 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
         (["audit", "x", "--all"], "REF or --all"),
         (["audit", "--all"], "--all: needs --output"),
         (["audit", "nothing"], "REF: 'nothing' is not allowed: must be a checkpoint directory"),
-        (["audit", "nothing", "--output", "{output}"], "names nothing in"),
+        (["audit", "nothing", "--output", "{output}"], "matches nothing in"),
         (["audit", "--all", "--output", "/nowhere"], "--output: '/nowhere' is not allowed"),
         (
             ["audit", "ppo-2", "--output", "{output}", "--public-key", "/nowhere"],
@@ -89,7 +89,10 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
         (["lineage", "{output}"], "holds many checkpoints"),
         (["lineage", "no-model@alias", "--output", "{output}"], "is not a registered model's alias"),
         (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: 'm@candidate' is not a registered"),
-        (["promote", "ppo-2", "--output", "{output}", "--name", "m"], "--note: is required where nobody can be asked"),
+        (
+            ["promote", "ppo-2", "--output", "{output}", "--name", "m"],
+            "--note: is required without a terminal, where no one can be asked",
+        ),
         (
             ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],
             "--set 'sft.lr=1' is not allowed: must be promotion.GATE=VALUE",

@@ -52,7 +52,7 @@ def test_what_is_behind_a_checkpoint_is_read_alone(tmp_path: Path, read: list[Pa
     read.clear()
     assert len(shown("new", tmp_path)[0]) == 3
     assert len(read) == 4
-    with pytest.raises(ConfigError, match="names nothing"):
+    with pytest.raises(ConfigError, match="matches nothing"):
         resolve_history("nothing", tmp_path, None)
 
 

@@ -271,7 +271,7 @@ def test_what_was_pruned_is_no_loss_and_what_was_removed_is(fresh: Callable[[], 
     shutil.rmtree(lifecycle.done["other"].path)
     result = again()
     assert result.unchanged == 0
-    assert "is gone, and no decision says so" in result.notes[0]
+    assert "is gone without a decision to remove it" in result.notes[0]
 
 
 def _sha(output: Path, stage: str) -> str:

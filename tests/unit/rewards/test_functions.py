@@ -113,8 +113,8 @@ def test_a_call_that_hangs_has_failed() -> None:
         (lambda prompts, replies: [1.0], "must return one number a reply; for 2 replies it returned 1"),
         (lambda prompts, replies: 3.0, "must return a list of numbers ('float' object is not iterable)"),
         (lambda prompts, replies: ["a", "b"], "must return a list of numbers; 'a' is in it"),
-        (lambda prompts, replies, anser: [], "takes 'anser', which is no column of the dataset: name it in"),
-        (lambda prompts: [], "must take prompts and replies, in this order"),
+        (lambda prompts, replies, anser: [], "takes 'anser', which is not a column of the dataset: add it to"),
+        (lambda prompts: [], "must take the arguments prompts and replies, in this order"),
     ],
 )
 def test_a_function_that_is_none_of_scores_is_an_error(function: Callable[..., Any], message: str) -> None:

@@ -86,7 +86,7 @@ def _check_sqlite(uri: str) -> None:
     if uri.startswith("sqlite:///"):
         with open(uri.removeprefix("sqlite:///"), "rb") as file:
             if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("no database of SQLite")
+                raise ValueError("not an SQLite database")
 
 
 def _pages(page: Any) -> list[Any]:
@@ -235,7 +235,7 @@ def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Find
         if sha is None:
             yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")
         elif sha not in parents:
-            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, no parent")
+            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, which is not a parent")
     for missing in sorted(parents - {sha for sha in shown.values() if sha}):
         yield Finding(node.name, "mlflow-input-missing", f"parent {missing[:12]} is not among the run's inputs")
     datasets = []
@@ -276,15 +276,15 @@ def _check_registry(
             continue
         label, target = f"{name}@{alias}", aliases.get((name, alias))
         if target is None:
-            yield Finding(label, "alias-moved", f"it is gone; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"it is gone; the last decision is version {decision.version}")
         elif target != decision.version:
-            yield Finding(label, "alias-moved", f"to version {target}; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"to version {target}; the last decision is version {decision.version}")
         elif known.get((name, target)) != decision.checkpoint:
             yield Finding(label, "registry-changed", f"version {target} is not {decision.checkpoint[:12]} any more")
     for (name, alias), target in sorted(aliases.items()):
         here = known.get((name, target)) in audited
         if here and decisions and (name, alias) not in decisions:
-            yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
+            yield Finding(f"{name}@{alias}", "alias-moved", f"no decision points it to version {target}")
 
 
 def _check_orphans(snapshot: RegistryView, store: LineageStore) -> Iterator[Finding]:
@@ -308,4 +308,4 @@ def _check_ended(snapshot: RegistryView, store: LineageStore) -> Iterator[Findin
     run_id, status = run_on_record(store.output)
     run = snapshot.runs.get(run_id)
     if status == "running" and run is not None and run.info.status == "FINISHED":
-        yield Finding("lifecycle.json", "run-changed", f"run {run_id[:12]} is at work there, and finished in MLflow")
+        yield Finding("lifecycle.json", "run-changed", f"run {run_id[:12]} is running there, but finished in MLflow")

@@ -100,7 +100,7 @@ def read_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey]) -> Sin
         gone = [entry for entry in record.checkpoints.values() if entry.sha256 not in graph.nodes]
         lost = {entry.sha256 for entry in gone} - (pruned(output) if gone else set())
         if lost:
-            raise ValueError(f"checkpoint {min(lost)[:12]} is gone, and no decision says so")
+            raise ValueError(f"checkpoint {min(lost)[:12]} is gone without a decision to remove it")
     except (OSError, ValueError, RecursionError) as error:
         since.reason = str(error).splitlines()[0]
         return since
@@ -162,11 +162,11 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Record:
         try:
             record = Record.model_validate_json((Path(temporary) / RECORD).read_bytes())
         except ValidationError as error:
-            raise ValueError(f"{RECORD} is no record of an audit of this version") from error
+            raise ValueError(f"{RECORD} is not a record of this version's audit") from error
     if record.output != str(output.resolve()):
         raise ValueError(f"{RECORD} is of {record.output}")
     if record.package != package_digest():
-        raise ValueError("another version of X-ray made the last audit")
+        raise ValueError("the last audit was made by another version of X-ray")
     if record.keys != _keys(trusted):
         raise ValueError("other keys were trusted at the last audit")
     return record
