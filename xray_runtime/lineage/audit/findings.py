@@ -48,7 +48,7 @@ CODES: dict[str, tuple[str, str]] = {
         "The checkpoint is where another one belongs: directories were swapped or renamed.",
         "Rename it to its stage and the first 12 digits of its key.",
     ),
-    "duplicate": ("The same checkpoint lies in the store twice.", "Remove the copy whose name is not its own."),
+    "duplicate": ("The same checkpoint is in the store twice.", "Remove the copy whose name is not its own."),
     "parent-missing": ("A parent is not in the store: the chain ends here.", _RECOMPUTE),
     "cycle": ("The checkpoint is its own ancestor, which is impossible.", _ASK),
     "statement-missing": ("The record of how this copy was made is missing.", _RECOMPUTE),
