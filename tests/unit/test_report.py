@@ -259,10 +259,8 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     page = Page(write(tmp_path, config="seed: 3\n", curves=True))
     text = " ".join(page.text.split())
     assert "demo seed 3" in text
-    assert (
-        "completed in 62 s, 1 of 4 stages cached, which took 48 s to compute · demo-policy version 4 @candidate · MLflow run run-1"
-        in text
-    )
+    ended = "completed in 62 s, 1 of 4 stages cached, which took 48 s to compute"
+    assert f"{ended} · demo-policy version 4 @candidate · MLflow run run-1" in text
     assert "+0.100 → +0.250" in text
     assert "difference +0.150, 95% +0.050 to +0.250" in text
     assert "62.5%" in text
