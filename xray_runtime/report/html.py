@@ -95,7 +95,7 @@ def _svg(figure: Figure) -> Markup:
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS - 13]}…{name[-12:]}"
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 13]}…{name[-12:]}"
 
 
 def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:

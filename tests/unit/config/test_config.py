@@ -480,3 +480,23 @@ def test_a_zero_stage_left_out_is_the_lowest_that_has_what_is_asked_for(written:
     engine = EngineConfig(**written)
     assert engine.zero == zero
     engine.check_zero_stage()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ppo: {stages: [{rewards: []}]}",
+            "ppo.stages.0.rewards: unknown field (it belongs at the top level of the config)",
+        ),
+        ("lr: 0.1", "lr: unknown field (it belongs at sft.lr or reward.lr or dpo.lr)"),
+        ("sft: {num_pairs: 3}", "sft.num_pairs: unknown field (it belongs at preferences.num_pairs)"),
+        ("stpes: 3", "stpes: unknown field (did you mean"),
+    ],
+)
+def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(message)

@@ -388,7 +388,7 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
     [
         (
             {"verifier": {"kind": "math", "column": "answr"}},
-            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; name it in "
+            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; add it to "
             "data.columns",
         ),
         (
@@ -416,7 +416,7 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
         ),
         (
             {"service": {"url": "https://me:secret@host/score"}},
-            "ppo.rewards.0.service.url: a login before 'https://host/score' is not allowed: the config is recorded and "
+            "ppo.rewards.0.service.url: a login in 'https://host/score' is not allowed: the config is recorded and "
             "shown",
         ),
         (
