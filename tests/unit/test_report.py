@@ -271,7 +271,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     for name, sha in SHAS.items():
         assert name in text
         assert sha in text
-    assert "sft (cached)" in text
+    assert "cached; computed in 48.0 s" in text
     # Beside the lineage a figure for each stage that has curves, below its name.
     assert [tag for tag, _ in page.elements].count("svg") == 1 + len(PANELS)
     assert [name for name in ("base", "somebody's", *PANELS) if f"{name} curves" in text] == list(PANELS)
