@@ -339,6 +339,17 @@ def test_lineage_stands_in_order_and_apart() -> None:
     assert all(y + graph["node_height"] <= graph["height"] for _, y in place.values())
 
 
+def test_long_names_stay_in_their_boxes_and_apart() -> None:
+    names = [f"a-stage-with-a-name-that-is-longer-than-its-box-{number}" for number in range(3)]
+    stages = [stage("prepare", []) | {"name": name} for name in names]
+    graph = lineage_graph(stages)
+    shown = [node["name"] for node in graph["nodes"]]
+    assert len(set(shown)) == 3
+    # A letter of this size is 8 wide; there are 12 on either side.
+    assert all(24 + 8 * len(name) <= graph["node_width"] for name in shown)
+    assert [node["title"] for node in graph["nodes"]] == names
+
+
 def test_a_parent_from_elsewhere_has_no_arrow() -> None:
     alone = {**stage("sft", ["base"]), "parents": ["f" * 64]}
     assert lineage_graph([alone])["edges"] == []
