@@ -124,7 +124,7 @@ def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[
     life.add(
         "prepare", "prepare", {"train.arrow": pair_file(Example), "heldout.arrow": pair_file(Example)}, {}, own.config
     )
-    with pytest.raises(ConfigError, match=r"holds a different checkpoint with the same key as .*, of the same key"):
+    with pytest.raises(ConfigError, match=r"holds a different checkpoint with the same key as .*: move one"):
         checkpoint_from(f"{source}#sft", output, None)
 
 

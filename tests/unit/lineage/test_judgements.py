@@ -211,10 +211,10 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "reward"], "it is a RewardModel; must be a Model that replies"),
+        (["chat", "reward"], "it is a RewardModel; must be a Model"),
         (["chat", "sft", "--temperature", "0"], "--temperature: 0 is not allowed: must be greater than 0"),
         (["compare", "sft", "prepare"], "it is a Dataset; must be a Model"),
-        (["compare", "sft", "sft"], "must be two models"),
+        (["compare", "sft", "sft"], "must be two different models"),
         (["compare", "sft", "ppo-2", "--prompts", "some"], "--prompts: 'some' is not allowed: must be heldout, train"),
         (["compare", "sft", "ppo-2", "--temperature", "-1"], "--temperature: -1 is not allowed"),
         (["preferences"], "there are no verdicts in"),
@@ -247,7 +247,7 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     fewer = judged_by_people(verdicts, sides, nodes["prepare"], TextSet(["question 50"]))
     assert (fewer["samples"], fewer["win_rate"]) == (4, pytest.approx(0.5))
     with pytest.raises(
-        ValueError, match=r"verdicts: judgements-\w+ has no verdict on replies of ppo-1-\w+ and sft-\w+ to a"
+        ValueError, match=r"verdicts: judgements-\w+ has no verdict on replies of ppo-1-\w+ and sft-\w+ to held"
     ):
         judged_by_people(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
 

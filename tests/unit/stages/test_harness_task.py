@@ -193,7 +193,7 @@ def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
     [
         ("second.yaml", CHOICE.replace("parity", "second"), "must hold one task, or one group with all others; it has"),
         ("second.yaml", CHOICE, "second.yaml has the same name as another: 'parity'"),
-        ("all.yaml", "group: all\ntask: [numbers, echo, mmlu]\n", "the group 'all' names 'mmlu', which is no task"),
+        ("all.yaml", "group: all\ntask: [numbers, echo, mmlu]\n", "the group 'all' names 'mmlu', which is not a task"),
         ("all.yaml", "group: all\ntask: [numbers, echo]\n", "the group 'all' must have an aggregate_metric_list"),
         ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n", "`task` in all.yaml must name tasks"),
         ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n", "`dataset_path` in all.yaml is not allowed"),
