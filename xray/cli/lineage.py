@@ -16,6 +16,7 @@ from rich.console import Console
 from xray.deployments.local_services import quiet_environment
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
+from xray_runtime.report.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
@@ -201,15 +202,17 @@ def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = (
     if as_json:
         print(json.dumps(result.to_json() | {"pages": list(pages)}, indent=2))
         raise typer.Exit(0 if result.is_sound else BROKEN)
+    console = Console()
     for finding in result.findings:
         content = finding.to_json()
-        print(f"{'BROKEN' if finding.is_broken else 'note  '} {finding.code}: {printable(finding.subject)}")
-        print(f"       {printable(finding.detail)}")
-        print(f"       {content['meaning']} {content['mend']}".rstrip())
+        word = "BROKEN" if finding.is_broken else "note  "
+        print_indented(console, f"{word} ", f"{finding.code}: {printable(finding.subject)}")
+        print_indented(console, "       ", printable(finding.detail))
+        print_indented(console, "       ", f"{content['meaning']} {content['mend']}".rstrip())
     for note in result.notes:
-        print(printable(note))
+        print_indented(console, "", printable(note))
     for page in pages:
-        print(f"in MLflow: {page}")
+        print_indented(console, "in MLflow: ", page)
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
     read = "read" if hashing else "looked at, contents not read"
     if result.unchanged:
