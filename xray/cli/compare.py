@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import sys
-import termios
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -195,7 +194,6 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     from xray_runtime.data.pairs import prompt_text
     from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
-    _discard_typed()
     left = left_model(session.setup.seed, judge, question.number)
     replies = (question.a, question.b) if left == "a" else (question.b, question.a)
     console.print()
@@ -222,15 +220,10 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     return True
 
 
-def _discard_typed() -> None:
-    """Drop keys that were pressed before there was anything to judge: while the models were audited, or answered."""
-    if sys.stdin.isatty():
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
-
-
 def _key() -> str:
     """The key a person pressed; through a pipe, the next line."""
     if sys.stdin.isatty():
+        # It drops what was typed before: while the models were audited, or answered.
         key: str = typer.getchar()
         return key.lower()
     line = sys.stdin.readline()
