@@ -490,7 +490,10 @@ def test_a_zero_stage_left_out_is_the_lowest_that_has_what_is_asked_for(written:
             "ppo.stages.0.rewards: unknown field (it belongs at the top level of the config)",
         ),
         ("lr: 0.1", "lr: unknown field (it belongs at sft.lr or reward.lr or dpo.lr)"),
-        ("sft: {num_pairs: 3}", "sft.num_pairs: unknown field (it belongs at preferences.num_pairs)"),
+        (
+            "sft: {num_pairs: 3}",
+            "sft.num_pairs: unknown field (it belongs at preferences.num_pairs or dpo.validation.num_pairs)",
+        ),
         ("stpes: 3", "stpes: unknown field (did you mean"),
     ],
 )

@@ -113,7 +113,9 @@ def test_a_bundle_with_several_ends_must_be_told_which(fresh: Callable[[], Path]
         for name in ("checkpoints", "keys/signing.pub"):
             archive.add(source / name, name)
     assert checkpoint_from(f"{path}#other", tmp_path / "a", None).stage == "other"
-    with pytest.raises(ConfigError, match=r"ends in 2 checkpoints \(other-\w+, ppo-2-\w+\): choose one as .*b\.tar#REF"):
+    with pytest.raises(
+        ConfigError, match=r"ends in 2 checkpoints \(other-\w+, ppo-2-\w+\): choose one as .*b\.tar#REF"
+    ):
         checkpoint_from(str(path), tmp_path / "a", None)
 
 
