@@ -80,7 +80,7 @@ def _make_pool(client: SyncPrefectClient) -> None:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="What `xray up` runs."))
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="Runs of `xray up`."))
     try:
         client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
     except ObjectNotFound:

@@ -103,7 +103,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
         for made_by, measured in policies.items():
             BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
-    # Of one reply to each prompt a judge that compares has nothing to say.
+    # A judge that compares replies needs several to one prompt; the evaluation has one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
     fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring

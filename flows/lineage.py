@@ -33,7 +33,7 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
     leave(output, signing_key(output), [page], "lineage")
     fence = "```"
     lines = [
-        f"Where `{node.sha256[:12]}` came from; with config, results and files: [{page}]({page.as_uri()})",
+        f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",
         "",
         *(f"{fence}mermaid", *lineage_mermaid(place.graph, node, descendants), fence),
         "",

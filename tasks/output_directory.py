@@ -50,7 +50,7 @@ def require_no_run(output: Path) -> None:
         try:
             FileLock(path).acquire(timeout=0).lock.release()
         except Timeout:
-            raise ConfigError(f"--output: a run is at work in {str(output)!r}") from None
+            raise ConfigError(f"--output: another run is using {str(output)!r}") from None
 
 
 def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
@@ -62,7 +62,7 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
     try:
         return FileLock(directory / name).acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"--output: another command is at work in {str(directory)!r}") from None
+        raise ConfigError(f"--output: another command is using {str(directory)!r}") from None
 
 
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:

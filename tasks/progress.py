@@ -76,7 +76,7 @@ class StageProgress:
     def raise_if_stopped(self) -> None:
         """Raises StageInterruptedError where the run was asked to stop."""
         if self._stopped:
-            raise StageInterruptedError(f"{self._stage}: stopped while it waited")
+            raise StageInterruptedError(f"{self._stage}: stopped while waiting")
 
     def _report(self, actor: Any, *progress: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):

@@ -30,11 +30,11 @@ POLL_SECONDS = 2
 
 
 class Review(RunInput):
-    """What a person answers."""
+    """A person's answer."""
 
     decision: Literal["go on", "end"]
-    name: str = Field(min_length=1, description="Who you are: recorded as a claim.")
-    note: str = Field(min_length=1, description="Why: recorded in the checkpoint.")
+    name: str = Field(min_length=1, description="Your name; it is recorded, not checked.")
+    note: str = Field(min_length=1, description="Your reason; it is recorded in the checkpoint.")
 
 
 def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | None:
@@ -77,7 +77,7 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
         stopped.set()
     answer = found[0]
     if isinstance(answer, FlowPauseTimeout):
-        log.warning("%s: nobody answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
+        log.warning("%s: no one answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
         return None
     if isinstance(answer, BaseException):
         raise answer

@@ -194,7 +194,7 @@ def _finished(checkpoint: Path) -> str | None:
 
 
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [] if e.get("judges") else [("win rate", "nothing judges")]
+    rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
     for name, found in (e.get("judges") or {}).items():
         low, high = found["win_rate_ci95"]
         title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"

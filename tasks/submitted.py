@@ -118,7 +118,9 @@ class SubmittedTasks:
 
     def _give_up(self, tasks: Sequence[SubmittedTask]) -> None:
         for task in tasks:
-            self._failures[task.name] = ParentFailedError(f"{task.name}: what it takes from was not made")
+            self._failures[task.name] = ParentFailedError(
+                f"{task.name}: not started, because a stage it depends on failed"
+            )
             ray.cancel(task.future.wrapped_future)
         self._changed.notify_all()
 

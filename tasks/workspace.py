@@ -195,7 +195,9 @@ class Workspace(Graph):
         check_call(call, self.runtime, self.runtime.device, nodes())
         check_hub_names(call.kind, call.name, call.config)
         if call.kind.registered_in == "__main__":
-            raise ConfigError(f"{call.name}: stage kind {call.kind.name!r} must be defined in a module of its own")
+            raise ConfigError(
+                f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"
+            )
         if self._is_left_out(call):
             return
         spec = StageSpec(

@@ -39,7 +39,7 @@ class Progress:
 
     def raise_if_stopped(self) -> None:
         if self.stopped.is_set():
-            raise StageInterruptedError("stopped while it waited")
+            raise StageInterruptedError("stopped while waiting")
 
 
 @task

@@ -190,7 +190,7 @@ def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retrie
 
 def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, retried: str, pages: Pages) -> None:
     """The candidate has become another while the promotion waited: nobody's word holds for what they did not see."""
-    operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "nobody is told")
+    operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "no one is notified")
     pages.run(waiting)
     first = operator.asked(waiting)
     pages.approve("Shall version 1 of")

@@ -118,7 +118,7 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     separate, _ = choose_layouts(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
     assert layouts(separate) == {(6, 3)}
     assert separate.ppo.stages[0].critic_engine == separate.ppo.stages[0].engine
-    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; nearest is "):
+    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; the nearest is "):
         choose_layouts(large(4096), gpus(4, 40))
 
 

@@ -36,7 +36,7 @@ def test_nothing_is_said_of_one_that_learns() -> None:
         ({"reward__std": [0.0, 0.0, 0.0]}, "every reply had the same reward"),
         ({"rollout__tied_groups": [1.0, 1.0, 1.0]}, "no group taught anything"),
         ({"rollout__tied_groups": [0.9, 0.95, 1.0]}, "the same reward for 95% of the prompts"),
-        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly moved: 3e-05 nats a token"),
+        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly changed: 3e-05 nats a token"),
         ({"rollout__truncated": [1.0, 0.95, 0.9]}, "95% of the replies were cut off"),
     ],
 )

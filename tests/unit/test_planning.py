@@ -216,7 +216,7 @@ def test_cores_bound_the_replicas() -> None:
         return choose_layouts(config, there, check)[0].ppo.stages[0].engine.num_workhorses
 
     assert (chosen(1.0), chosen(8.0)) == (4, 1)
-    with pytest.raises(ConfigError, match=r"its models ask for 36 CPUs .* and the cluster has 32: lower"):
+    with pytest.raises(ConfigError, match=r"its models need 36 CPUs .* and the cluster has 32: lower"):
         chosen(9.0)
 
 

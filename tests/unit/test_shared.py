@@ -185,8 +185,8 @@ def test_patience_ends_and_what_cannot_change_is_said_at_once(
     ("url", "said"),
     [
         ("s3://me:secret@bucket/x", "a password is not allowed"),
-        ("memory://x", "must be found from other processes"),
-        ("file://relative", "must be found from other processes"),
+        ("memory://x", "must be reachable from other processes"),
+        ("file://relative", "must be reachable from other processes"),
         ("/no/url", "must match"),
         ("s3://bucket/x?key=secret", "must match"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import sys
-import termios
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,8 +45,10 @@ def compare(
     prompts: Annotated[
         str, typer.Option("--prompts", help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
     ] = "heldout",
-    count: Annotated[int, typer.Option("--count", min=1, help="How many prompts, of those there are.")] = 50,
-    judge: Annotated[str | None, typer.Option("--judge", help="Who judges: a claim. Default: this user.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts.")] = 50,
+    judge: Annotated[
+        str | None, typer.Option("--judge", help="Name of the judge; it is recorded, not checked. Default: this user.")
+    ] = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
@@ -56,7 +57,7 @@ def compare(
 ) -> None:
     """Judge replies of two models side by side, without knowing which is which.
 
-    Each verdict is kept at once; the same command goes on where it was left. `xray preferences` publishes the verdicts.
+    Each verdict is saved at once; run the same command again to continue. `xray preferences` publishes the verdicts.
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
     from xray_runtime.feedback.comparison import plan_comparison, require_two
@@ -91,7 +92,7 @@ def preferences(
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish all that was judged in an output directory: a signed dataset to train reward models on.
+    """Publish the verdicts in an output directory as a signed dataset to train reward models on.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -107,8 +108,8 @@ def preferences(
     counts = done.stats
     print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_people(counts)}")
     if done.heldout:
-        print(f"{done.heldout} of them have held-out prompts, which no lifecycle on the same data trains on")
-    print(f"{'published' if done.is_new else 'there already'}: {done.checkpoint.uri}")
+        print(f"{done.heldout} of them are on held-out prompts, which are never trained on")
+    print(f"{'published' if done.is_new else 'already published'}: {done.checkpoint.uri}")
     print(f"train on it: xray run CONFIG --set preferences.source=dataset --set preferences.path={done.checkpoint.uri}")
 
 
@@ -125,7 +126,7 @@ def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judg
             else:
                 _ask_listed(session, sampler, prompts, judge, done, console)
         except (KeyboardInterrupt, EOFError):
-            console.print("stopped; the same command goes on from here")
+            console.print("stopped; run the same command to continue")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -168,7 +169,7 @@ def _ask_typed(
             return
         prompt = [{"role": "user", "content": typed(line)}]
         if any(limits.excess(prompt) > 0 for limits in comparison.limits):
-            console.print("too long for these models: say less", style="red")
+            console.print("too long for these models: shorten it", style="red")
             continue
         _wait(sampler.submit([prompt]), console)
         question = session.questions[-1]
@@ -180,7 +181,7 @@ def _ask_typed(
 
 def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
     while not _judge(session, question, judge, str(question.number + 1), console):
-        console.print("there is no question before this one to go back to", style="red")
+        console.print("this is the first question: there is none to go back to", style="red")
 
 
 def _wait(coming: Future[None], console: Console) -> None:
@@ -193,7 +194,6 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     from xray_runtime.data.pairs import prompt_text
     from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
-    _discard_typed()
     left = left_model(session.setup.seed, judge, question.number)
     replies = (question.a, question.b) if left == "a" else (question.b, question.a)
     console.print()
@@ -220,15 +220,10 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
     return True
 
 
-def _discard_typed() -> None:
-    """Drop keys that were pressed before there was anything to judge: while the models were audited, or answered."""
-    if sys.stdin.isatty():
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
-
-
 def _key() -> str:
     """The key a person pressed; through a pipe, the next line."""
     if sys.stdin.isatty():
+        # It drops what was typed before: while the models were audited, or answered.
         key: str = typer.getchar()
         return key.lower()
     line = sys.stdin.readline()

@@ -26,13 +26,15 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
 from xray_runtime.report.stages import computed_text
-from xray_runtime.terminal import print_table
+from xray_runtime.terminal import print_indented, print_table
 
 if TYPE_CHECKING:
     from xray.flows.trials import Trial
     from xray.flows.tune import Event
 
 POLL_SECONDS = 0.5
+TITLE = 12
+"""Characters of a line of the summary before its text."""
 PLAIN_SECONDS = 15.0
 """Without a terminal, a stage prints a line this often."""
 
@@ -177,9 +179,11 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in content["stages"]]
     print_table(console, ("stage", "checkpoint", "computed in"), rows)
     e, registered = content["evaluation"], content["registered"]
-    findings = [f"{stage['name']}: {finding}" for stage in content["stages"] for finding in stage["findings"]]
-    lines = [*findings, ""] if findings else []
-    lines += [*_results(e), ""] if e is not None else []
+    findings = [(f"{stage['name']}: ", finding) for stage in content["stages"] for finding in stage["findings"]]
+    console.print()
+    for head, finding in [*findings, *([("", "")] if findings else [])]:
+        print_indented(console, head, finding)
+    lines = [*_results(e), ""] if e is not None else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
@@ -187,11 +191,12 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         f"record      {output / 'lifecycle.json'}",
         *where_mlflow_shows_it(content["mlflow_page"], output),
     ]
-    console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+    for line in lines:
+        print_indented(console, line[:TITLE], line[TITLE:])
 
 
 def _results(e: dict[str, Any]) -> list[str]:
-    lines = [] if e.get("judges") else ["win rate    nothing judges"]
+    lines = [] if e.get("judges") else ["win rate    none: there is no judge"]
     for name, found in (e.get("judges") or {}).items():
         shown = "" if found["judges"] else ", shown only"
         lines.append(

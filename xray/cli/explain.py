@@ -33,7 +33,9 @@ def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
     for directory, graph in graphs:
         print_table(console, ("stage", "", "why"), explained(graph, directory))
     if waits_for is not None:
-        console.print(f"what the flow calls after it has {waits_for}'s result depends on that", highlight=False)
+        console.print(
+            f"stages called after the flow reads {waits_for}'s result cannot be known before it runs", highlight=False
+        )
     return 0
 
 

@@ -23,15 +23,16 @@ def register(app: typer.Typer) -> None:
 
 
 def fetch(
-    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
     storage: Annotated[
-        str | None, typer.Option("--storage", help="The store's URL. Default: what the directory was last run with.")
+        str | None,
+        typer.Option("--storage", help="URL of the shared store. Default: the one of the directory's last run."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
     ] = False,
 ) -> None:
-    """Bring checkpoints that are missing here, or damaged, from the shared store, and the public keys of who signed.
+    """Fetch missing or damaged checkpoints from the shared store, with the public keys of their signers.
 
     Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
     """
@@ -51,12 +52,12 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
     if storage is not None and has_login(storage):
         raise ConfigError(
-            f"--storage: a login before {strip_credentials(storage)!r} is not allowed: credentials come from the "
+            f"--storage: a login in {strip_credentials(storage)!r} is not allowed: credentials come from the "
             "environment"
         )
     url = storage or saved_config(output).runtime.storage
     if url is None:
-        raise ConfigError("--storage: nothing is not allowed: must be a URL, the directory's config.yaml names none")
+        raise ConfigError("--storage: is not set, and the directory's config.yaml names no store: give its URL")
     try:
         shared = SharedStore(url, PATIENCE_S)
         names = shared.names(CHECKPOINTS) if everything else _recorded(output)
@@ -72,7 +73,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
                 missing.append(name)
             if fetched:
                 log_checkpoints(output, key, {name: file_sha256(place / MANIFEST)}, here=False)
-            print(f"{'here' if sound else 'fetched' if fetched else 'missing'}  {name}")
+            print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None
     return missing
@@ -87,4 +88,4 @@ def _recorded(output: Path) -> list[str]:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         return [f"{stage['name']}-{stage['key'][:12]}" for stage in stages]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to go by: say --all") from None
+        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to say which: use --all") from None

@@ -17,6 +17,7 @@ from xray.cli.errors import one_line
 from xray.deployments.local_services import quiet_environment
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
+from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
@@ -27,11 +28,13 @@ T = TypeVar("T")
 
 BROKEN, BAD_INPUT = 1, 2
 
-Ref = Annotated[str, typer.Argument(metavar="REF", help="Directory, sha256 or stage, or registered name@alias.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", help="Output directory of the lifecycle REF is looked for in.")
+Ref = Annotated[
+    str, typer.Argument(metavar="REF", help="Checkpoint directory, sha256, stage, or registered NAME@ALIAS.")
 ]
-Tracking = Annotated[str | None, typer.Option("--tracking-uri", help="MLflow's address, if not the output's own.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Output directory of the lifecycle that has REF.")]
+Tracking = Annotated[
+    str | None, typer.Option("--tracking-uri", help="MLflow's address. Default: the output directory's own store.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
@@ -45,11 +48,11 @@ def lineage(
     ref: Ref,
     output: Output = None,
     tracking_uri: Tracking = None,
-    descendants: Annotated[bool, typer.Option("--descendants", help="Also what was made from it.")] = False,
+    descendants: Annotated[bool, typer.Option("--descendants", help="Also show the checkpoints made from it.")] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page with a graph one can click.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page with a clickable graph.")] = None,
 ) -> None:
-    """Where a checkpoint came from.
+    """Show where a checkpoint came from.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -71,7 +74,7 @@ def lineage(
 def diff(
     first: Ref, second: Ref, output: Output = None, tracking_uri: Tracking = None, as_json: AsJson = False
 ) -> None:
-    """What differs between the histories of two checkpoints: config, data, code, versions, results.
+    """Compare the histories of two checkpoints: config, data, code, versions, results.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -89,18 +92,23 @@ def diff(
 
 def audit(
     ref: Annotated[
-        str | None, typer.Argument(metavar="REF", help="As in `xray lineage`, or a bundle; or use --all.")
+        str | None, typer.Argument(metavar="REF", help="Checkpoint as in `xray lineage`, or a bundle; or use --all.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Everything in --output DIR.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Audit everything in --output DIR.")] = False,
     output: Output = None,
     tracking_uri: Tracking = None,
     public_key: Annotated[
-        Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
+        Path | None,
+        typer.Option("--public-key", help="Public key to trust. Default: keys/signing.pub in the output directory."),
     ] = None,
-    hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Whether to read the weights.")] = True,
+    hashing: Annotated[
+        bool, typer.Option("--hash/--no-hash", help="Read the weights, or check their sizes alone.")
+    ] = True,
     since_verified: Annotated[
         bool,
-        typer.Option("--since-verified", help="With --all: read only what changed since this last found all sound."),
+        typer.Option(
+            "--since-verified", help="With --all: read only what changed since the last such audit that was sound."
+        ),
     ] = False,
     expect: Annotated[
         str | None,
@@ -112,7 +120,7 @@ def audit(
 ) -> None:
     """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
 
-    Exit codes: 0 sound, 1 something was found, 2 bad input.
+    Exit codes: 0 sound, 1 not sound, 2 bad input.
     """
     from xray_runtime.lineage.audit.checkpoints import audit as run_audit
     from xray_runtime.lineage.bundle import audit_bundle
@@ -133,7 +141,7 @@ def audit(
 
     def chosen() -> tuple[Any, Any]:
         if everything == (ref is not None):
-            raise ConfigError("REF or --all: one of the two is required, and not both")
+            raise ConfigError("REF, --all: exactly one of them is required")
         if public_key is not None and not public_key.is_file():
             raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
         if ref is None:
@@ -218,17 +226,19 @@ def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = (
     if as_json:
         print(json.dumps(result.to_json() | {"pages": list(pages)}, indent=2))
         raise typer.Exit(0 if result.is_sound else BROKEN)
+    console = Console()
     for finding in result.findings:
         content = finding.to_json()
-        print(f"{'BROKEN' if finding.is_broken else 'note  '} {finding.code}: {printable(finding.subject)}")
-        print(f"       {printable(finding.detail)}")
-        print(f"       {content['meaning']} {content['mend']}".rstrip())
+        word = "BROKEN" if finding.is_broken else "note  "
+        print_indented(console, f"{word} ", f"{finding.code}: {printable(finding.subject)}")
+        print_indented(console, "       ", printable(finding.detail))
+        print_indented(console, "       ", f"{content['meaning']} {content['mend']}".rstrip())
     for note in result.notes:
-        print(printable(note))
+        print_indented(console, "", printable(note))
     if result.log.entries:
         print(f"log: {result.log.entries} entries; keep its head for --expect: {result.log}")
     for page in pages:
-        print(f"in MLflow: {page}")
+        print_indented(console, "in MLflow: ", page)
     size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
     read = "read" if hashing else "looked at, contents not read"
     if result.unchanged:

@@ -27,16 +27,19 @@ def _root() -> None:
 
 
 def automations() -> None:
-    """Install on the Prefect server of PREFECT_API_URL: lost runs are marked Crashed, people are told."""
+    """Install automations on the Prefect server at PREFECT_API_URL: mark lost runs Crashed, notify people."""
     console = Console()
     if not os.environ.get("PREFECT_API_URL"):
-        text = "PREFECT_API_URL: nothing is not allowed: must be the address of a Prefect server"
+        text = "PREFECT_API_URL: is not set: set it to the address of a Prefect server, as http://HOST:4200/api"
         Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT)
     quiet_environment()
     from xray.deployments.automations import install
 
-    console.print("\n".join(f"installed: {name}" for name in install()) or "all there already", highlight=False)
+    console.print(
+        "\n".join(f"installed: {name}" for name in install()) or "nothing to install: all are there already",
+        highlight=False,
+    )
 
 
 # In the order in which help shows them.

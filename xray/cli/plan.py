@@ -30,7 +30,8 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field; repeatable.")
     ] = None,
     params: Annotated[
-        str | None, typer.Option(metavar="N", help="Instead of CONFIG: five models of N parameters, mixed precision.")
+        str | None,
+        typer.Option(metavar="N", help="Plan five models of N parameters in mixed precision, without a CONFIG."),
     ] = None,
     devices: Annotated[
         str | None, typer.Option(metavar="N", help="Number of devices. Default: this machine's.")
@@ -39,7 +40,7 @@ def plan(
         str | None, typer.Option(metavar="GIB", help="Memory of one device. Default: this machine's.")
     ] = None,
     sequence_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help="With --params: prompt and reply together. Default: 1024.")
+        str | None, typer.Option(metavar="N", help="With --params: tokens of prompt and reply together. Default: 1024.")
     ] = None,
     lora_rank: Annotated[str | None, typer.Option(metavar="R", help="Train LoRA adapters of this rank.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Keep optimizer states in host memory.")] = False,

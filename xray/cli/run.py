@@ -40,21 +40,21 @@ def run(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Directory of everything the run makes. Default: runs/<name>."),
+        typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
     ] = False,
     until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over: what the directory holds is moved aside, not continued.")
+        bool, typer.Option("--fresh", help="Start over; the directory's present content is moved aside.")
     ] = False,
     why: Annotated[
-        bool, typer.Option("--explain", help="Run nothing: say for every stage why it is cached, or what changed.")
+        bool, typer.Option("--explain", help="Run nothing; say for each stage why it is cached, or what changed.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify-determinism", help="Run a step or two of each stage, twice, and compare the bytes."),
+        typer.Option("--verify-determinism", help="Run a step or two of each stage twice and compare the bytes."),
     ] = False,
 ) -> None:
     """Run a lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
@@ -70,7 +70,7 @@ def run(
             _check_stage(until, job)
         if why:
             if fresh:
-                raise ConfigError("--explain: does not go with --fresh, which computes every stage")
+                raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
             raise typer.Exit(explain(job, directory, console))
         check_ray_address()
         if fresh:
@@ -163,4 +163,4 @@ def _move_away(directory: Path, console: Console) -> None:
         number += 1
     aside = directory.with_name(f"{directory.name}.before-{number}")
     directory.rename(aside)
-    console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
+    console.print(f"the previous content was moved to {aside}", soft_wrap=True, highlight=False)

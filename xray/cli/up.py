@@ -27,7 +27,8 @@ from xray.deployments.suspension import resume, settle, suspend
 FAILED = 1
 INTERRUPTED = 130
 Where = Annotated[
-    Path | None, typer.Option("--home", help="Directory of everything it keeps. Default: XRAY_HOME, else ~/.xray.")
+    Path | None,
+    typer.Option("--home", help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
 ]
 
 
@@ -40,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def up(
     home: Where = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Where Prefect listens; other than loopback, only with a password.")
+        str | None, typer.Option("--host", help="Address Prefect listens on; other than loopback needs a password.")
     ] = None,
     prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
@@ -64,7 +65,7 @@ def down(home: Where = None) -> None:
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
-    """What is up, which runs are at work, suspended, waiting or next, what is champion.
+    """Show which servers are up, which runs are running, suspended, waiting or next, and the champions.
 
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
@@ -110,7 +111,7 @@ def _start(
     """Start what is missing of `services`, and wait until all work; `after` a service works, call what is named so."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
-        _say(f"there already: {', '.join(running)}")
+        _say(f"already running: {', '.join(running)}")
     if started:
         _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
     ended: queue.SimpleQueue[tuple[Service, BaseException | None]] = queue.SimpleQueue()
@@ -161,7 +162,7 @@ def _down(home: ServerHome) -> None:
             _suspend(_api(home, state), runs)
         # Clients before their servers.
         ended = stop(home, state, [runs, *reversed(others), prefect])
-    _say(f"stopped {', '.join(ended)}" if ended else "nothing was up")
+    _say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def _suspend(api: str, runs: Service) -> None:
@@ -194,7 +195,10 @@ def _checked(action: Callable[[], Any]) -> None:
         Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        _say("interrupted; what was started keeps running: repeat the command to go on, `xray down` stops it")
+        _say(
+            "interrupted; started servers keep running: run the command again to continue, or stop them with "
+            "`xray down`"
+        )
         raise typer.Exit(INTERRUPTED) from None
 
 

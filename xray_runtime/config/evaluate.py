@@ -28,7 +28,7 @@ class EvaluateConfig(SamplingConfig):
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     """Sample pairs in the report's table."""
     environment: EnvironmentConfig | None = None
-    """What answers the policies turn by turn; its rewards are shown and judge nothing."""
+    """The environment that answers the policies turn by turn; its rewards are shown but do not judge."""
 
     @property
     def max_response_tokens(self) -> int:
@@ -52,13 +52,14 @@ class EvaluateSection(EvaluateConfig):
     """Share of the preference pairs that `reward` and `dpo` never see: a reward model that is trained on them judges.
     None: there is none."""
     verdicts: Annotated[str, Field(min_length=1)] | None = None
-    """What people said of replies of the policy and of the model before: a REF of what `xray preferences` published."""
+    """Human verdicts on replies of the policy and of the model before: a REF of a dataset that `xray preferences`
+    published."""
 
 
 GOLD = "gold"
-"""What the judge is called that `gold` names."""
+"""Name of the judge that `gold` names."""
 PEOPLE = "people"
-"""What the judge is called whose word is the input `verdicts`."""
+"""Name of the judge whose verdicts are the input `verdicts`."""
 
 
 class EvaluationConfig(EvaluateConfig, JudgingConfig):
@@ -80,7 +81,7 @@ class EvaluationConfig(EvaluateConfig, JudgingConfig):
             for number, term in enumerate(getattr(self, field)):
                 for role in term.roles:
                     if not role.startswith(f"{field}."):
-                        raise ValueError(f"{field}.{number}: {role!r} is not allowed: it must be one of {field}")
+                        raise ValueError(f"{field}.{number}: {role!r} is not allowed: must be one of {field}")
         return self
 
 

@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -68,7 +68,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _bounds(self) -> Self:
         if self.sources and self.source != DEFAULT_SOURCE:
-            raise ValueError(f"source = {self.source!r} is not allowed beside sources: name it there")
+            raise ValueError(f"source = {self.source!r} is not allowed together with sources: list it there")
         read = [part.source for part in self.sources] or [self.source]
         if self.curriculum is not None and DEFAULT_SOURCE in read:
             raise ValueError(f"curriculum = {self.curriculum!r} is not allowed: {DEFAULT_SOURCE!r} has no columns")

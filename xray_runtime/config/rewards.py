@@ -33,7 +33,7 @@ class Route(Section):
 
     column: Column
     equals: str
-    """What the column's value must be, as text."""
+    """Value that the column must have, as text."""
 
     def applies(self, value: Any) -> bool:
         """Whether the source applies to a row that has `value` in the column."""
@@ -67,7 +67,7 @@ class JSONSchemaVerifier(Section):
     definition: dict[str, Any] | None = None
     """The schema."""
     column: Column | None = None
-    """What holds each row's schema instead."""
+    """Column that has each row's schema instead."""
     limit_s: Positive = 1.0
     """A reply that takes longer to check scores 0."""
 
@@ -124,14 +124,14 @@ class JudgeConfig(RemoteConfig):
     """Up to `/v1`: `http://localhost:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     rubric: Annotated[str, Field(min_length=1)]
-    """What a good reply is."""
+    """Description of a good reply."""
     scale: Annotated[tuple[float, float], Field(strict=False)] = (1.0, 10.0)
     """The worst and the best score. What the judge says beyond is no score."""
     opponents: Count | None = None
     """Compare each reply with at least so many others to the same prompt, in both orders, in place of scoring it by
     itself: its score is the share it wins, from 0 to 1. Each prompt then needs several replies."""
     column: Column | None = None
-    """What holds a reference answer that the judge is shown."""
+    """Column with a reference answer that the judge is shown."""
     max_tokens: Count = 512
     temperature: NonNegative = 0.0
 

@@ -81,5 +81,5 @@ class RuntimeConfig(Section):
         if url is not None and re.search(r"://[^/]*:[^/]*@", url):
             raise ValueError("a password is not allowed in the URL: credentials come from the environment")
         if url is not None and re.match(r"memory:|file://[^/]", url):
-            raise ValueError(f"{url!r} is not allowed: must be found from other processes (file:///ABSOLUTE/PATH)")
+            raise ValueError(f"{url!r} is not allowed: must be reachable from other processes (file:///ABSOLUTE/PATH)")
         return url

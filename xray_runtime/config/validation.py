@@ -46,8 +46,8 @@ def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tag = str(context["discriminator"]).strip("'")
         allowed = context.get("expected_tags") or ", ".join(map(repr, _tags(model, owner, loc, tag)))
-        got = _show(context["tag"]) if "tag" in context else "nothing"
-        return f"{path}.{tag}: {got} is not allowed: must be one of {allowed}"
+        wrong = f"{_show(context['tag'])} is not allowed" if "tag" in context else "is required"
+        return f"{path}.{tag}: {wrong}: must be one of {allowed}"
     if kind == "value_error":
         return f"{path}: {context['error']}" if loc or where else str(context["error"])
     return f"{path}: {_show(value)} is not allowed: must {_requirement(error)}"

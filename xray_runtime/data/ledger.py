@@ -98,7 +98,7 @@ def read_shard(path: Path) -> Shard:
         return Shard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: damaged, or no shard of a ledger ({reason})") from error
+        raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
 
 
 def lists(column: Ragged, type: pa.DataType) -> pa.Array:

@@ -102,7 +102,7 @@ class _ToolEnvironment:
         try:
             call = json.loads(text)
         except ValueError as error:
-            raise _CallError(f"the call is no JSON ({error})") from error
+            raise _CallError(f"the call is not JSON ({error})") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise _CallError('a call must be {"name": ..., "arguments": {...}}')
         if call["name"] not in self._tools:

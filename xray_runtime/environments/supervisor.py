@@ -131,7 +131,7 @@ class Supervisor:
         if episode is None:
             fail(future, failure(number, "it was not reset, was closed, or has failed"))
         elif episode.request is not None:
-            fail(future, failure(number, "it was asked for a step before its last answer came"))
+            fail(future, failure(number, "a step was requested before its last answer came"))
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 

@@ -43,7 +43,8 @@ def dataset_of(store: LineageStore, models: list[Node]) -> Node:
         if found is not None:
             return found
     raise ConfigError(
-        "--prompts: no dataset stands behind these models: must be a .jsonl file with a column `prompt`, or 'typed'"
+        "--prompts: these models have no dataset among their inputs: must be a .jsonl file with a column "
+        "`prompt`, or 'typed'"
     )
 
 

@@ -62,7 +62,9 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     """
     sessions = [session for session in read_sessions(lineage.output) if session.judgements]
     if not sessions:
-        raise ConfigError(f"--output: nothing was judged in {str(lineage.output / FOLDER)!r}: `xray compare` does that")
+        raise ConfigError(
+            f"--output: there are no verdicts in {str(lineage.output / FOLDER)!r}: make some with `xray compare`"
+        )
     if lineage.tracking_uri is None:
         raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(lineage.output)!r}")
     parents = _parents(lineage, sessions)

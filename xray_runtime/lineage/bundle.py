@@ -67,7 +67,7 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
     """
     if not has_signing_key(store.output):
         raise ConfigError(
-            f"BUNDLE: what a bundle adds is signed, and {store.output} has no private key: set {KEY_VARIABLE}"
+            f"BUNDLE: a bundle's additions must be signed, but {store.output} has no private key: set {KEY_VARIABLE}"
         )
     chosen = with_history(store.graph, [node.sha256])
     missing = [sha[:12] for sha in chosen if sha not in store.graph.nodes]
@@ -254,7 +254,9 @@ def take_in(
         directory = source.graph.nodes[sha].directory
         there = checkpoints / directory.name
         if there.exists() and file_sha256(there / MANIFEST) != sha:
-            raise ConfigError(f"{there}: holds another checkpoint than {directory}, of the same key: move one away")
+            raise ConfigError(
+                f"{there}: holds a different checkpoint with the same key as {directory}: move one of them away"
+            )
         if not there.exists() and move:
             os.rename(directory, there)
         elif not there.exists():

@@ -172,7 +172,7 @@ class _Numbers:
         if "verdicts" not in self._node.manifest.parents:
             said.pop(PEOPLE, None)
         if not said:
-            raise _NobodyJudgesError(f"nothing judges {self._node.name}")
+            raise _NobodyJudgesError(f"{self._node.name} has no judge")
         try:
             dependent = not_independent(self._graph, self._node)
         except ValueError as error:
@@ -180,7 +180,7 @@ class _Numbers:
         independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
         if not independent:
             whys = "; ".join(f"{name}: {dependent[name]}" for name in said)
-            raise _NobodyJudgesError(f"nobody who judges {self._node.name} is independent ({whys})")
+            raise _NobodyJudgesError(f"no judge of {self._node.name} is independent ({whys})")
         return independent
 
     def finite(self, name: str, value: Any) -> float:

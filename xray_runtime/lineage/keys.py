@@ -83,7 +83,7 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     there = private.exists() and public_key(output).exists()
     taken_over = there and public_bytes(private) == public_key(output).read_bytes()
     if taken_over and new_key is not None:
-        raise ConfigError(f"--new-key: {str(new_key)!r} is the key that signs already")
+        raise ConfigError(f"--new-key: {str(new_key)!r} already is the signing key")
     if not taken_over:
         old = signing_key(output)
         if not private.exists():
@@ -152,10 +152,10 @@ def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]
         try:
             rotation = _Record.model_validate_json(read_bounded(path)).predicate
             if not rotation.retired.startswith(name) or rotation.at.tzinfo is None:
-                raise ValueError("it is about another key, or says no time")
+                raise ValueError("it concerns another key, or has no time")
             for which, sha in (("old", rotation.retired), ("new", rotation.successor)):
                 if sha not in known:
-                    raise ValueError(f"the public key {sha[:12]} is not there")
+                    raise ValueError(f"the public key {sha[:12]} is missing")
                 Verifier([TrustedKey(known[sha])]).check(path, path.with_name(f"{name}.{which}.sig"))
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, SignatureProblem) else type(error).__name__

@@ -85,7 +85,7 @@ def version_page(
     }
     lines = [f"**{_code(policy.manifest.stage)}**, a checkpoint of kind {_code(policy.manifest.kind)}, made by X-ray."]
     lines += ["", f"**Promote {BY_HAND}.**"]
-    lines += ["", "### What it was made from", *_parents(policy)]
+    lines += ["", "### Made from", *_parents(policy)]
     lines += ["", "### Evaluation", *_evaluation(evaluation)]
     lines += ["", "### Gates", *_gates(evaluation, decisions)]
     lines += ["", "### Records", *_records(policy, name, registration.version, signer, experiment_of)]

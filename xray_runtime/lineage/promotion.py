@@ -84,7 +84,7 @@ def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str 
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
     if champion not in graph.nodes:
-        raise NotPromoted([f"the champion {champion[:12]} is not in the store: nothing to compare with"])
+        raise NotPromoted([f"the champion {champion[:12]} is not in the store, so there is nothing to compare with"])
     manifest = evaluation.manifest
     config = {name: value for name, value in manifest.config.items() if name != "runtime"}
     missing = [role.name for role in COMPARE.roles.values() if role.name not in OWN and not role.optional]

@@ -63,7 +63,7 @@ def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_login(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command "
+            f"--tracking-uri: a login in {strip_credentials(uri)!r} is not allowed: others can read a command "
             "line, and the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
@@ -204,7 +204,7 @@ def find(reference: str, store: LineageStore) -> Node:
         matches = [node for node in nodes.values() if reference in (node.manifest.stage, node.directory.name)]
     if not matches:
         stages = ", ".join(sorted({node.manifest.stage for node in nodes.values()})) or "none"
-        raise ConfigError(f"REF: {reference!r} names nothing in {store.output}; its stages: {stages}")
+        raise ConfigError(f"REF: {reference!r} matches nothing in {store.output}; its stages: {stages}")
     if len(matches) > 1:
         choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
         raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
@@ -216,4 +216,4 @@ def require_language_model(node: Node) -> None:
     its files."""
     type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
     if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
-        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__} that replies")
+        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__}")

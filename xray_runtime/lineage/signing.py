@@ -63,7 +63,7 @@ def signing_key(output: Path) -> Path:
     if public.read_bytes() != content:
         raise ConfigError(
             f"{KEY_VARIABLE}: {str(private)!r} is not the key {public} belongs to; records of one output directory "
-            "have one key: `xray keys rotate` puts another in its place"
+            "have one key: `xray keys rotate` replaces it"
         )
     return private
 

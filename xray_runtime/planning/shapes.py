@@ -82,7 +82,9 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     if absent:
         raise ValueError(f"a {family!r} model cannot be planned: its config has no {absent[0]}; plan with --params")
     if any(config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"a {family!r} model cannot be planned: mixtures of experts are not; plan with --params")
+        raise ValueError(
+            f"a {family!r} model cannot be planned: mixtures of experts are not supported; plan with --params"
+        )
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads

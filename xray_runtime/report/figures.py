@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
         if title.startswith("seconds"):
             _stack(axes, names, series)
         else:
-            for color, name in zip(COLORS, names, strict=False):
+            for color, name in zip(itertools.cycle(COLORS), names, strict=False):
                 steps, values = zip(*series[name], strict=True)
                 marker = "o" if len(steps) < 15 else ""
                 label = _label(name) if len({n.split("/")[0] for n in names}) == 1 else name.replace("/", " ", 1)
@@ -101,7 +102,7 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
 
 def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float]]]) -> None:
     bottom: dict[int, float] = {}
-    for color, name in zip(COLORS, names, strict=False):
+    for color, name in zip(itertools.cycle(COLORS), names, strict=False):
         steps = [step for step, _ in series[name]]
         values = [value for _, value in series[name]]
         axes.bar(steps, values, bottom=[bottom.get(s, 0.0) for s in steps], width=0.8, color=color, label=_label(name))

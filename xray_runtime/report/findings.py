@@ -99,7 +99,7 @@ def policy_findings(series: Series) -> list[str]:
     found = prompt_findings(series)
     deviations, tied = _values(series, "reward/std"), _values(series, "rollout/tied_groups")
     if deviations and max(deviations) <= SAME:
-        found.append("every reply had the same reward: there was nothing to learn from")
+        found.append("every reply had the same reward: there was nothing to learn")
     elif tied and min(tied) >= 1.0:
         found.append("all replies to each prompt had the same reward: no group taught anything")
     elif tied and _mean(tied) >= MOST:
@@ -107,12 +107,12 @@ def policy_findings(series: Series) -> list[str]:
     moved = _values(series, "policy/approx_kl")
     if moved and sum(moved) < STILL:
         found.append(
-            f"the policy hardly moved: {sum(moved):.1g} nats a token over all updates; a larger lr or more iterations "
-            "would move it"
+            f"the policy hardly changed: {sum(moved):.1g} nats a token over all updates; try a larger lr or more "
+            "iterations"
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few come to an end")
+        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few replies end by themselves")
     return found + _hacking(series)
 
 

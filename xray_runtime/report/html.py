@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StageRecord", "write_report"]
 
-NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
+"""Of a stage's name in a box; the rest is shown where a pointer rests on it."""
 
 
 def write_report(
@@ -92,6 +94,10 @@ def _svg(figure: Figure) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 13]}…{name[-12:]}"
+
+
 def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Places of boxes and arrows: each stage right of its parents.
 
@@ -99,6 +105,8 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     """
     by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
     parents = [[by_sha[p] for p in stage["parents"] if p in by_sha] for stage in stages]
+    names = [_shortened(stage["name"]) for stage in stages]
+    node_width = max([MIN_NODE_WIDTH, *(24 + CHAR_WIDTH * len(name) for name in names)])
     depth: list[int] = []
     rows: dict[int, int] = {}
     nodes = []
@@ -108,9 +116,10 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
         rows[depth[i]] = row + 1
         nodes.append(
             {
-                "x": 4 + depth[i] * (NODE_WIDTH + GAP_X),
+                "x": 4 + depth[i] * (node_width + GAP_X),
                 "y": 4 + row * (NODE_HEIGHT + GAP_Y) + 12 * (depth[i] % 2),
-                "name": stage["name"],
+                "name": names[i],
+                "title": stage["name"],
                 "sha": stage["checkpoint"]["sha256"][:12],
                 "cached": stage["cached"],
             }
@@ -119,7 +128,7 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     lowest = 0.0
     for i, of in enumerate(parents):
         for p in of:
-            x1, y1 = nodes[p]["x"] + NODE_WIDTH, nodes[p]["y"] + NODE_HEIGHT / 2
+            x1, y1 = nodes[p]["x"] + node_width, nodes[p]["y"] + NODE_HEIGHT / 2
             x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
             bend = max((x2 - x1) / 2, 12)
             # An arrow over several columns bows below the boxes between.
@@ -128,10 +137,10 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
             lowest = max(lowest, max(y1, y2) + 0.75 * sag)
             edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
     return {
-        "width": max(n["x"] for n in nodes) + NODE_WIDTH + 8 if nodes else 0,
+        "width": max(n["x"] for n in nodes) + node_width + 8 if nodes else 0,
         "height": max(lowest, *(n["y"] + NODE_HEIGHT for n in nodes)) + 8 if nodes else 0,
         "nodes": nodes,
         "edges": edges,
-        "node_width": NODE_WIDTH,
+        "node_width": node_width,
         "node_height": NODE_HEIGHT,
     }

@@ -77,7 +77,7 @@ class Replica:
         assert self._engine is not None, "it is asked only once it has started"
         await self._engine.check()
         if self._serving.done():
-            raise RuntimeError("its HTTP server has ended")
+            raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
         """End the engine, which is a process of its own; a model that was refused has none."""

@@ -122,7 +122,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
     column = config.verifier.column
     if column is not None and column not in columns:
         raise ValueError(
-            f"{stage.name}.verifier.column: {column!r} is no column of the dataset: name it in data.columns"
+            f"{stage.name}.verifier.column: {column!r} is not a column of the dataset: add it to data.columns"
         )
     each = [messages for messages in prompts for _ in range(config.samples)]
     values = {name: [value for value in of for _ in range(config.samples)] for name, of in columns.items()}

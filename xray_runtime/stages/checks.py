@@ -36,7 +36,7 @@ def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
     if not any(term.weight for term in config.rewards):
-        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
+        raise ValueError("rewards: one must have a weight other than 0: sources of weight 0 are only logged")
     _check_terms(config, inputs)
 
 
@@ -54,8 +54,8 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = 
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
-                "to compare it with"
+                f"{where}.{number}.judge.opponents: is not allowed where each prompt has a single reply: there is "
+                "nothing to compare it with"
             )
         for role in term.roles:
             if role not in inputs:
@@ -65,7 +65,7 @@ def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = 
             if data is not None and column not in data.columns:
                 raise ValueError(
                     f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
-                    f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+                    f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
                 )
 
 
@@ -93,7 +93,7 @@ def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
     check_rewards(config, inputs)
     _check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:
-        raise ValueError("judges: are not allowed without validation: nothing asks them")
+        raise ValueError("judges: are not allowed without validation: they would not be used")
     _check_validation(config, inputs["prompts"])
 
 
@@ -142,7 +142,7 @@ def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
     if column is not None and isinstance(data, DataConfig) and column not in data.columns:
         raise ValueError(
             f"verifier.column: {column!r} is not allowed: the dataset carries "
-            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+            f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
         )
 
 

@@ -94,8 +94,8 @@ def asked_prompts(
     fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
     if len(fit) < MIN_PROMPTS:
         raise ValueError(
-            f"{len(fit)} held-out prompts are left that the champion was not trained on; {MIN_PROMPTS} are needed: "
-            "evaluate both on a dataset that neither has seen, or set promotion.max_regression=null"
+            f"{len(fit)} held-out prompts are left that the champion was not trained on, and {MIN_PROMPTS} are needed: "
+            "evaluate both on a dataset neither has seen, or set promotion.max_regression=null"
         )
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
     chosen = [fit[i] for i in order[: stage.config.num_prompts]]

@@ -175,4 +175,4 @@ def check_judges(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> None
                 "and do not judge"
             )
     if "gold" in dependent:
-        raise ValueError(f"gold: {config.gold!r} is not allowed: {dependent['gold']}; another must judge")
+        raise ValueError(f"gold: {config.gold!r} is not allowed: {dependent['gold']}; use another judge")

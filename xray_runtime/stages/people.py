@@ -46,8 +46,9 @@ def judged_by_people(
                 shares.setdefault(prompt, []).append(share if models == judged else 1.0 - share)
     if not shares:
         raise ValueError(
-            f"verdicts: {verdicts.name} has none on replies of {better.name} and {worse.name} to a held-out prompt of "
-            f"{prompts.name}: judge them with `xray compare`, and publish with `xray preferences`"
+            f"verdicts: {verdicts.name} has no verdict on replies of {better.name} and {worse.name} to held-out "
+            f"prompts "
+            f"of {prompts.name}: make some with `xray compare` and publish them with `xray preferences`"
         )
     rate, (low, high) = mean_share(shares.values())
     return {

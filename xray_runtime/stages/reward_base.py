@@ -48,7 +48,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
         scores = _heldout_scores(stage, out, tokenizer, stage.inputs.data.path)
         if len(scores) > 1 and not scores.std() > 0:
             raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
             )
         summary |= {"mean": float(scores.mean()), "std": float(scores.std()) or 1.0, "heldout_replies": len(scores)}
         (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")

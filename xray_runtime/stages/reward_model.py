@@ -83,7 +83,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         scores = np.concatenate([chosen, rejected])
         if not scores.std() > 0:
             raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
             )
         summary = {
             "mean": float(scores.mean()),

@@ -238,7 +238,7 @@ class RewardSources:
         for field, column in term.columns.items():
             if column not in batch.columns:
                 raise ValueError(
-                    f"{self._fields[source]}.{field}: {column!r} is no column of the dataset: name it in data.columns"
+                    f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
                 )
         if term.when is None:
             return torch.ones(len(batch.replies), dtype=torch.bool)
@@ -276,7 +276,7 @@ class RewardSources:
                 raise NonFiniteError(f"{self._stage}: the reward model {role}: {wrong} are not finite")
             if texts >= TELLING and (given == given[0]).all():
                 same = f"gave {texts} different replies the same score, {given[0]:g}"
-                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it tells nothing")
+                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it is not informative")
 
     def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
         """Raises RuntimeError where too many replies have no reward, or one is infinite."""

@@ -75,7 +75,8 @@ class Watch:
     def _directory(self) -> Path:
         if self._stage.kept is None:
             raise RuntimeError(
-                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that stays"
+                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that outlives "
+                f"the attempt"
             )
         return self._stage.kept
 

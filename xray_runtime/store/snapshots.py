@@ -88,7 +88,7 @@ class Snapshots:
         except FileNotFoundError:
             owner = ""
         if owner != self._token:
-            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
 
     def due(self, step: int) -> bool:
         """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
@@ -197,7 +197,7 @@ class Snapshots:
         if self._shared is None:
             return
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
-            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
         self._shared.put(f"{self._folder}/{place.name}", place)
         # Not the later ones: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):

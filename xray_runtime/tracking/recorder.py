@@ -126,7 +126,7 @@ class StageRecorder:
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
-            log.warning("%s: nobody can be asked: no page of Prefect shows this run", self._stage)
+            log.warning("%s: no one can be asked: the run is not on a Prefect page", self._stage)
             return None
         return self._ask(question)
 
@@ -163,7 +163,7 @@ class StageRecorder:
         except Exception:
             log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
         if self._interrupted is not None:
-            raise self._interrupted(f"{self._stage}: stopped after step {step}; running again goes on from there")
+            raise self._interrupted(f"{self._stage}: stopped after step {step}; run it again to continue from there")
 
     def send(self) -> None:
         """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""

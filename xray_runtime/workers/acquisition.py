@@ -145,7 +145,7 @@ class Acquisition:
         wanted = "; ".join(f"{d.role} {amount_text(_total([d]))}" for d in self._demands)
         holders = holders_text(get(self._reservations.holders.remote()))
         seconds = f"{self._runtime.wait_timeout_s:g} s (runtime.wait_timeout_s)"
-        return BusyClusterError(f"waited {seconds} for {wanted}, which others hold: {holders}")
+        return BusyClusterError(f"waited {seconds} for {wanted}, which are in use by {holders}")
 
     def _reserve(self) -> dict[str, list[WorkhorseHandle]] | None:
         """Everything, or None, with nothing held."""
@@ -228,10 +228,10 @@ def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
                 raise
             if time.monotonic() > deadline:
                 raise BusyClusterError(
-                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node in place of one that was lost: {error}"
+                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node to replace one that was lost: {error}"
                 ) from None
             if not warned:
-                log.warning("waiting for a node in place of one that was lost: %s", error)
+                log.warning("waiting for a node to replace one that was lost: %s", error)
                 warned = True
             time.sleep(NODE_SECONDS)
         else:

@@ -48,7 +48,7 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
         nonlocal is_open
         if is_open:
             # Two stages that each wait for more while they hold something could wait for each other for ever.
-            raise RuntimeError(f"{log_dir.name}: a stage must open all models that live together in one call")
+            raise RuntimeError(f"{log_dir.name}: a stage must open all models it uses together in one call")
         is_open = True
         try:
             with _open(specs, runtime, log_dir, run_id) as models:

@@ -87,8 +87,8 @@ def test_tools() -> None:
 @pytest.mark.parametrize(
     ("reply", "name", "answer"),
     [
-        ("<tool_call>{a}</tool_call>", None, "Error: the call is no JSON (Expecting property name"),
-        ('<tool_call>{"name": "add", "arg', None, "Error: the call is no JSON ("),
+        ("<tool_call>{a}</tool_call>", None, "Error: the call is not JSON (Expecting property name"),
+        ('<tool_call>{"name": "add", "arg', None, "Error: the call is not JSON ("),
         ("<tool_call>[1]</tool_call>", None, 'Error: a call must be {"name": ..., "arguments": {...}}'),
         (call("sub", a=1), None, "Error: there is no tool 'sub'; there are: add, greet"),
         (call("add", b=1), "add", "Error: wrong arguments of 'add': 'a' is a required property"),

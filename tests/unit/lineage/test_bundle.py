@@ -145,5 +145,5 @@ def test_without_a_key_nothing_is_exported(fresh: Callable[[], Path], tmp_path: 
     output = fresh()
     (output / "keys" / "signing.pem").unlink()
     place, node = resolve("ppo-2", output, None)
-    with pytest.raises(ConfigError, match="BUNDLE: what a bundle adds is signed"):
+    with pytest.raises(ConfigError, match="BUNDLE: a bundle's additions must be signed"):
         export(place, node, tmp_path / "policy.tar")

@@ -324,7 +324,9 @@ def test_an_evaluation_that_cannot_be_repeated_with_the_champion_says_why(tmp_pa
     why = "its evaluation, of kind evaluate, cannot be repeated with the champion"
     assert told("ppo-1").startswith(f"{why} (prompts): set promotion.max_regression=null")
     assert told("sft").startswith(f"{why} (num_promts: unknown field")
-    assert told("ppo-2", "0" * 64) == "the champion 000000000000 is not in the store: nothing to compare with"
+    assert (
+        told("ppo-2", "0" * 64) == "the champion 000000000000 is not in the store, so there is nothing to compare with"
+    )
     assert told("base") == "the candidate has no evaluation in the store"
 
 

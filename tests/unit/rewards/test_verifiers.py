@@ -67,7 +67,7 @@ def test_json_schema() -> None:
     assert values(by_row, [("3", {"type": "integer"}), ("3", '{"type": "string"}')]) == [0.0 + 1.0, 0.0]
     [broken] = verify(by_row, ["3"], [{"type": "number?"}])
     assert math.isnan(broken.value)
-    assert "no JSON Schema" in str(broken.why)
+    assert "not a JSON Schema" in str(broken.why)
     # Nothing is fetched from where a schema points to.
     [remote] = verify(by_row, ["3"], [{"$ref": "http://127.0.0.1:9/schema.json"}])
     assert math.isnan(remote.value)

@@ -244,7 +244,7 @@ def test_a_function_handed_over_counts_by_its_source_and_values(memory: DigestMe
 
 def test_a_function_that_has_no_digest_is_refused(memory: DigestMemory) -> None:
     mine = cell("def mine(prompts, replies):\n    return [WHAT for _ in replies]\n", WHAT=object())
-    with pytest.raises(ValueError, match=r"^mine: global 'WHAT' is a object, of which no digest can be made; "):
+    with pytest.raises(ValueError, match=r"^mine: global 'WHAT' is a object, which cannot be digested; "):
         identities(judged(mine), memory)
 
 

@@ -215,7 +215,7 @@ def test_a_mixture_has_its_shares_and_says_what_it_read(tmp_path: Path) -> None:
     assert abs(stats["read_conversations_source_1"] - 400 * 2 / 7) <= 1
     with pytest.raises(ValueError, match=r"data\.sources\.1\.source: .*gone\.jsonl' is not a file"):
         prepare(tmp_path / "d", sources=[sources[0], {"source": str(tmp_path / "gone.jsonl")}])
-    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed beside sources"):
+    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed together with sources"):
         DataConfig.model_validate({"source": "x.jsonl", "sources": sources})
 
 

@@ -120,7 +120,7 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
     assert found.scaled(lost).isnan().tolist() == [False, True, False]
     with pytest.raises(RuntimeError, match="3 of 3 replies have no reward; no source of reward applies to them"):
         score(found, ["a", "b", "b"], columns={"task": [None] * 3})
-    with pytest.raises(ValueError, match=r"s\.rewards\.0\.when\.column: 'task' is no column of the dataset: name it"):
+    with pytest.raises(ValueError, match=r"s\.rewards\.0\.when\.column: 'task' is not a column of the dataset: add it"):
         score(found, ["a"])
 
 

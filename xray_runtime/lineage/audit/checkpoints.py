@@ -189,7 +189,7 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
         if node is None:
             continue
         if not node.is_at_home:
-            yield Finding(node.name, "misplaced", f"it lies in {node.directory.name}")
+            yield Finding(node.name, "misplaced", f"it is in {node.directory.name}")
         for role, parent in graph.parents(sha):
             if parent not in graph.nodes:
                 yield Finding(node.name, "parent-missing", f"{role} {parent[:12]} is not in the store")
@@ -224,11 +224,13 @@ def _identity(node: Node) -> Iterator[Finding]:
         # No JSON that we write: NaN, half a character.
         key = None
     if key != manifest.key:
-        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from what it says")
+        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from its content")
     if kind is not None and kind.output.__name__ != manifest.type:
-        yield Finding(node.name, "manifest-inconsistent", f"a stage of kind {kind.name} makes no {manifest.type}")
+        yield Finding(
+            node.name, "manifest-inconsistent", f"a stage of kind {kind.name} does not make a {manifest.type}"
+        )
     if manifest.dataset not in (None, *manifest.parents.values()):
-        yield Finding(node.name, "manifest-inconsistent", "its dataset is none of its parents")
+        yield Finding(node.name, "manifest-inconsistent", "its dataset is not one of its parents")
 
 
 def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
@@ -253,7 +255,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
     if statement is None:
         missing = not (record / STATEMENT).exists()
         code = "statement-missing" if missing else "statement-malformed"
-        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is no statement'}")
+        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is not a statement'}")
         return
     differing = statement.contradicts(node.manifest, node.sha256)
     if differing:

@@ -103,7 +103,7 @@ def _check_sqlite(uri: str) -> None:
     if uri.startswith("sqlite:///"):
         with open(uri.removeprefix("sqlite:///"), "rb") as file:
             if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("no database of SQLite")
+                raise ValueError("not an SQLite database")
 
 
 def _pages(page: Any) -> list[Any]:
@@ -164,9 +164,9 @@ def check_registry(
             continue
         label, target = f"{name}@{alias}", aliases.get((name, alias))
         if target is None:
-            yield Finding(label, "alias-moved", f"it is gone; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"it is gone; the last decision is version {decision.version}")
         elif target != decision.version:
-            yield Finding(label, "alias-moved", f"to version {target}; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"to version {target}; the last decision is version {decision.version}")
         elif known.get((name, target)) != decision.checkpoint:
             yield Finding(label, "registry-changed", f"version {target} is not {decision.checkpoint[:12]} any more")
     # In a store that several directories share, another of them may have decided about what was brought from there.
