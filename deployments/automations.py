@@ -134,19 +134,19 @@ def install() -> list[str]:
     One that is up to date is left alone, switched on or off. One of an earlier X-ray that is none any more goes.
     """
     wanted = [crashed_without_heartbeat(), waiting_in_queue(), *notifications(_block())]
-    changed = []
+    names, changed = {each.name for each in wanted}, []
     with get_client(sync_client=True) as client:
         for automation in client.read_automations():
-            if automation.name.startswith(PREFIX) and automation.name not in {each.name for each in wanted}:
+            if automation.name.startswith(PREFIX) and automation.name not in names:
                 client.delete_automation(automation.id)
-        for automation in wanted:
-            found = client.read_automations_by_name(automation.name)
-            if found and found[0].description == automation.description:
+        for each in wanted:
+            found = client.read_automations_by_name(each.name)
+            if found and found[0].description == each.description:
                 continue
             for old in found:
                 client.delete_automation(old.id)
-            automation.create()
-            changed.append(automation.name)
+            each.create()
+            changed.append(each.name)
     return changed
 
 

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from xray_runtime.rewards.code.values import Channel, decode, encode
 
+USES: tuple[str, ...] = ()
+"""Modules of the standard library are imported by name here: a key has Python's version."""
 TESTS = "<tests>"
 WHY_CHARS = 300
 """Of a verdict, which one write takes whole."""

@@ -37,6 +37,9 @@ from xray_runtime.rewards.code import judge, reply
 from xray_runtime.rewards.code.seccomp import seccomp_filter
 from xray_runtime.rewards.code.values import Channel
 
+USES: tuple[str, ...] = ()
+"""Modules of the standard library are imported by name here: a key has Python's version."""
+
 HEADER = struct.Struct("<BQQdQ")
 """TESTS or CASE, bytes of both texts, seconds, bytes of memory beside what Python's library takes."""
 TESTS, CASE = 0, 1
