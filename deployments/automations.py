@@ -108,7 +108,7 @@ def notifications(block_id: Any | None) -> list[Automation]:
             name=PREFIX + name,
             description=f"Posts a sentence to {NOTIFY_URL}."
             if block_id
-            else f"{NOTIFY_URL} was not set: nobody is told.",
+            else f"{NOTIFY_URL} was not set: no notification is sent.",
             trigger=EventTrigger(
                 expect=events,
                 match=match,

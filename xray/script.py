@@ -77,7 +77,7 @@ class Script:
     def _interrupt(self, *_: Any) -> None:
         self._asked += 1
         if self._asked == 1:
-            print("stopping after the step at hand, with a snapshot; again to stop at once", file=sys.stderr)
+            print("stopping after the current step, with a snapshot; again to stop at once", file=sys.stderr)
             raise KeyboardInterrupt
         if not _in_notebook():
             # The reaper ends what was started, and closes the records.

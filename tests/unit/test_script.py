@@ -42,7 +42,7 @@ def test_an_interrupted_one_says_where_it_goes_on(tmp_path: Path, number: signal
     done = run(tmp_path, f"signal.raise_signal({number.value}); time.sleep(60)")
     assert done.returncode == 130
     assert done.stderr.splitlines() == [
-        "stopping after the step at hand, with a snapshot; again to stop at once",
+        "stopping after the current step, with a snapshot; again to stop at once",
         "interrupted; run it again to go on from sft step 20",
     ]
 

@@ -125,7 +125,7 @@ class _Attempts:
         if self._child is None:
             return
         if self.asked == 1:
-            self._console.print("stopping after the step at hand, with a snapshot; Ctrl-C again to stop at once")
+            self._console.print("stopping after the current step, with a snapshot; Ctrl-C again to stop at once")
             self._child.send_signal(signal.SIGINT)
         else:
             self._child.kill()

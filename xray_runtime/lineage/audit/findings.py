@@ -100,7 +100,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Run the lifecycle again: it writes the record anew. Missing checkpoints may be restored with `xray fetch`.",
     ),
     "run-unsigned": (
-        "Nobody vouches for the record or the report of a run.",
+        "The record or the report of a run is not signed.",
         "Run the lifecycle again: it writes and signs them anew.",
     ),
     "run-open": (
@@ -108,18 +108,18 @@ CODES: dict[str, tuple[str, str]] = {
         "Run the lifecycle to its end: it signs it.",
     ),
     "run-changed": (
-        "What a run left (its record, report, metrics, a table, figure or page) is not what was signed.",
+        "A file that a run left (its record, report, metrics, a table, figure or page) differs from the one it signed.",
         "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
     ),
     "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
-    "file-unknown": ("It is no part of the records: nobody vouches for it.", ""),
+    "file-unknown": ("The file is not one of the records: nothing that is signed covers it.", ""),
     "snapshot-left": (
         "Snapshots that a stage would go on from.",
         "Run the lifecycle to its end, or remove them: the stage then starts over.",
     ),
     "key-exposed": (
         "Others than its owner can, or could, use the key that signs.",
-        "Whatever it signed since may be another's: change the mode, rotate the key, and ask who had access.",
+        "Its signatures since then may be somebody else's: change the mode, rotate the key, and ask who had access.",
     ),
     "log-missing": (
         "The signed log of what was published, decided and left here is gone.",

@@ -164,7 +164,7 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Record:
         try:
             record = Record.model_validate_json((Path(temporary) / RECORD).read_bytes())
         except ValidationError as error:
-            raise ValueError(f"{RECORD} is no record of an audit of this version") from error
+            raise ValueError(f"{RECORD} was not written by an audit of this version") from error
     return record
 
 
