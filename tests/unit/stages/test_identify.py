@@ -391,7 +391,7 @@ def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
-        *(f"xray_runtime.data.{name}" for name in ("heldout", "mixture", "pairs", "sources", "text_set")),
+        *(f"xray_runtime.data.{name}" for name in ("dropped", "heldout", "messages", "mixture", "pairs", "records", "sources", "text_set")),
         "xray_runtime.data",
         *(f"xray_runtime.{name}" for name in ("stages", "stages.prepare")),
     }

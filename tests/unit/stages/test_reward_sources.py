@@ -415,9 +415,9 @@ def test_a_source_that_never_answers_twice_the_same_is_resumed_to_the_same_bytes
         np.testing.assert_equal(after[2], after[0])
     # On a machine that has nothing but the shared store it is the same.
     shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
-    machines = [tmp_path / "one", tmp_path / "other"]
+    machines = [tmp_path / "one" / "ppo-1", tmp_path / "other" / "ppo-1"]
     for machine in machines:
-        machine.mkdir()
+        machine.mkdir(parents=True)
     on_one, third = go("on-one", kept=machines[0], kept_shared=shared)
     on_other, _ = go("on-other", kept=machines[1], kept_shared=shared, newest=third.snapshots[1])
     both = [list(map(plain, world.batches[-len(on_other.batches) :])) for world in (on_one, on_other)]
