@@ -11,10 +11,11 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -33,6 +34,8 @@ from xray_runtime.serving import NotServedError
 if TYPE_CHECKING:
     from xray_runtime.serving.choice import Choice
     from xray_runtime.serving.server import Server
+
+T = TypeVar("T")
 
 API_KEY = "XRAY_API_KEY"
 POLL_SECONDS = 2.0
@@ -74,19 +77,29 @@ def serve(
     key = os.environ.pop(API_KEY, None) or None
     order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
     try:
-        name, choice = checked(lambda: _chosen(order))
+        name, choice = _checked(lambda: _chosen(order))
         mark = start_reaper()
         try:
-            checked(lambda: _run(order, name, choice))
+            _checked(lambda: _run(order, name, choice))
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
             kill_tagged(mark)
-    except NotServedError as error:
-        _say(f"[red]refused:[/red] {escape(str(error))}", to_errors=True)
-        raise typer.Exit(BROKEN) from None
     except KeyboardInterrupt:
         _say("stopped at once")
+
+
+def _checked(call: Callable[[], T]) -> T:
+    """As `checked`; a refusal is a line too, and exit code 1."""
+
+    def refusing() -> T:
+        try:
+            return call()
+        except NotServedError as error:
+            _say(f"[red]refused:[/red] {escape(str(error))}", to_errors=True)
+            raise typer.Exit(BROKEN) from None
+
+    return checked(refusing)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,17 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import servers, take_answers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
+from xray_runtime.lineage.signing import has_signing_key
 from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.stages.kind import Stage, StageKind, config_of
 from xray_runtime.stages.watch import read_answers
 from xray_runtime.store.checkpoints import inspect
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.seal import process_seal
 from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get
 
 if TYPE_CHECKING:
@@ -157,8 +160,11 @@ def replay(
             generator: Any = _WatchedGenerator(models["generator"], recorder.sent)
             yield models | {"generator": generator}
 
+    # What it keeps beside its parents is sealed as a run's is: an audit names what is not.
+    output = stage.node.directory.parents[1]
+    seal = seal_of(output) if has_signing_key(output) else process_seal()
     body: Stage[Any, Any] = Stage(
-        manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch
+        manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch, seal=seal
     )
     try:
         stage.kind.run(body, out, recorder)

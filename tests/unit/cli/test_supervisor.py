@@ -16,6 +16,9 @@ from xray.cli import supervisor
 from xray.cli.job import FAILED, INTERRUPTED, Job
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
+from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.signing import Verifier
 
 Attempt = Callable[[Job], int]
 """Job → exit code of its process."""
@@ -113,4 +116,5 @@ def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, mon
     assert supervised([killed], tmp_path, monkeypatch)[:2] == (FAILED, 2)
     for output in (tmp_path, chosen):
         assert json.loads((output / "lifecycle.json").read_text())["status"] == "failed"
-        assert len(list((output / "attestations").glob("*.sig"))) == 1
+        view, broken = read_log(output, Verifier(trusted_keys(output)))
+        assert (broken, view.ended["0" * 32].status) == ([], "failed")

@@ -24,6 +24,7 @@ from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, l
 from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
+from xray_runtime.report.figures import FIGURE
 from xray_runtime.stages.artifacts import dataset_of
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
@@ -204,6 +205,7 @@ class Lifecycle:
         lines = [{"step": step, "time_ms": step + 1, "metrics": values} for step in range(3)]
         (records / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
         (records / "training.png").write_text(f"a picture of {stage}")
+        (records / METRICS).with_suffix(FIGURE).write_text(f"<svg>{stage}</svg>")
         if run is not None:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
             run.points(read_points(records / METRICS))
@@ -343,7 +345,7 @@ class Lifecycle:
         page.parent.mkdir(exist_ok=True)
         files = [page, self.output / "report.html", self.output / "config.yaml"]
         for path in files:
-            path.write_text(f"what {path.name} says")
+            path.write_text(json.dumps(CONFIG) if path.suffix == ".yaml" else f"what {path.name} says")
         record = self.output / "lifecycle.json"
         record.write_text(json.dumps(content, indent=2))
         if self.tracker is not None:

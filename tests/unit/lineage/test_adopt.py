@@ -104,13 +104,13 @@ def test_what_names_nothing_is_one_line(ref: str, untouched: Path, tmp_path: Pat
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_bundle_with_several_ends_must_be_told_which(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    source = fresh()
-    life = Lifecycle(source).whole()
+def test_a_bundle_with_several_ends_must_be_told_which(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    life = Lifecycle(source, tracking=False).whole()
     life.add("other", "sft", {"model.safetensors": b"other"}, {"base": "base", "data": "prepare"})
     path = tmp_path / "b.tar"
     with tarfile.open(path, "w") as archive:
-        for name in ("checkpoints", "keys/signing.pub"):
+        for name in ("checkpoints", "keys/signing.pub", "log.jsonl"):
             archive.add(source / name, name)
     assert checkpoint_from(f"{path}#other", tmp_path / "a", None).stage == "other"
     with pytest.raises(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,10 @@ def test_only_a_head_that_was_kept_tells_of_an_older_state_put_back(fresh: Calla
     lifecycle.end()
     newer = audit(open_lineage_store(output, None))
     assert newer.is_sound
+    # This process has the database open: the older content is put into the file that it reads.
+    with closing(sqlite3.connect(older / "mlflow.db")) as before, closing(sqlite3.connect(output / "mlflow.db")) as now:
+        before.backup(now)
+    (output / "mlflow.db").replace(older / "mlflow.db")
     shutil.rmtree(output)
     older.rename(output)
     assert audit(open_lineage_store(output, None)).is_sound

@@ -50,7 +50,7 @@ def test_names_lead_to_the_checkpoint(fresh: Callable[[], Path]) -> None:
     assert {resolve(name, output, None)[1].sha256 for name in choice.names[:2]} == {choice.node.sha256}
     assert fixed("ppo-1", output, None).names[2:] == ("ppo-1",)
     assert fixed(f"{NAME}@candidate", output, None).names[2:] == ("ppo-2", f"{NAME}@candidate")
-    with pytest.raises(ConfigError, match="it is a RewardModel; must be a Model that replies"):
+    with pytest.raises(ConfigError, match="it is a RewardModel; must be a Model"):
         fixed("reward", output, None)
 
 
