@@ -138,7 +138,7 @@ class Acquisition:
         if self._progress is not None:
             name = self._log_dir.name
             if get(self._progress.report.remote(name, 0, 0, "", f"waiting for {amount_text(_total(self._demands))}")):
-                raise StageInterruptedError(f"{name}: stopped while it waited for devices")
+                raise StageInterruptedError(f"{name}: stopped while waiting for devices")
         time.sleep(seconds)
 
     def _busy(self) -> BusyClusterError:

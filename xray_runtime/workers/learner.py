@@ -74,7 +74,7 @@ class Learner(Workhorse):
         self.spec = spec
         # A frozen trunk is compared with the branches' while both are whole.
         lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
-        self._published = functools.partial(published, lm)
+        self._published: Any = functools.partial(published, lm)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
             lm,
@@ -102,7 +102,8 @@ class Learner(Workhorse):
 
     def unload(self) -> None:
         super().unload()
-        self.engine = self.scorer = self.module = None
+        # What publishes weights holds the model too.
+        self.engine = self.scorer = self.module = self._published = None
         self._forget_trunks()
         self._shared = None
         gc.collect()
