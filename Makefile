@@ -1,38 +1,37 @@
-# Everything a fresh machine needs: Python 3.11, make and a C++ compiler.
+# Everything a fresh machine needs: Python 3.11, 3.12 or 3.13, make and a C++ compiler.
 #   make demo     a whole RLHF lifecycle (installs first)
-#   make test     every part, and one whole lifecycle under six blows
-# EXTRA=cuda installs the CUDA builds instead of the CPU ones.
+#   make test     every part, and one whole lifecycle under injected faults
+# EXTRA=cuda installs the CUDA builds instead of the CPU ones; PYTHON= chooses the interpreter. Both are remembered.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-EXTRA ?= cpu
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-STAMP := .venv/.installed-$(EXTRA)
+EXTRA ?= $(or $(shell head -n 1 .venv/.installed 2> /dev/null),cpu)
+PYTHON ?= $(or $(shell for python in $(BIN)/python python3.11 python3.12 python3.13; do \
+	$$python -c '' 2> /dev/null && echo $$python && break; done),python3)
 
-.PHONY: help install demo test test-long lint docs audit-deps unit component lifecycle mutants clean
+.PHONY: help install constraints demo test test-long lint docs audit-deps unit component lifecycle mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(STAMP)  ## install into .venv (once; again after pyproject.toml or constraints.txt changed)
+install:  ## install into .venv (once; again after pyproject.toml or constraints.txt changed)
+	@$(PYTHON) .ci/install.py $(EXTRA)
 
-# uv does not read pip's find-links; where that variable is set it is passed on. Byte code is compiled here since every
-# Ray actor is a process that imports torch or vLLM: without it (PYTHONDONTWRITEBYTECODE) each takes twice as long.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v == (3, 11) else f"Python 3.11 is needed, not {v[0]}.{v[1]}; set PYTHON=")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv==0.13.8'
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-}}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
-		$(if $(filter cpu,$(EXTRA)),--constraint constraints.txt) --editable '.[$(EXTRA),dev]'
-	@$(BIN)/python -m compileall -q -j 0 .venv/lib > .venv/compileall.log || true
-	@touch $@
+# One resolution holds for every Python, machine and extra, since it is made for all of them together.
+constraints: install  ## pin the newest of every dependency in constraints.txt
+	@env -u PIP_FIND_LINKS -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+		--all-extras --no-header --no-annotate --output-file constraints.txt pyproject.toml > /dev/null
+	@sed -E -i -f .ci/constraints.sed constraints.txt
 
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
-test: install lint audit-deps unit component lifecycle  ## style and types, dependencies, unit, component and end-to-end tests
+test:  ## style and types, dependencies, unit, component and end-to-end tests
+	@for part in install lint audit-deps unit component lifecycle; do \
+		echo "=== make $$part"; SECONDS=0; $(MAKE) --no-print-directory $$part; \
+		echo "=== make $$part: $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; done
 
 test-long: install  ## what takes minutes for one thing: a node lost, servers gone, S3, a search, pages in a browser (chromium)
 	$(BIN)/pytest tests -m long
@@ -60,7 +59,7 @@ unit: install  ## pure tests
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
 
-lifecycle: install  ## the real command, whole and under six blows
+lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
 clean:  ## remove the environment and every run

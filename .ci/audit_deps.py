@@ -81,7 +81,7 @@ def main() -> int:
         except OSError as error:
             print(f"{service}: not asked: {error}")
             continue
-        print(f"{service}: {asked} of {len(requirements.split())} packages asked, {len(found)} vulnerabilities")
+        print(f"{service}: {asked} of {len(requirements.splitlines())} packages asked, {len(found)} vulnerabilities")
         problems += found
         break
     else:

@@ -33,6 +33,7 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.data.tokens import in_shards
 from xray_runtime.stages import prepare
 from xray_runtime.stages.kind import NoInputs, Stage
+from xray_runtime.store.seal import process_seal
 
 CHARACTERS = 145
 """Of a prompt and of a reply, at least: some 130 tokens in all."""
@@ -78,7 +79,7 @@ def run_prepare(source: Path, out: Path) -> dict[str, float]:
 
 
 def run_tokenize(out: Path, tokenizer: Any) -> dict[str, float]:
-    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512)
+    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512, process_seal())
     taken = (tokens.take(range(start, min(start + 1024, len(tokens)))) for start in range(0, len(tokens), 1024))
     return {"tokens": float(sum(len(rows["input_ids"].values) for rows in taken))}
 
@@ -95,7 +96,7 @@ def run_plain(out: Path, tokenizer: Any) -> dict[str, float]:
 def run_train(out: Path, tokenizer: Any) -> dict[str, float]:
     """What the controller of an SFT stage does with data: open it, choose what fits, take batches."""
     there = "the tokens should be there"
-    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512, lambda *_: sys.exit(there))
+    tokens = ConversationTokens(out / TRAIN, tokenizer, 512, 512, process_seal(), lambda *_: sys.exit(there))
     cursor = Cursor(len(tokens), seed=0)
     opened = time.perf_counter()
     for _ in range(BATCHES):

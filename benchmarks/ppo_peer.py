@@ -33,6 +33,7 @@ from xray_runtime.planning.shapes import ModelShape, from_pretrained
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.artifacts import REWARD_HEAD
 from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 TRL = "trl==1.11.0"
@@ -149,7 +150,8 @@ def main() -> None:
         chats, sft_model, judge_model = start(config)
         sft, judge, dataset = sft_model.result().path, judge_model.result().path, chats.result().path
         tokenizer = AutoTokenizer.from_pretrained(sft, trust_remote_code=False)
-        prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
+        limit = max_prompt_tokens(dataset, sft, int(WORK["max_new_tokens"]))
+        prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, process_seal())
         for repeat in range(options.repeats):
             for critic in ("separate", "shared"):
                 policy = xray.ppo(

@@ -35,6 +35,7 @@ from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.log import Published, append
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve_history
 from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune
@@ -136,7 +137,10 @@ class Directory:
                 for name, content in files(stage, number).items():
                     (built / name).write_bytes(content)
                 output, dataset = known.output.__name__, dataset_of(refs.values())
-                done[stage] = self.store.publish(built, identity, type=output, step=1, dataset=dataset, attest=record)
+                ref = self.store.publish(built, identity, type=output, step=1, dataset=dataset, attest=record)
+            entry = Published(action="publish", directory=ref.path.name, checkpoint=ref.sha256)
+            append(self.output, self.key, entry)
+            done[stage] = ref
         return done
 
     def record(self, ref: CheckpointRef) -> CheckpointRef:
@@ -146,7 +150,7 @@ class Directory:
         run = self.tracker.stage_run(lifecycle, ref.stage, manifest.key, manifest.config)
         ref = run.log_checkpoint(ref, manifest, [])
         run.finish("FINISHED")
-        self.tracker.register(NAME, ref, run.run_id, ALIAS)
+        self.tracker.registry.register(NAME, ref, run.run_id, ALIAS)
         return ref
 
     def decide(self, number: int, version: str) -> None:
@@ -242,7 +246,7 @@ def measure(made: Directory, audits: bool) -> dict[str, tuple[float, float]]:
 
     def register() -> None:
         nonlocal version
-        version = made.tracker.register(NAME, new, f"{count:032}", ALIAS)
+        version = made.tracker.registry.register(NAME, new, f"{count:032}", ALIAS)
         made.decide(count, version)
 
     found["register"] = seconds(register)

@@ -47,7 +47,9 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
     for name, variable in VARIABLES.items():
         before, now = remembered.get(name), found.get(name)
         if before and not now:
-            raise ConfigError(f"{variable}: nothing is not allowed: the records are in PostgreSQL at {before}")
+            raise ConfigError(
+                f"{variable}: is not set: the records are in PostgreSQL at {before}; set it to that address"
+            )
         if now and name in running and before != now:
             raise ConfigError(f"{variable}: {now} is not allowed while {name} is up: `xray down` first")
         if now and name not in running:

@@ -19,7 +19,8 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.presets import POOL, QUEUES, VARIABLES, deployments, pull_steps
+from xray.deployments.form import FIRST, with_first_fields
+from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
@@ -37,17 +38,17 @@ def main() -> None:
 def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> list[str]:
     """Write the deployments that are missing or of another version; returns their names."""
     there = {deployment.name: deployment.version for deployment in client.read_deployments()}
-    forms = [model.model_json_schema() for model in (LifecycleConfig, SearchConfig)]
-    pull, written = pull_steps(values), []
+    forms = [FIRST, *(model.model_json_schema() for model in (LifecycleConfig, SearchConfig))]
+    written = []
     for preset in deployments(values):
-        version = digest({"preset": preset, "pull": pull, "forms": forms})[:12]
+        version = digest({"preset": preset, "forms": forms})[:12]
         if there.get(preset["name"]) != version:
-            _write(client, preset, pull, version)
+            _write(client, preset, version)
             written.append(preset["name"])
     return written
 
 
-def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[str, Any]], version: str) -> None:
+def _write(client: SyncPrefectClient, preset: dict[str, Any], version: str) -> None:
     flow: Flow[Any, Any] = load_flow_from_entrypoint(preset["entrypoint"])
     limit, pool = preset.get("concurrency_limit"), preset["work_pool"]
     client.create_deployment(
@@ -58,12 +59,12 @@ def _write(client: SyncPrefectClient, preset: dict[str, Any], pull: list[dict[st
         entrypoint=preset["entrypoint"],
         tags=preset["tags"],
         parameters=preset["parameters"],
-        parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
+        parameter_openapi_schema=with_first_fields(parameter_schema(flow).model_dump(exclude_unset=True)),
         enforce_parameter_schema=True,
         work_pool_name=pool["name"],
         work_queue_name=pool.get("work_queue_name"),
         job_variables=pool["job_variables"],
-        pull_steps=pull,
+        pull_steps=[],
         concurrency_limit=limit and limit["limit"],
         concurrency_options=limit and ConcurrencyOptions(collision_strategy=limit["collision_strategy"]),
         schedules=[
@@ -79,12 +80,12 @@ def _make_pool(client: SyncPrefectClient) -> None:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="What `xray up` runs."))
-    for name, limit in QUEUES.items():
-        try:
-            client.read_work_queue_by_name(name, work_pool_name=POOL)
-        except ObjectNotFound:
-            client.create_work_queue(name, work_pool_name=POOL, concurrency_limit=limit)
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="Runs of `xray up`."))
+    try:
+        client.read_work_queue_by_name(QUEUE, work_pool_name=POOL)
+    except ObjectNotFound:
+        text = "One at a time: lifecycles and searches. Other runs do not wait for them."
+        client.create_work_queue(QUEUE, work_pool_name=POOL, description=text, concurrency_limit=1)
 
 
 if __name__ == "__main__":

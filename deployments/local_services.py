@@ -13,11 +13,10 @@ import importlib
 import logging
 import os
 import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,16 +25,17 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
+from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray_runtime.credentials import hide_logins
-from xray_runtime.planning.workload import usable_cores
 from xray_runtime.processes import QUIET
 from xray_runtime.template_database import copy_template
 
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
-RAY_STARTS = 3
+RESTARTS, RESTART_SECONDS = 3, 60.0
+"""How often the Prefect server is started again in so short a time; then it will not be up any more."""
 FLUSH_SECONDS = 5
 LOST = 75
 """Exit code of a run that found its Ray dead (EX_TEMPFAIL)."""
@@ -64,31 +64,34 @@ class Health:
         self._ray: list[psutil.Process] = []
         self._ended = threading.Event()
 
-    def _ray_is_dead(self) -> bool:
-        return any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in self._ray)
-
     @contextlib.contextmanager
     def watching(self, server: Service | None) -> Iterator[None]:
         """Monitor Ray and the server; when Ray is dead, end the whole process at once (exit code LOST)."""
         # What waits for a dead Ray may wait for ever.
-        self._ray = [p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")]
+        self._ray = ray_servers()
         thread = threading.Thread(target=self._watch, args=(server,), daemon=True)
         thread.start()
         try:
             yield
         except Exception:
-            self.lost = self._ray_is_dead()
+            self.lost = any(map(is_dead, self._ray))
             raise
         finally:
             self._ended.set()
             thread.join()
 
     def _watch(self, server: Service | None) -> None:
+        deaths: list[float] = []
         while not self._ended.wait(WATCH_SECONDS):
-            if self._ray_is_dead():
+            if any(map(is_dead, self._ray)):
                 log.error("Ray died")
                 os._exit(LOST)
             if server is not None and server.find() is None:
+                now = time.monotonic()
+                deaths = [*(death for death in deaths if now - death < RESTART_SECONDS), now]
+                if len(deaths) > RESTARTS:
+                    log.error("the Prefect server died %d times in %.0f s", len(deaths), RESTART_SECONDS)
+                    os._exit(LOST)
                 log.warning("the Prefect server died; starting it again")
                 server.start()
 
@@ -185,7 +188,7 @@ def _prefect(output: Path) -> Iterator[Service]:
         # No record should lead to a page that is not there.
         "PREFECT_UI_ENABLED": "false",
     }
-    with lock, _environment(variables):
+    with lock, temporary_environment(variables):
         environment = os.environ | {"PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
         database, make = directory / "prefect.db", functools.partial(_make_prefect_database, environment)
         service = Service(
@@ -232,20 +235,6 @@ def _server_directory(output: Path) -> tuple[Path, contextlib.AbstractContextMan
             number += 1
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _flush_to_server() -> None:
     # Prefect sends logs and events from threads of its own; what comes after the server has gone waits for minutes.
     if "prefect" in sys.modules:
@@ -256,72 +245,3 @@ def _flush_to_server() -> None:
         with ThreadPoolExecutor(1) as thread:
             for worker in (APILogWorker, EventsWorker):
                 thread.submit(worker.drain_all, timeout=FLUSH_SECONDS).result()
-
-
-@contextlib.contextmanager
-def private_ray() -> Iterator[None]:
-    """Where this process starts a Ray of its own: its own token, and sockets and logs that only this user can reach.
-
-    By itself Ray has one token for all a user's runs, and opens its directories to everybody, also one it is given:
-    only the directory above that one can keep others out.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        yield
-        return
-    directory = tempfile.mkdtemp(prefix="xray-")
-    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token(), "RAY_TMPDIR": directory}):
-        if "ray" in sys.modules:
-            _read_environment_again()
-        yield
-    # Those of a run that failed are kept, for whoever looks for the reason.
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _read_environment_again() -> None:
-    """Ray reads its settings when it is imported, which a script may have done before it opened a workspace."""
-    from ray import _raylet
-
-    raylet: Any = _raylet
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@functools.cache
-def _ray_token() -> str:
-    # Ray reads its token once in a process, which may start one Ray after another.
-    return secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def running_ray() -> Iterator[None]:
-    """This process connected to the Ray of RAY_ADDRESS; where none is named, to a private one of its own."""
-    with private_ray(), _connected():
-        yield
-
-
-@contextlib.contextmanager
-def _connected() -> Iterator[None]:
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS")
-    for attempt in range(1 if address else RAY_STARTS):
-        try:
-            ray.init(
-                address=address,
-                namespace="xray",
-                include_dashboard=None if address else False,
-                num_cpus=None if address else usable_cores(),
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-            break
-        except Exception as error:
-            # Ray gives a new node half a minute, which a busy machine does not always keep.
-            ray.shutdown()
-            if "timed out during startup" not in str(error) or attempt + 1 == RAY_STARTS:
-                raise
-            log.warning("Ray did not start in time; starting it again")
-    try:
-        yield
-    finally:
-        ray.shutdown()

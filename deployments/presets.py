@@ -19,8 +19,12 @@ from xray_runtime.config.loading import read_mapping
 
 CONFIGS = Path(__file__).parent / "configs"
 POOL = "xray"
-QUEUES = {"ray": 1}
-"""Work queue → how many of its runs run at a time. It has what computes on Ray, or changes what such a run reads."""
+QUEUE = "ray"
+"""The work queue of long computations, one at a time; what a person waits for is in the pool's default queue."""
+SUSPENDED = "Suspended by X-ray:"
+"""Start of the message of a run that goes on by itself; no automation takes it for one that waits for a person."""
+NO_HEARTBEAT = "No heartbeat: its process is gone."
+"""The message of the state of a run that Prefect found lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",
@@ -35,21 +39,27 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     Args:
         values: of VARIABLES.
     """
-    job = {"env": {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}}
-    ray = {"name": POOL, "work_queue_name": "ray", "job_variables": job}
-    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
+    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+    job = {"env": variables, "working_dir": values["XRAY_HOME"]}
+    at_once = {"name": POOL, "job_variables": job}
+    one_at_a_time = at_once | {"work_queue_name": QUEUE}
 
     def deployment(
-        name: str, description: str, parameters: dict[str, Any], *tags: str, flow: str | None = None, **more: Any
+        name: str,
+        description: str,
+        parameters: dict[str, Any],
+        *tags: str,
+        flow: str | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
-        flow = flow or name
+        flow = flow or f"{name}.{name}"
         return {
             "name": name,
             "description": description,
-            "entrypoint": f"xray.flows.{flow}.{flow}",
-            "tags": ["xray", flow, *tags],
-            "work_pool": ray,
-            "parameters": {"output": f"{values['XRAY_HOME']}/output"} | parameters,
+            "entrypoint": f"xray.flows.{flow}",
+            "tags": ["xray", flow.rpartition(".")[2], *tags],
+            "work_pool": at_once,
+            "parameters": parameters,
         } | more
 
     def schedule(slug: str, cron: str) -> list[dict[str, Any]]:
@@ -57,53 +67,56 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
 
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
+    here = {"output": f"{values['XRAY_HOME']}/output"}
+    name = f"{quickstart['config']['project']}-policy"
     return [
         deployment(
             "lifecycle",
             "Data to registered policy, every night; what did not change is not computed again.",
-            quickstart,
-            concurrency_limit=one,
+            here | quickstart,
+            work_pool=one_at_a_time,
             schedules=schedule("nightly", "0 2 * * *"),
         ),
         deployment(
             "lifecycle-tiny",
             "The smallest whole lifecycle, to see that everything works.",
-            {"config": read_mapping(CONFIGS / "tiny.yaml")},
+            here | {"config": read_mapping(CONFIGS / "tiny.yaml")},
             "try",
-            flow="lifecycle",
-            concurrency_limit=one,
+            flow="lifecycle.lifecycle",
+            work_pool=one_at_a_time,
         ),
         deployment(
             "tune",
             "Search fields of a config. Each trial is a lifecycle; stages that trials share are computed once.",
-            quickstart | {"search": search},
-            concurrency_limit=one,
+            here | quickstart | {"search": search},
+            work_pool=one_at_a_time,
         ),
         deployment(
             "audit",
             "Is every byte, record and alias still what it was? Fails, with an event, when not.",
-            {},
-            work_pool={"name": POOL, "job_variables": job},
+            here,
             concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
             schedules=schedule("hourly", "17 * * * *"),
         ),
+        deployment("plan", "Where the models of a config would go, and what memory they need.", quickstart),
         deployment(
             "promote",
             "Make the candidate champion, if it passes and a person agrees on the run's page.",
-            {"name": f"{quickstart['config']['project']}-policy"},
+            here | {"name": name},
         ),
         deployment(
-            "prune",
-            "Say which checkpoints nothing needs any more; with `remove`, remove them.",
-            {},
-            concurrency_limit=one,
+            "rollback",
+            "Make the champion before this one champion again.",
+            here | {"name": name},
+            flow="promote.rollback",
         ),
+        deployment(
+            "export",
+            "Write a checkpoint with all it came from, its records and the public key to one archive.",
+            here | {"reference": f"{name}@candidate"},
+        ),
+        deployment("prune", "Say which checkpoints nothing needs any more; with `remove`, remove them.", here),
     ]
-
-
-def pull_steps(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What a worker does before it starts a flow run."""
-    return [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -116,10 +129,13 @@ def as_yaml() -> str:
     values = {name: f"{{{{ ${name} }}}}" for name in VARIABLES}
     head = [
         "# Written by `python -m xray.deployments.presets`. With the variables below set:",
+        f"#   prefect work-queue create {QUEUE} --pool {POOL} --limit 1",
         "#   prefect deploy --all --prefect-file prefect.yaml",
         *(f"#   {name:20} {meaning}" for name, meaning in VARIABLES.items()),
     ]
-    content = {"pull": pull_steps(values), "deployments": deployments(values)}
+    # Without one `prefect deploy` adds a step of its own, to the directory it is called in.
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
+    content = {"pull": pull, "deployments": deployments(values)}
     return "\n".join([*head, yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120)])
 
 

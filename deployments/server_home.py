@@ -1,7 +1,7 @@
 """The server home: the one directory `xray up` keeps everything in, and the state file there.
 
     HOME/state.json          what was started: ports, processes
-    HOME/output/             what lifecycles make: checkpoints, records, decisions, the signing key
+    HOME/output/             what lifecycles make: checkpoints, records, the signed log, the signing key
     HOME/prefect/, mlflow/   the servers' databases and artifacts
     HOME/ray-token           guards the ports of Ray
     HOME/logs/               the output of every service
@@ -115,7 +115,9 @@ class ServerHome:
             QUIET
             | {
                 # Our log messages appear on the flow run's page.
-                "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,xray_runtime",
+                "PREFECT_LOGGING_EXTRA_LOGGERS": "xray,xray_runtime",
+                # A run that `xray down` asks to end has its state already: SIGTERM must not make it Crashed.
+                "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
                 # In memory, slots would stay taken after the server was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }

@@ -14,9 +14,12 @@ import os
 import shutil
 import socket
 import sys
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,13 @@ from xray.deployments.local_services import PREFECT_SERVER
 from xray.deployments.presets import POOL
 from xray.deployments.server_home import ServerHome, State, check_free, clients_address
 from xray.deployments.service import LOOPBACK, Service, free_port
-from xray_runtime.planning.workload import usable_cores
+from xray_runtime.cores import usable_cores
 from xray_runtime.processes import TAG, kill_tagged
 
 RAY = "ray"
 """Below `ServerHome.ray_sessions`, where Ray keeps them."""
-SNAPSHOT_SECONDS = 60.0
-"""How long running flow runs have to write a last snapshot."""
+SNAPSHOT_SECONDS = 75.0
+"""How long flow runs have to end by themselves: a workspace waits 60 s for its stages' last snapshots."""
 
 
 def servers(home: ServerHome, state: State) -> list[Service]:
@@ -72,7 +75,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
         service(
             "ray",
             "Ray",
-            _python("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")
+            _python("xray.deployments.local_ray", "--head", "--block", "--disable-usage-stats")
             + _options(
                 port=state.ports["ray"],
                 num_cpus=usable_cores(),
@@ -96,9 +99,14 @@ def servers(home: ServerHome, state: State) -> list[Service]:
     ]
 
 
+def worker_name(state: State) -> str:
+    """What Prefect calls the worker of this server home."""
+    return f"{socket.gethostname()}-{state.tag[:6]}"
+
+
 def worker(home: ServerHome, state: State) -> Service:
     """The process that takes flow runs from the work pool and starts theirs."""
-    name = f"{socket.gethostname()}-{state.tag[:6]}"
+    name = worker_name(state)
     api = home.environment(state)["PREFECT_API_URL"]
 
     def healthy(since: float) -> bool:
@@ -156,14 +164,26 @@ def stop(home: ServerHome, state: State, services: Iterable[Service]) -> list[st
     return ended
 
 
-def ask(url: str, body: Any = None) -> Any:
-    """The JSON a server answers; with a body, to a POST. Raises OSError, ValueError."""
+def ask(url: str, body: Any = None, patience_s: float = 0.0) -> Any:
+    """The JSON a server answers; with a body, to a POST. Raises OSError, ValueError.
+
+    Args:
+        patience_s: how long a server that is busy or does not answer is asked again.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     if user := os.environ.get("PREFECT_API_AUTH_STRING"):
         request.add_header("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.loads(answer.read() or "null")
+        except OSError as error:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code != HTTPStatus.SERVICE_UNAVAILABLE
+            if refused or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def _service(

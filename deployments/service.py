@@ -21,23 +21,17 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from xray.deployments.patience import NotUpError, Patience, end_of
 from xray_runtime.processes import kill, tagged
 
 LOOPBACK = "127.0.0.1"
 SERVER_PORTS = range(20_000, 32_000)
 """A server may need seconds to come up; systems give none of these to connections on their way out meanwhile."""
-START_SECONDS = 240.0
-"""A service that does not work after this has failed to start."""
 STOP_SECONDS = 8.0
 SAY_SECONDS = 20.0
 POLL_SECONDS = 0.1
-LOG_LINES = 12
 SAME_SECONDS = 1.0
 """A process is the recorded one when its start differs by less: the system's clock may have been set."""
-
-
-class NotUpError(RuntimeError):
-    """A service did not start; the message has the end of its log."""
 
 
 class ProcessRecord(BaseModel):
@@ -130,15 +124,15 @@ class Service:
         """Wait until it works; `say` is told when that takes long.
 
         Raises:
-            NotUpError: it ended, or START_SECONDS went by.
+            NotUpError: it ended, or does nothing any more.
         """
         begin = spoken = time.monotonic()
+        patience = Patience(self.title, self._family, self.log)
         while not self.is_healthy():
-            now = time.monotonic()
             if self.find() is None:
                 raise NotUpError(f"{self.title} ended as soon as it was started. {end_of(self.log)}")
-            if now - begin > START_SECONDS:
-                raise NotUpError(f"{self.title}: no answer after {START_SECONDS:.0f} s. {end_of(self.log)}")
+            patience.check()
+            now = time.monotonic()
             if now - spoken > SAY_SECONDS:
                 spoken = now
                 say(f"still waiting for {self.title} ({now - begin:.0f} s)")
@@ -159,11 +153,12 @@ class Service:
         process = self.find()
         return [process] if process is not None else []
 
-
-def end_of(log: Path) -> str:
-    """The last lines of a log, and where it is."""
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
-    return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)])
+    def _family(self) -> list[psutil.Process]:
+        """Its process, and what that started."""
+        with contextlib.suppress(psutil.Error):
+            if (process := self.find()) is not None:
+                return [process, *process.children(recursive=True)]
+        return []
 
 
 def answers(url: str) -> bool:

@@ -19,7 +19,7 @@ def lifecycle(output: str = "runs/lifecycle-as-code", seed: int = 0, small: bool
     """
     conversations, sft_steps, pairs, iterations, prompts = (400, 8, 48, 2, 16) if small else (3000, 400, 3000, 20, 256)
     with xray.workspace(output, project="lifecycle-as-code", seed=seed, gold="vader"):
-        chats = xray.prepare(source="chitchat", max_conversations=conversations)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=conversations)
         base = xray.fresh_base(chats)
         sft = xray.sft(base, data=chats, steps=sft_steps)
         labelled = xray.preferences(policy=sft, data=chats, source="gold", num_pairs=pairs)

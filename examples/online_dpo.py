@@ -30,7 +30,7 @@ def online_dpo(
         num_prompts: asked in each round, and in the evaluation.
     """
     with xray.workspace(output, project="online-dpo", seed=seed):
-        chats = xray.prepare(source="chitchat", max_conversations=1500, max_chars=60)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=60, max_conversations=1500)
         base = xray.fresh_base(chats, vocab_size=1024, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
         sft = xray.sft(base, data=chats, steps=steps, lr=4e-3)
         policy = sft

@@ -23,7 +23,7 @@ def side_by_side(
         words: prompts whose replies are searched for rude words.
     """
     with xray.workspace(output, project="side-by-side", seed=seed):
-        chats = xray.prepare(source="chitchat", max_conversations=600)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=600)
         base = xray.fresh_base(chats, vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
         sft = xray.sft(base, data=chats, steps=steps)
 

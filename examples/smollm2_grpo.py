@@ -33,7 +33,7 @@ def smollm2_grpo(output: str = "runs/smollm2-grpo", seed: int = 0, iterations: i
     top = {"trainable_layers": 2, "engine": {"precision": "bfloat16", "micro_batch_tokens": 2048}}
     frozen = {"precision": "bfloat16"}
     with xray.workspace(output, project="smollm2-grpo", seed=seed, gold="vader"):
-        chats = xray.prepare(max_chars=80, max_prompt_tokens=80)
+        chats = xray.prepare(context_messages=1, max_chars=80, max_prompt_tokens=80)
         base = xray.base(model="smollm2-135m")
         sft = xray.sft(base, data=chats, steps=30, batch_size=32, lr=3e-4, **top)
         policy = xray.ppo(

@@ -22,7 +22,7 @@ def brevity(prompts: list[str], replies: list[str]) -> list[float]:
 def two_judges(output: str = "runs/two-judges", seed: int = 0, steps: int = 30, iterations: int = 4) -> None:
     """One policy, judged by people's ratings of how witty and of how upbeat a conversation was, and by length."""
     with xray.workspace(output, project="two-judges", seed=seed):
-        chats = xray.prepare(source="chitchat", max_conversations=600)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=600)
         base = xray.fresh_base(chats, vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
         sft = xray.sft(base, data=chats, steps=steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
+from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.checkpoints import Audit, audit as run_audit
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.model_page import model_addresses
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 
 
 class NotSound(RuntimeError):
@@ -32,8 +35,9 @@ def audit(
     """
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    result = run_audit(open_lineage_store(root, tracking_uri), public=public, since_verified=since_verified)
-    create_markdown_artifact(markdown(result), key="audit", description=str(root))
+    place = open_lineage_store(root, tracking_uri)
+    result = run_audit(place, public=public, since_verified=since_verified)
+    create_markdown_artifact(markdown(result, _pages(place)), key="audit", description=str(root))
     content = result.to_json()
     if not result.is_sound:
         broken = [finding.to_json() for finding in result.findings if finding.is_broken]
@@ -46,12 +50,23 @@ def audit(
     return content
 
 
-def markdown(result: Audit) -> str:
-    """An audit for Prefect's page."""
+def _pages(place: LineageStore) -> list[str]:
+    """Links to MLflow's pages of the registered versions; none where no server shows them."""
+    uri = place.tracking_uri or ""
+    if not uri.startswith("http"):
+        return []
+    server = strip_credentials(uri).rstrip("/")
+    return [f"[{page.removeprefix('#/models/')}]({server}/{page})" for page in model_addresses(place.output, None)]
+
+
+def markdown(result: Audit, pages: Sequence[str] = ()) -> str:
+    """An audit for Prefect's page; `pages`: links to what was audited."""
     lines = [
         f"**{'sound' if result.is_sound else 'NOT SOUND'}**: {result.checkpoints} checkpoints, {result.files} files"
     ]
     lines += [f"\n{note}" for note in result.notes]
+    if pages:
+        lines.append(f"\nIn MLflow: {', '.join(pages)}")
     if result.findings:
         lines += ["", "| | what | where | detail | how to mend |", "|---|---|---|---|---|"]
     for finding in result.findings:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph
-from xray.tasks.output_directory import DIGESTS, LIFECYCLE
+from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.lineage.log import LIFECYCLE
 from xray_runtime.stages.graph import Graph, StageCall, recording
 from xray_runtime.stages.identify import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 
 from xray.flows.lifecycle_graph import lifecycle_graph, recorded_graph
 from xray.flows.lineage import publish_lineage
+from xray.tasks.page import show
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -71,7 +71,7 @@ def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Works
 def publish(workspace: Workspace) -> None:
     """What a finished run made, as artifacts on its page."""
     text = workspace.run_record.summary.markdown(workspace.run_record.tracker.page)
-    create_markdown_artifact(text, key="lifecycle", description=f"{workspace.project}: {workspace.output}")
+    show("lifecycle", f"{workspace.project}: {workspace.output}", text)
     store = open_lineage_store(workspace.output, workspace.run_record.tracking_uri)
     for result in workspace.final_results():
         publish_lineage(store, store.graph.nodes[result.sha256])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -12,6 +13,11 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.auto import plan_config
+from xray_runtime.planning.demand import check_config
+from xray_runtime.planning.plan import Plan
+from xray_runtime.planning.suggestions import Changes, Planner
+from xray_runtime.planning.workload import Machine, local_node
 from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
@@ -97,7 +103,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
         for made_by, measured in policies.items():
             BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
-    # Of one reply to each prompt a judge that compares has nothing to say.
+    # A judge that compares replies needs several to one prompt; the evaluation has one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
     fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
@@ -144,3 +150,21 @@ def recorded_graph(config: LifecycleConfig) -> Graph:
     with recording(config.seed, config.runtime) as graph:
         lifecycle_graph(config)
     return graph
+
+
+def planner_of(config: LifecycleConfig, here: int | None) -> Planner:
+    """Plans `config`; of a machine with `here` devices, which is this one, the cores are known as well."""
+
+    def plan_for(changes: Changes, machine: Machine) -> Plan:
+        nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
+        if machine.num_devices == here:
+            nodes = local_node(machine)
+        elif machine.device == "cpu":
+            nodes = {"CPU": float(machine.num_devices * config.runtime.threads)}
+
+        def check(chosen: LifecycleConfig) -> None:
+            check_config(chosen, recorded_graph(chosen), machine.device, [nodes])
+
+        return plan_config(changes.of_config(config), machine, check)
+
+    return plan_for

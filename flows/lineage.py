@@ -8,9 +8,11 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, resolve
 from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
+from xray_runtime.lineage.signing import signing_key
 
 FOLDER = "lineage"
 
@@ -27,13 +29,15 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
     page = place.output.absolute() / FOLDER / f"{node.directory.name}.html"
     page.parent.mkdir(exist_ok=True)
     write_html(page, place, node, selection(place.graph, node, descendants))
+    output = place.output.absolute()
+    leave(output, signing_key(output), [page], "lineage")
     fence = "```"
     lines = [
-        f"Where `{node.sha256[:12]}` came from; with config, results and files: [{page}]({page.as_uri()})",
+        f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",
         "",
         *(f"{fence}mermaid", *lineage_mermaid(place.graph, node, descendants), fence),
         "",
         *(f"{fence}text", *(line.replace("`", "'") for line in lineage_text(place.graph, node, descendants)), fence),
     ]
-    create_markdown_artifact("\n".join(lines), key="lineage", description=f"{node.directory.name} in {place.output}")
+    create_markdown_artifact("\n".join(lines), key="lineage", description=f"where {node.name} came from")
     return page

@@ -44,11 +44,11 @@ MAX_SAMPLES = 6
 
 
 class Approval(RunInput):
-    """What a person answers."""
+    """A person's answer."""
 
     approve: bool
-    name: str = Field(min_length=1, description="Who you are: recorded as a claim.")
-    note: str = Field(min_length=1, description="Why: recorded with the decision.")
+    name: str = Field(min_length=1, description="Your name; it is recorded, not checked.")
+    note: str = Field(min_length=1, description="Your reason; it is recorded with the decision.")
 
 
 ask_here: ContextVar[Callable[[str], Approval] | None] = ContextVar("ask_here", default=None)
@@ -90,7 +90,8 @@ def promote(
             others = None
         if said is not None and others is None:
             raise ConfigError(
-                "verdicts: are not allowed: nothing is compared without another champion and promotion.max_regression"
+                "verdicts: are not allowed without another champion and promotion.max_regression: nothing would "
+                "be compared"
             )
         if others is not None:
             comparison = _compared(place, node, others.checkpoint, said)
@@ -209,7 +210,7 @@ def _ask(text: str) -> Approval:
     if here is not None:
         return here(text)
     if deployment.id is None:
-        raise ConfigError("promote: nobody can be asked: run it as a deployment, or with `xray promote`")
+        raise ConfigError("promote: no one is there to approve: run it as a deployment, or with `xray promote`")
     # The answer to this question alone: with another candidate or champion since, the person is asked again.
     answer: Approval = suspend_flow_run(
         wait_for_input=Approval.with_initial_data(description=text), key=digest({"asked": text})[:16]

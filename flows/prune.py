@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+from xray.tasks.output_directory import require_no_run
 from xray_runtime.lineage.reference import open_lineage_store, resolve_in
 from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
@@ -19,9 +20,11 @@ def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> d
     Args:
         output: output directory of lifecycles.
         keep: keep these too, with all they came from; each as in `xray lineage`.
-        remove: remove them. Without it, only what would go is shown.
+        remove: remove them, where no run is at work. Without it, only what would go is shown.
     """
     root = Path(output).absolute()
+    if remove:
+        require_no_run(root)
     place = open_lineage_store(root, None)
     plan = plan_prune(place, [resolve_in(reference, place) for reference in keep or []])
     if remove:

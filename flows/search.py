@@ -219,7 +219,7 @@ def _check_draws(config: LifecycleConfig, search: SearchConfig, space: Space) ->
         except ConfigError as error:
             refused = refused or error
     else:
-        raise ConfigError(f"fields: no draw of {MAX_DRAWS} is a config that is allowed: {refused}")
+        raise ConfigError(f"fields: none of {MAX_DRAWS} random configs is valid: {refused}")
     for path, values_of in space.items():
         ends = values_of.ends if isinstance(values_of, Span) else values_of
         read = {_read(drawn, search.until, path, end) for end in ends}

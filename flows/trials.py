@@ -9,15 +9,14 @@ import json
 import logging
 import math
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Literal
 
 import ray
@@ -25,27 +24,29 @@ from prefect import flow, tags as prefect_tags
 from prefect.context import hydrated_context, serialize_context
 from prefect.states import Cancelled
 from pydantic import BaseModel, ConfigDict, ValidationError
-from ray import tune as ray_tune
 
 from xray.flows.lifecycle import open_workspace
 from xray.flows.lifecycle_graph import lifecycle_graph
 from xray.flows.search import SearchConfig, Space, search_digest, trial_digest, with_values
-from xray.tasks.output_directory import CONFIG, DIGESTS, LIFECYCLE
+from xray.tasks.output_directory import CONFIG, DIGESTS
 from xray.tasks.spec import forwarded_variables
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS, Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import load
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import LIFECYCLE
 from xray_runtime.processes import redirect_output
 from xray_runtime.progress import find_progress
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.graph import Handle
 from xray_runtime.stages.identify import identify
 from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.seal import process_seal
 from xray_runtime.store.shared import open_shared
 from xray_runtime.store.snapshots import Snapshots
 from xray_runtime.tracking.mlflow_tracker import StageRun
@@ -123,7 +124,7 @@ def stop_trials(trials: Iterable[Trial]) -> None:
     working = [(trial, progress) for trial in trials if (progress := trial.progress()) is not None]
     for _, progress in working:
         ray.get(progress.stop.remote())
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + STOP_SECONDS * load()
     while any(trial.run()["status"] == "running" for trial, _ in working) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
@@ -158,10 +159,14 @@ class Search:
 
     def records(self) -> list[tuple[Trial, TrialRecord]]:
         """The trials that fit this search and are not at work, in their order; also those of it as it was before."""
+        return [entry for entry in self.all_records() if entry[1].state != "running"]
+
+    def all_records(self) -> list[tuple[Trial, TrialRecord]]:
+        """As `records`, with those at work or cut short."""
         found = []
         for path in (self.directory / "trials").glob(f"*/{RECORD}"):
             record = _read_record(path)
-            if record is None or record.state == "running" or record.values.keys() != self.space.keys():
+            if record is None or record.values.keys() != self.space.keys():
                 continue
             trial = Trial(self.root, self.config, self.wanted, record.values)
             if trial.place == path.parent and all(record.values[name] in self.space[name] for name in self.space):
@@ -171,6 +176,26 @@ class Search:
     def next_number(self) -> int:
         paths = (self.directory / "trials").glob(f"*/{RECORD}")
         return 1 + max((record.number for path in paths if (record := _read_record(path)) is not None), default=-1)
+
+
+def is_worse_than_median(search: SearchConfig, points: Points, others: Iterable[Points]) -> bool:
+    """Whether a trial's best value is worse than the median of the others' means up to the same step (Golovin et al.
+    2017, Google Vizier), as `search.prune` has it."""
+    prune = search.prune
+    if prune is None or points[-1][0] < prune.after_steps:
+        return False
+    step = points[-1][0]
+    # From `after_steps` on, and only where a trial has come as far.
+    counted = [
+        [v for s, v in other if prune.after_steps <= s <= step] for other in others if other and other[-1][0] >= step
+    ]
+    means = [fmean(values) for values in counted if values]
+    values = [value for _, value in points]
+    if len(means) < prune.min_trials:
+        return False
+    if (prune.mode or search.mode) == "max":
+        return max(values) < median(means)
+    return min(values) > median(means)
 
 
 def search_directory(root: Path, name: str) -> Path:
@@ -195,38 +220,24 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-_report: ContextVar[Callable[[dict[str, Any]], None]] = ContextVar("report")
+_report: ContextVar[Callable[[tuple[int, float]], None]] = ContextVar("report")
 """Who is told the points that pruning watches."""
 
 
-class LifecycleTrial(ray_tune.Trainable):
-    """Ray Tune's side of a trial: reports what pruning watches, then the value."""
+class LifecycleTrial:
+    """A trial at work, in an actor of its own."""
 
-    def setup(self, config: dict[str, Any], search: Search, here: dict[str, Any]) -> None:
-        self.trial, self._here = search.trial(config), here
-        self._events: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+    def __init__(self, trial: Trial, here: dict[str, Any]) -> None:
+        self.trial, self._here = trial, here
+        self.points: Points = []
 
-    def step(self) -> dict[str, Any]:
-        event = self._events.get()
-        if isinstance(event, BaseException):
-            raise event
-        return event
-
-    def cleanup(self) -> None:
-        # A trial that was pruned has been asked to stop; it still drops its snapshots.
-        self._thread.join(STOP_SECONDS)
-
-    def _work(self) -> None:
-        _report.set(self._events.put)
-        try:
-            self._events.put({"value": self.measure(), "done": True})
-        except BaseException as error:
-            self._events.put(error)
+    def reported(self) -> Points:
+        """What pruning watches, so far."""
+        return list(self.points)
 
     def measure(self) -> float:
         """Run the trial; returns its value."""
+        _report.set(self.points.append)
         here, trial = self._here, self.trial
         os.environ |= {name: value.get_secret_value() for name, value in here["variables"].items()}
         sys.path += [path for path in here["path"] if path not in sys.path]
@@ -273,7 +284,7 @@ def run_trial(
         record = _read_record(Path(place) / RECORD)
         if key and search.watched is not None and record is not None and record.state == "pruned":
             directory = snapshots_directory(workspace.output, search.watched[0], key)
-            Snapshots(directory, 1, open_shared(config.runtime.storage)).clear()
+            Snapshots(directory, 1, process_seal(), open_shared(config.runtime.storage)).clear()
         return Cancelled(message="The search ended it early.")
     if search.watched is not None:
         _value(workspace, "prune.metric", *search.watched)
@@ -309,7 +320,7 @@ def _follow(workspace: Workspace, key: str, stage: str, metric: str) -> None:
         for step, value in read_metrics(path).get(metric, []):
             if step >= done and math.isfinite(value):
                 done = step + 1
-                _report.get()({"step": done, "watched": value})
+                _report.get()((done, value))
         time.sleep(POLL_SECONDS)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import optuna
 from rich.console import Console
-from rich.table import Table
 
 from xray.flows.search import SearchConfig, Space, Span, with_values
 from xray.flows.trials import Search, State, Trial, TrialRecord
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.files import write_atomic
 from xray_runtime.report.figures import COLORS, style
+from xray_runtime.terminal import print_table
 
 RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
 MIN_FOR_IMPORTANCE = 5
@@ -55,12 +55,18 @@ def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, floa
     """Field → its share in what the values differ by (PED-ANOVA, Watanabe et al. 2023); nothing from few trials."""
     if len({record.value for record in records if record.state == "finished"}) < MIN_FOR_IMPORTANCE:
         return {}
+    study = study_of(search, records)
+    return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+
+
+def study_of(search: Search, records: Sequence[TrialRecord]) -> optuna.Study:
+    """A study in memory that has been told how these trials came out."""
     study = optuna.create_study(direction="maximize" if search.wanted.mode == "max" else "minimize")
     space = distributions(search.space)
     for record in records:
         params, state = search.drawn(record.values), STATES[record.state]
         study.add_trial(optuna.trial.create_trial(state=state, value=record.value, params=params, distributions=space))
-    return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
+    return study
 
 
 def distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:
@@ -123,19 +129,15 @@ def results_markdown(results: dict[str, Any], search: SearchConfig) -> str:
 
 
 def print_results(console: Console, results: dict[str, Any], search: SearchConfig, directory: Path) -> None:
-    """Every trial, the best in bold, and where to look next."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("trial", *search.fields, search.metric, ""):
-        table.add_column(column, justify="right" if column != "" else "left")
-    best = results["best"]
+    """Every trial, and where to look next."""
+    columns, best, rows = ("trial", *search.fields, search.metric), results["best"], []
     for trial in results["trials"]:
         values = [_cell(trial["values"][path]) for path in search.fields]
         note = trial["error"] or ("" if trial["state"] == "finished" else trial["state"])
-        is_best = best is not None and trial["number"] == best["number"]
-        table.add_row(
-            str(trial["number"]), *values, _cell(trial["value"]), note, style="bold green" if is_best else None
-        )
-    console.print(table)
+        if best is not None and trial["number"] == best["number"]:
+            note = "the best"
+        rows.append((str(trial["number"]), *values, _cell(trial["value"]), note))
+    print_table(console, (*columns, ""), rows, right=columns)
     lines = [f"importance  {', '.join(f'{path} {100 * share:.0f}%' for path, share in results['importance'].items())}"]
     lines = lines if results["importance"] else []
     if best is not None:

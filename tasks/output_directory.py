@@ -12,11 +12,10 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.log import LIFECYCLE, LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
-LIFECYCLE = "lifecycle.json"
-LOCKS = "locks"
 DIGESTS = "digests.sqlite"
 """Digests of outside files that did not change since they were read."""
 
@@ -27,10 +26,22 @@ def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig
     return load_config(path if path.is_file() else None, overrides)
 
 
-def run_lock(output: Path, run_id: str) -> FileLock:
-    """The lock that a run holds as long as it works in `output`."""
-    (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / f"run-{run_id}.lock")
+def interrupted_stages(output: Path) -> dict[str, int]:
+    """Stage → step of its last snapshot, for those that were cut short."""
+    found = sorted(output.glob("snapshots/*/step-" + "[0-9]" * 10), key=lambda path: path.name)
+    return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in found}
+
+
+def goes_on_from(output: Path) -> str:
+    """Where a run in `output` goes on that was cut short, for people."""
+    steps = [f"{stage} step {step}" for stage, step in interrupted_stages(output).items()]
+    if steps:
+        return " and ".join(steps)
+    try:
+        done = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))["stages"]
+    except (OSError, ValueError, KeyError, TypeError):
+        done = []
+    return f"the end of {done[-1]['name']}" if done else "the beginning"
 
 
 def require_no_run(output: Path) -> None:
@@ -39,7 +50,7 @@ def require_no_run(output: Path) -> None:
         try:
             FileLock(path).acquire(timeout=0).lock.release()
         except Timeout:
-            raise ConfigError(f"--output: a run is at work in {str(output)!r}") from None
+            raise ConfigError(f"--output: another run is using {str(output)!r}") from None
 
 
 def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
@@ -51,7 +62,7 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
     try:
         return FileLock(directory / name).acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"--output: another command is at work in {str(directory)!r}") from None
+        raise ConfigError(f"--output: another command is using {str(directory)!r}") from None
 
 
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:

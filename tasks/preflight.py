@@ -39,7 +39,7 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
         host = urlsplit(address).hostname
         if host is None or is_loopback(host):
             raise ConfigError(
-                f"{name}: {strip_credentials(address) or 'nothing'!r} is not allowed on a cluster of {len(machines)} "
+                f"{name}: {strip_credentials(address) or 'unset'!r} is not allowed on a cluster of {len(machines)} "
                 f"machines, whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
             )
 

@@ -1,4 +1,6 @@
-"""What a stage shows while it works: to the terminal at once, on Prefect's page now and then."""
+"""What a stage shows while it works: to the terminal at once; on Prefect's page now and then, in the log and as the
+stage's one artifact.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 
-from xray.tasks.summary import Series, stage_markdown
+from xray.tasks.page import show
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.progress import find_progress
 
 if TYPE_CHECKING:
     from xray.tasks.spec import StageResult
-    from xray_runtime.stages.kind import StageKind
 
 log = logging.getLogger(__name__)
 
-ARTIFACT_SECONDS = 10.0
+PAGE_SECONDS = 10.0
+LOG_SECONDS = 30.0
 
 
 class StageProgress:
-    """Reports to the run's progress actor at once and to Prefect's page every ARTIFACT_SECONDS.
+    """Reports to the run's progress actor at once, and to Prefect's page: an artifact, and now and then a line of log.
 
     The actor's answer says whether the run was asked to stop; then `on_stop` is called.
     """
@@ -35,25 +36,39 @@ class StageProgress:
         self._actor = find_progress(run_id)
         self._stage = stage
         self._answer: Any = None
-        self._artifact: Any = None
-        self._sent = 0.0
+        self._shown, self._logged = -PAGE_SECONDS, -LOG_SECONDS
+        self._note = ""
         self._stopped = False
 
     def __call__(self, name: str, done: int, total: int, unit: str, note: str) -> None:
         if self._actor is not None:
             self._report(self._actor, name, done, total, unit, note)
         now = time.monotonic()
-        if not total or (now - self._sent < ARTIFACT_SECONDS and done != total):
+        if not total:
+            if note != self._note:
+                log.info("%s: %s", self._stage, note)
+            self._note = note
             return
-        self._sent = now
-        percent, text = 100.0 * done / total, f"{self._stage}: {done}/{total} {unit} {note}"
+        text = f"{done}/{total} {unit} {note}".rstrip()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            log.info("%s: %s", self._stage, text)
+        if now - self._shown >= PAGE_SECONDS:
+            self._shown = now
+            self._show(text, text)
+
+    def ended(self, result: StageResult, headline: str, page: str) -> None:
+        """What the stage made: a line in the log, and `page` (Markdown) in place of the progress."""
+        log.info("%s: done in %.0f s%s", self._stage, result.seconds, f", {headline}" if headline else "")
+        self._show(headline or "done", page)
+
+    def cached(self) -> None:
+        """The stage's checkpoint was in the store already."""
+        log.info("%s: taken from the store, nothing was computed", self._stage)
+
+    def _show(self, title: str, text: str) -> None:
         try:
-            if self._artifact is None:
-                self._artifact = create_progress_artifact(
-                    percent, key=f"xray-{artifact_key(self._stage)}", description=text
-                )
-            else:
-                update_progress_artifact(self._artifact, percent, description=text)
+            show(artifact_key(self._stage), title, text)
         except Exception:
             # Somebody's page stands still for a while; the training does not.
             log.warning("Prefect did not take the progress", exc_info=True)
@@ -61,7 +76,7 @@ class StageProgress:
     def raise_if_stopped(self) -> None:
         """Raises StageInterruptedError where the run was asked to stop."""
         if self._stopped:
-            raise StageInterruptedError(f"{self._stage}: stopped while it waited")
+            raise StageInterruptedError(f"{self._stage}: stopped while waiting")
 
     def _report(self, actor: Any, *progress: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
@@ -69,18 +84,6 @@ class StageProgress:
                 self._stopped = True
                 self.on_stop()
             self._answer = actor.report.remote(*progress)
-
-
-def publish_summary(kind: StageKind, result: StageResult, series: Series, page: str | None, image: str | None) -> None:
-    """What a stage made, as an artifact on its page."""
-    text = stage_markdown(kind, result, series, page, image)
-    try:
-        create_markdown_artifact(
-            text, key=f"xray-{artifact_key(result.name)}-summary", description=f"What {result.name} made."
-        )
-    except Exception:
-        # The stage is done and recorded, whatever becomes of its page.
-        log.warning("Prefect did not take the summary", exc_info=True)
 
 
 def artifact_key(stage: str) -> str:

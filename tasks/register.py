@@ -13,8 +13,6 @@ from prefect.cache_policies import NO_CACHE
 from xray.tasks.output_directory import LOCKS
 from xray.tasks.spec import RunContext, StageResult
 
-ALIAS = "candidate"
-
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="register")
 def register(
@@ -27,8 +25,7 @@ def register(
         evaluation: that of an evaluation of it; its results go on the model card.
     """
     from xray_runtime.lineage.attestation import publish_card
-    from xray_runtime.lineage.decisions import decide
-    from xray_runtime.lineage.signing import signing_key
+    from xray_runtime.lineage.model_page import CANDIDATE, register_policy
     from xray_runtime.tracking.mlflow_tracker import Tracker
 
     os.environ |= {k: value.get_secret_value() for k, value in context.variables.items()}
@@ -37,18 +34,16 @@ def register(
     if evaluation is not None:
         publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
     tracker = Tracker(context.tracking_uri, context.experiment, None)
-    # Of two runs in this directory, who moves the alias last must decide last.
+    # When two runs share a directory, the last one to move the alias must also decide last.
     with FileLock(output / LOCKS / "decisions.lock"):
-        version = tracker.register(name, registered.checkpoint, registered.mlflow_run_id, ALIAS)
-        decide(
+        version = register_policy(
             output,
-            signing_key(output),
-            action="register",
-            name=name,
-            alias=ALIAS,
-            version=version,
-            checkpoint=registered.checkpoint.sha256,
+            tracker.registry,
+            name,
+            registered.checkpoint,
+            registered.mlflow_run_id,
+            StageResult.model_validate(evaluation).checkpoint if evaluation is not None else None,
             by=context.trigger.get("by"),
             note=f"flow run {context.flow_run_id}",
         )
-    return {"name": name, "version": version, "alias": ALIAS}
+    return {"name": name, "version": version, "alias": CANDIDATE}

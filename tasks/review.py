@@ -12,6 +12,7 @@ import time
 from typing import Literal
 
 from prefect.artifacts import create_markdown_artifact
+from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
@@ -29,11 +30,11 @@ POLL_SECONDS = 2
 
 
 class Review(RunInput):
-    """What a person answers."""
+    """A person's answer."""
 
     decision: Literal["go on", "end"]
-    name: str = Field(min_length=1, description="Who you are: recorded as a claim.")
-    note: str = Field(min_length=1, description="Why: recorded in the checkpoint.")
+    name: str = Field(min_length=1, description="Your name; it is recorded, not checked.")
+    note: str = Field(min_length=1, description="Your reason; it is recorded in the checkpoint.")
 
 
 def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | None:
@@ -48,8 +49,9 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
 
     def pause() -> None:
         form, refused_until = Review.with_initial_data(description=question), time.monotonic() + ANSWER_SECONDS
-        # A key of its own for each question: without, a second one would be taken for the first.
-        key = digest({"stage": stage, "asked": question})[:16]
+        # A key of its own for each question: without, a second one would be taken for the first. A run that goes on
+        # after `xray down` asks again, under another key: the process that would hear the first answer is gone.
+        key = digest({"stage": stage, "asked": question, "since": _running_since()})[:16]
         while not found and not stopped.is_set():
             try:
                 found.append(
@@ -75,8 +77,14 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
         stopped.set()
     answer = found[0]
     if isinstance(answer, FlowPauseTimeout):
-        log.warning("%s: nobody answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
+        log.warning("%s: no one answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
         return None
     if isinstance(answer, BaseException):
         raise answer
     return Answer(answer.decision == "go on", answer.name, answer.note)
+
+
+def _running_since() -> str:
+    context = FlowRunContext.get()
+    state = context.flow_run.state if context is not None and context.flow_run is not None else None
+    return str(state.id) if state is not None else ""

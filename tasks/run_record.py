@@ -12,22 +12,25 @@ from typing import Any, Self
 
 import yaml
 from filelock import FileLock
-from prefect.artifacts import create_link_artifact
 
 from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
-from xray.tasks.output_directory import LOCKS, run_lock, unfinished_run
+from xray.tasks.output_directory import unfinished_run
+from xray.tasks.page import show
 from xray.tasks.prefect_state import crash_lost_flow_run
-from xray.tasks.run_summary import RunSummary
+from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
 from xray_runtime.config.sources import SourceTerms
-from xray_runtime.credentials import tracking_address
+from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.keys import exchange_keys
+from xray_runtime.lineage.log import LIFECYCLE, LOCKS, RunBegan, append, mark, run_lock
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
+from xray_runtime.store.identity import digest
 from xray_runtime.store.shared import open_shared
 from xray_runtime.tracking.database import prepare_mlflow_database
-from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.tracking.mlflow_tracker import Tracker, params_of
+from xray_runtime.tracking.registry import LOG_TAG
 
 
 class RunRecord:
@@ -82,22 +85,32 @@ class RunRecord:
             crash_lost_flow_run(before["flow_run_id"], self.flow_run_id)
         self.run_id = self._start(record, before)
         self._stack.enter_context(run_lock(self.output, self.run_id))
-        self.summary = RunSummary(self.output, self._place, record, self.run_id, self.flow_run_id)
+        append(self.output, signing_key(self.output), self._began(record))
+        self.summary = RunSummary(
+            self.output, self._place, record, self.run_id, self.flow_run_id, self.tracker.address(self.run_id)
+        )
         page = self.tracker.page(self.run_id)
         if page is not None and self.flow_run_id is not None:
-            create_link_artifact(page, link_text="this run in MLflow", key="mlflow", description=str(self.output))
+            show("mlflow", "this run in MLflow", f"[This run in MLflow]({page}): `{self.output}`")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack:
-            self.summary.ended("completed" if error is None else "failed")
-            if error is None:
-                self.tracker.log_files(self.run_id, self.summary.path, self.summary.report)
-                self._log_evaluations()
-            status = "FINISHED" if error is None else "KILLED" if is_cancelled(error) else "FAILED"
-            self.tracker.finish(self.run_id, status)
+            status, mlflow_status = "completed", "FINISHED"
+            if error is not None:
+                status, mlflow_status = ("interrupted", "KILLED") if is_cancelled(error) else ("failed", "FAILED")
+            content = self.summary.close(status)
+            try:
+                if error is None:
+                    self.tracker.client.log_text(self.run_id, content, LIFECYCLE)
+                    self.tracker.log_files(self.run_id, self.summary.report)
+                    self._log_evaluations()
+            finally:
+                end_record(self.output, self.summary.path, content)
+            self.tracker.tag(self.run_id, {LOG_TAG: mark(self.output)})
+            self.tracker.finish(self.run_id, mlflow_status)
 
     def context(self, node: str | None) -> RunContext:
         """What the run's tasks are told; `node`: the only one they may run on, where there is one."""
@@ -136,14 +149,33 @@ class RunRecord:
                 prepare_mlflow_database(self.output / "mlflow.db")
             return Tracker(self.tracking_uri, self.project, self.output / "mlartifacts" if self._is_own else None)
 
+    def _began(self, record: dict[str, Any]) -> RunBegan:
+        place = self._place.relative_to(self.output).as_posix()
+        return RunBegan(
+            run_id=self.run_id,
+            place="" if place == "." else place,
+            facts={"project": record.get("project"), "seed": record.get("seed"), "config_digest": digest(record)},
+            tracking="" if self._is_own else strip_credentials(self.tracking_uri),
+            experiment=self.project,
+            name=self._name,
+            params=digest(params_of(record)),
+            tags=self._mlflow_tags(),
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"{self.project} seed {self._seed}"
+
+    def _mlflow_tags(self) -> dict[str, str]:
+        return {"xray.output": str(self.output)} | self._tags | prefect_tags()
+
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
-        tags = prefect_tags()
-        page = tags.get("prefect.flow_run")
+        page = prefect_tags().get("prefect.flow_run")
         note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
         return self.tracker.start_lifecycle(
             before["run_id"] if before is not None else None,
-            f"{self.project} seed {self._seed}",
+            self._name,
             record,
             yaml.safe_dump(record, sort_keys=False, allow_unicode=True),
-            {"xray.output": str(self.output)} | self._tags | tags | note,
+            self._mlflow_tags() | note,
         )

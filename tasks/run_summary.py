@@ -12,16 +12,18 @@ from typing import Any
 
 import yaml
 
-from xray.tasks.output_directory import LIFECYCLE
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.run_statement import begin_run, sign_run
+from xray_runtime.lineage.attestation import read_statement
+from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, listed
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.figures import FIGURE, read_metrics
+from xray_runtime.report.stages import computed_text
 from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.identity import digest
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 
@@ -32,12 +34,19 @@ class RunSummary:
         output: directory of the checkpoints and records.
         place: directory of lifecycle.json and the report.
         record: the config of the run.
+        address: where MLflow shows it (`Tracker.address`).
     """
 
     def __init__(
-        self, output: Path, place: Path, record: Mapping[str, Any], run_id: str, flow_run_id: str | None
+        self,
+        output: Path,
+        place: Path,
+        record: Mapping[str, Any],
+        run_id: str,
+        flow_run_id: str | None,
+        address: str,
     ) -> None:
-        self.path, self.report = place / LIFECYCLE, place / "report.html"
+        self.path, self.report = place / LIFECYCLE, place / REPORT
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
@@ -46,6 +55,7 @@ class RunSummary:
         """The last one of the graph, whichever ends last."""
         self.content: dict[str, Any] = {
             "run_id": run_id,
+            "mlflow_page": address,
             "flow_run_id": flow_run_id,
             "config_digest": digest(self._record),
             "project": self._record.get("project"),
@@ -58,7 +68,6 @@ class RunSummary:
             "registered": None,
         }
         self._write()
-        begin_run(output, run_id)
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
         """Add a stage, the `number`th of the graph."""
@@ -72,6 +81,8 @@ class RunSummary:
             "mlflow_run_id": result.mlflow_run_id,
             "mlflow_model_id": result.checkpoint.mlflow_model_id,
             "seconds": seconds,
+            "computed_seconds": result.seconds,
+            "computed_at": _finished(result.checkpoint.path),
             "attempts": result.attempts,
             "cached": result.cached,
             "findings": self._findings(result),
@@ -102,30 +113,26 @@ class RunSummary:
         self.content["registered"] = dict(registered)
         self._write()
 
-    def ended(self, status: str) -> None:
-        """`status`: completed or failed. A completed run gets its report; what the run left is signed."""
+    def close(self, status: str) -> str:
+        """`status`: completed, failed or interrupted. A completed run gets its report. Returns its text."""
         self.content["status"] = status
         if status == "completed":
             self._report()
-        content = self._text()
-        directories = [records_directory(self._output, s["name"], s["key"]) for s in self.content["stages"]]
-        files = [path for directory in directories for path in sorted(directory.rglob("*")) if path.is_file()]
-        sign_run(
-            self._output,
-            self.content["run_id"],
-            files + ([self.report] if self.report.is_file() else []),
-            {self.path: hashlib.sha256(content.encode()).hexdigest()},
-            signing_key(self._output),
-        )
-        write_atomic(self.path, content)
+        return self._text()
 
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
 
+        held = listed(self._output)
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
         ]
+        for record in records:
+            # A figure goes into the report as it is: only one that was signed is not drawn anew.
+            kept = record.metrics_path.with_suffix(FIGURE)
+            if any(held.get(name) != sha256 for name, sha256 in digests(self._output, [kept]).items()):
+                kept.unlink()
         shown = []
         if self._evaluation is not None:
             shown = json.loads((self._evaluation[1] / "samples.json").read_text(encoding="utf-8"))
@@ -145,12 +152,11 @@ class RunSummary:
         if len(self._measured) > 1:
             lines += ["", f"| policy | {' | '.join(table.columns)} |", f"|---|{'---|' * len(table.columns)}"]
             lines += [f"| {' | '.join(cells)} |" for cells in table.cells()]
-        lines += ["", "| stage | seconds | computed | checkpoint | MLflow |", "|---|---|---|---|---|"]
+        lines += ["", "| stage | computed | checkpoint | MLflow |", "|---|---|---|---|"]
         for s in self.content["stages"]:
             address = page(s["mlflow_run_id"])
             link = f"[run]({address})" if address else f"`{s['mlflow_run_id']}`"
-            computed = "before" if s["cached"] else "now"
-            cells = [s["name"], f"{s['seconds']:.1f}", computed, f"`{s['checkpoint']['sha256'][:12]}`", link]
+            cells = [s["name"], computed_text(s), f"`{s['checkpoint']['sha256'][:12]}`", link]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -163,12 +169,37 @@ class RunSummary:
         return json.dumps(self.content, indent=2)
 
 
+def end_record(output: Path, path: Path, content: str) -> None:
+    """Sign what a run left, say in the log that it ended, then write `content` to its lifecycle.json at `path`."""
+    run, held = json.loads(content), listed(output)
+    directories = [records_directory(output, stage["name"], stage["key"]) for stage in run["stages"]]
+    # A stage's records were signed when it ended; what somebody changed since is not vouched for anew.
+    files = {
+        name: sha256
+        for name, sha256 in digests(output, directories).items()
+        if held.get(name, sha256) == sha256 or name.endswith(FIGURE)
+    }
+    files |= digests(output, [path.with_name(REPORT), output / ARTIFACTS / run["run_id"]])
+    files[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
+    append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), files)
+    write_atomic(path, content)
+
+
+def _finished(checkpoint: Path) -> str | None:
+    """When a checkpoint was made (ISO 8601), as its statement says; None where it has none."""
+    try:
+        return read_statement(checkpoint).predicate.details.metadata.finished
+    except (OSError, ValueError):
+        return None
+
+
 def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [] if e.get("judges") else [("win rate", "nothing judges")]
+    rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
     for name, found in (e.get("judges") or {}).items():
         low, high = found["win_rate_ci95"]
         title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
-        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {found['samples']} prompts)"))
+        counts = f"{found['samples']} prompts, {found['tied']} tied"
+        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {counts})"))
     for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
         if e[f"{name}_after"] is not None:
             rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))

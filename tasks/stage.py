@@ -24,16 +24,17 @@ from filelock import FileLock, Timeout
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
 from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import DIGESTS, LOCKS
-from xray.tasks.progress import StageProgress, publish_summary
+from xray.tasks.progress import StageProgress
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
+from xray.tasks.summary import headline, stage_markdown
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled, may_retry
+from xray_runtime.errors import NonFiniteError, WorkerEndedError, error_summary, is_cancelled, may_retry
 
 if TYPE_CHECKING:
     from xray_runtime.stages.kind import Stage, StageKind
@@ -64,6 +65,7 @@ def stage(
         parents: role → the parent's `StageResult`, or a `CheckpointRef`, as JSON.
         functions: reward functions that were handed over as objects.
     """
+    from xray_runtime.cores import give_way
     from xray_runtime.processes import redirect_output
     from xray_runtime.stages.identify import identify
     from xray_runtime.stages.kind import config_of, import_kind
@@ -76,6 +78,7 @@ def stage(
     sys.path += [path for path in context.path if path not in sys.path]
     output = Path(context.output)
     redirect_output(output / "logs" / spec.name / "stage.log")
+    give_way(spec.runtime.niceness)
     _log_warnings()
     kind = import_kind(spec.kind, spec.module)
     if kind is None:
@@ -89,8 +92,15 @@ def stage(
     identity, outside = identify(kind, spec.name, config, spec.seed, spec.runtime, sha256s, functions, memory)
     store = Store(output / CHECKPOINTS, open_shared(spec.runtime.storage))
     job = _Job(spec, context, kind, config, identity, outside, refs, functions, store)
-    with _only_one(output, job):
-        result = job.find() or job.compute(memory)
+    try:
+        with _only_one(output, job):
+            result = job.find() or job.compute(memory)
+    except Exception as error:
+        if not is_cancelled(error):
+            raise
+        # Somebody asked for it: on the page that is no failure.
+        log.info("%s", error_summary(error))
+        return Cancelled(name="Stopped", message=error_summary(error))
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
 
@@ -127,12 +137,15 @@ class _Job:
         result = find_result(self.spec.name, self.key, self._output, self._store)
         if result is None:
             return None
+        self.progress.cached()
         return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
 
     def compute(self, memory: Any) -> StageResult:
         """Run the body and publish what it made."""
         from xray.tasks.stored_results import keep_result
         from xray_runtime.lineage.attestation import attest
+        from xray_runtime.lineage.keys import seal_of
+        from xray_runtime.lineage.log import log_checkpoints
         from xray_runtime.lineage.signing import signing_key
         from xray_runtime.report.figures import read_metrics, training_figure
         from xray_runtime.store.checkpoints import load_manifest
@@ -149,15 +162,14 @@ class _Job:
             run,
             self.progress,
             spec.runtime.snapshot_every,
+            seal_of(output),
             store.shared,
             (lambda question: ask_person(spec.name, question, self.progress)) if shown else None,
         )
         self.progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
-        facts = self._facts(run.run_id, recorder.attempt)
-        record = functools.partial(
-            attest, parents=self._parents, run=facts, started=self._started, private_key=signing_key(output)
-        )
+        facts, key = self._facts(run.run_id, recorder.attempt), signing_key(output)
+        record = functools.partial(attest, parents=self._parents, run=facts, started=self._started, private_key=key)
         try:
             # An attempt before this one may have published and been lost before it could say so.
             checkpoint = store.find(spec.name, self.key)
@@ -168,6 +180,8 @@ class _Job:
                 self.progress(spec.name, 0, 0, "", "starting")
                 for parent in self._parents.values():
                     store.bring(parent)
+                parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
+                log_checkpoints(output, key, parents, here=False)
                 with store.building(spec.name, self.key) as built:
                     step = run_in_memory(
                         spec.name,
@@ -187,6 +201,7 @@ class _Job:
                         dataset=self._dataset(),
                         attest=record,
                     )
+            log_checkpoints(output, key, {checkpoint.path.name: checkpoint.sha256}, here=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
             figure = training_figure(self.kind.panels, series)
@@ -204,7 +219,7 @@ class _Job:
                 seconds=time.perf_counter() - self._start,
                 attempts=attempts,
             )
-            keep_result(result, output, store)
+            keep_result(result, output, store, renew=True)
             run.finish("FINISHED", attempts)
             recorder.finished()
         except BaseException as error:
@@ -213,7 +228,8 @@ class _Job:
         finally:
             recorder.close()
         image = self._tracker.image(run.run_id, "training") if figure is not None else None
-        publish_summary(self.kind, result, series, self._tracker.page(run.run_id), image)
+        page = stage_markdown(self.kind, result, series, self._tracker.page(run.run_id), image)
+        self.progress.ended(result, headline(self.kind, result, series), page)
         return result
 
     def _stage_run(self) -> Any:
@@ -264,6 +280,7 @@ class _Job:
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,
+            seal=recorder.seal,
         )
 
 

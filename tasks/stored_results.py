@@ -7,6 +7,7 @@ records/STAGE-KEY/          metrics, tables, figures
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import tempfile
@@ -16,11 +17,13 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import digests, listed, log_checkpoints
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.tracking.recorder import RECORDS, records_directory
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
+from xray_runtime.tracking.recorder import METRICS, RECORDS, read_points, records_directory
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,9 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
     """
     path = _file(output, name, key)
     content = path.read_bytes() if path.is_file() else None
+    if content is not None and not _is_logged(output, path, content):
+        log.warning("%s: not what was signed; it is not used", path)
+        return None
     if content is None and store.shared is not None:
         content = store.shared.read(f"{RESULTS}/{path.name}")
     if content is None:
@@ -68,17 +74,30 @@ def show_cached(
     else:
         # The model is logged anew where this tracking store does not know it.
         checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
+        path = records_directory(Path(context.output), result.name, result.key) / METRICS
+        if path.is_file():
+            run.points(read_points(path))
+        result = result.model_copy(update={"mlflow_run_id": run.run_id})
     run.finish("FINISHED")
-    result = result.model_copy(update={"checkpoint": checkpoint, "mlflow_run_id": run.run_id})
+    result = result.model_copy(update={"checkpoint": checkpoint})
     keep_result(result, Path(context.output), store)
-    return result
+    return result.model_copy(update={"mlflow_run_id": run.run_id})
 
 
-def keep_result(result: StageResult, output: Path, store: Store) -> None:
-    """Remember a result, here and in the shared store. Raises StorageError."""
-    path = _file(output, result.name, result.key)
+def keep_result(result: StageResult, output: Path, store: Store, *, renew: bool = False) -> None:
+    """Remember a result, here, in the log and in the shared store. Raises StorageError.
+
+    Args:
+        renew: whether the stage's records were just written.
+    """
+    path, text = _file(output, result.name, result.key), result.model_dump_json()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, result.model_dump_json())
+    directory, key = result.checkpoint.path.name, signing_key(output)
+    left = [records_directory(output, result.name, result.key), output / ARTIFACTS / result.mlflow_run_id]
+    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, digests(output, left), here=True, renew=renew)
+    kept = {path.relative_to(output).as_posix(): hashlib.sha256(text.encode()).hexdigest()}
+    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, kept, here=True, renew=True)
+    write_atomic(path, text)
     if store.shared is None:
         return
     store.share(result.checkpoint)
@@ -91,6 +110,10 @@ def keep_result(result: StageResult, output: Path, store: Store) -> None:
 
 def _file(output: Path, name: str, key: str) -> Path:
     return output / RESULTS / f"{name}-{key[:12]}.json"
+
+
+def _is_logged(output: Path, path: Path, content: bytes) -> bool:
+    return listed(output).get(path.relative_to(output).as_posix()) == hashlib.sha256(content).hexdigest()
 
 
 def _fetch_records(name: str, directory: Path, shared: SharedStore) -> None:

@@ -15,6 +15,7 @@ import ray
 from prefect.client.schemas.objects import State
 
 from xray.tasks.prefect_state import crash_lost_task_run
+from xray_runtime.errors import StageInterruptedError
 
 POLL_SECONDS = 0.2
 
@@ -100,6 +101,10 @@ class SubmittedTasks:
         if self._failures:
             raise self.first_failure()
 
+    def has_failed_with(self, error: BaseException | None) -> bool:
+        """Whether a task failed with this very error."""
+        return any(failure is error for failure in self._failures.values())
+
     def first_failure(self) -> BaseException:
         """What failed by itself, not for want of a parent."""
         own = [error for error in self._failures.values() if not isinstance(error, ParentFailedError)]
@@ -113,7 +118,9 @@ class SubmittedTasks:
 
     def _give_up(self, tasks: Sequence[SubmittedTask]) -> None:
         for task in tasks:
-            self._failures[task.name] = ParentFailedError(f"{task.name}: what it takes from was not made")
+            self._failures[task.name] = ParentFailedError(
+                f"{task.name}: not started, because a stage it depends on failed"
+            )
             ray.cancel(task.future.wrapped_future)
         self._changed.notify_all()
 
@@ -189,5 +196,7 @@ class SubmittedTasks:
 def _error_of(state: State[Any]) -> BaseException:
     if state.is_pending():
         return ParentFailedError(state.message)
+    if state.is_cancelled():
+        return StageInterruptedError(state.message)
     error = state.result(raise_on_failure=False)
     return error if isinstance(error, BaseException) else RuntimeError(state.message)

@@ -39,9 +39,27 @@ def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: s
         lines += ["", f"![training curves]({image})"]
     if kind.results is not None:
         lines += ["| result | value |", "|---|---|"]
-        found = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
-        lines += [f"| {name} | {value:.4g} |" for name, value in found.items() if isinstance(value, int | float)]
+        lines += [f"| {name} | {value:.4g} |" for name, value in _results(kind, result).items()]
     return "\n".join(lines)
+
+
+def headline(kind: StageKind, result: StageResult, series: Series) -> str:
+    """What a stage reached, in a few words, as `loss 4.5 → 3.9`; empty where its kind names nothing."""
+    parts = []
+    results = _results(kind, result)
+    for name, word in kind.headline.items():
+        values = [value for _, value in series.get(name, ())] or ([results[name]] if name in results else [])
+        if values:
+            ends = dict.fromkeys(f"{value:.3g}" for value in (values[0], values[-1]))
+            parts.append(f"{word} {' → '.join(ends)}")
+    return ", ".join(parts)
+
+
+def _results(kind: StageKind, result: StageResult) -> dict[str, float]:
+    if kind.results is None:
+        return {}
+    found = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -32,12 +32,13 @@ from xray.tasks.task_runner import task_runner
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.cores import load
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.planning.demand import check_call
 from xray_runtime.progress import open_progress
 from xray_runtime.stages.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.stages.graph import Graph, Handle, StageCall
-from xray_runtime.stages.identify import code_of
+from xray_runtime.stages.identify import check_hub_names, code_of
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 5
 """How long the progress actor has to answer."""
 STOP_SECONDS = 60
-"""How long stages have for their last snapshots when the run is interrupted."""
+"""How long stages have for their last snapshots when the run is interrupted; longer on a busy machine."""
 
 on_open: contextvars.ContextVar[Callable[[Workspace], None] | None] = contextvars.ContextVar("on_open", default=None)
 """Called with every workspace that opens: whoever shows progress."""
@@ -192,8 +193,11 @@ class Workspace(Graph):
 
     def submit(self, call: StageCall) -> None:
         check_call(call, self.runtime, self.runtime.device, nodes())
+        check_hub_names(call.kind, call.name, call.config)
         if call.kind.registered_in == "__main__":
-            raise ConfigError(f"{call.name}: stage kind {call.kind.name!r} must be defined in a module of its own")
+            raise ConfigError(
+                f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"
+            )
         if self._is_left_out(call):
             return
         spec = StageSpec(
@@ -288,6 +292,10 @@ class Workspace(Graph):
         """Whether a submitted stage is done, or has failed."""
         return self._tasks.has_ended(stage)
 
+    def has_failed_with(self, error: BaseException | None) -> bool:
+        """Whether `error` is what a stage failed with."""
+        return self._tasks.has_failed_with(error)
+
     def final_results(self) -> list[Result]:
         """Of the stages that no other stage took, evaluations apart: what the run was for."""
         taken = {
@@ -346,7 +354,7 @@ class Workspace(Graph):
         if not self._tasks.all_ended():
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())
-            self._tasks.wait(STOP_SECONDS)
+            self._tasks.wait(STOP_SECONDS * load())
 
 
 def _sources(call: StageCall) -> dict[str, str]:

@@ -39,14 +39,13 @@ NOTICED = {"killed", "timeout"}
 ONE_IN = 6
 GUARDS = {
     "lineage/bundle": "lineage/test_bundle.py lineage/test_import.py lineage/test_adopt.py lineage/test_keys.py",
-    "lineage/decisions": "lineage/test_decisions.py",
+    "lineage/log": "lineage/test_log.py",
     "lineage/gates": "lineage/test_independence.py lineage/test_promotion.py lineage/test_judgements.py",
     "lineage/independence": "lineage/test_independence.py",
     "lineage/keys": "lineage/test_signing.py lineage/test_keys.py test_shared.py",
     "lineage/promotion": "lineage/test_promotion.py lineage/test_terms.py",
     "lineage/replay": "lineage/test_replay.py",
     "lineage/retention": "lineage/test_retention.py lineage/test_promotion.py lineage/test_judgements.py",
-    "lineage/run_statement": "lineage/test_run_statement.py",
     "lineage/signing": "lineage/test_signing.py",
     "lineage/statement": "lineage/test_statement.py",
     "lineage/terms": "lineage/test_terms.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from xray_runtime.stages.artifacts import Evaluation, Model
 from xray_runtime.stages.graph import Graph, Handle, current_graph, is_planning
 
 if TYPE_CHECKING:
+    from xray.script import Script
     from xray.tasks.workspace import Workspace
 
 
@@ -41,17 +43,38 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
             planned.append((Path(output).absolute(), graph))
             yield graph
         return
+    with contextlib.ExitStack() as stack:
+        script = None
+        if not _is_shown():
+            from xray.script import Script
+
+            script = stack.enter_context(Script(Path(output).absolute()))
+        yield stack.enter_context(_opened(output, options, script))
+
+
+def _is_shown() -> bool:
+    """Whether a command shows how the run goes and ends."""
+    module = sys.modules.get("xray.tasks.workspace")
+    return module is not None and module.on_open.get() is not None
+
+
+@contextlib.contextmanager
+def _opened(output: str | Path, options: dict[str, Any], script: Script | None) -> Iterator[Workspace]:
+    from xray.deployments.local_ray import temporary_environment
     from xray.deployments.local_services import local_services, quiet_environment
 
     quiet_environment()
-    with local_services(Path(output).absolute()):
+    with contextlib.ExitStack() as stack:
+        with temporary_environment(script.tag() if script is not None else {}):
+            stack.enter_context(local_services(Path(output).absolute()))
         # Imported now: Prefect reads its settings from the environment once.
-        from xray.tasks.workspace import Workspace, on_open
+        from xray.tasks.workspace import Workspace
 
-        opened = Workspace(output, **options)
-        shown = contextlib.nullcontext() if on_open.get() is not None else _shown(opened)
-        with shown, opened:
-            yield opened
+        workspace = Workspace(output, **options)
+        if script is not None:
+            script.opened(workspace)
+            stack.enter_context(_shown(workspace))
+        yield stack.enter_context(workspace)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,10 @@ QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's own choice is 15: beside a busy neighbour its workers would stand still. `runtime.niceness` says how much.
+    "RAY_worker_niceness": "0",
+    # Ray serves them on every interface, to anybody.
+    "RAY_enable_metrics_collection": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -67,10 +71,13 @@ def redirect_output(path: Path) -> None:
     os.close(target)
 
 
-def start_reaper() -> str:
+def start_reaper(*afterwards: str) -> str:
     """Give this process's future descendants a tag, and end them when this process ends; returns the tag.
 
     Call it before anything else is started.
+
+    Args:
+        afterwards: a command for when they have ended.
     """
     tag = uuid.uuid4().hex
     os.environ[TAG] = tag
@@ -81,7 +88,7 @@ def start_reaper() -> str:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         subprocess.Popen(
-            [sys.executable, "-m", "xray_runtime.processes", tag, str(reader)],
+            [sys.executable, "-m", "xray_runtime.processes", tag, str(reader), *afterwards],
             pass_fds=[reader],
             env={k: v for k, v in os.environ.items() if k != TAG},
             stdin=subprocess.DEVNULL,
@@ -93,7 +100,17 @@ def start_reaper() -> str:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(reader)
     os.register_at_fork(after_in_child=lambda: os.close(writer))
+    _writers[tag] = writer
     return tag
+
+
+_writers: dict[str, int] = {}
+"""Process tag → what holds its reaper back."""
+
+
+def end_well(tag: str) -> None:
+    """Have the reaper end what carries the tag now, and leave out the command for afterwards."""
+    os.write(_writers[tag], b"-")
 
 
 def tagged(tag: str) -> list[psutil.Process]:
@@ -130,10 +147,12 @@ def kill(find: Callable[[], list[psutil.Process]], grace_s: float) -> None:
         time.sleep(0.1)
 
 
-def _reap(tag: str, reader: int) -> None:
-    os.read(reader, 1)
+def _reap(tag: str, reader: int, *afterwards: str) -> None:
+    is_well = os.read(reader, 1)
     kill_tagged(tag)
+    if afterwards and not is_well:
+        os.execv(afterwards[0], afterwards)
 
 
 if __name__ == "__main__":
-    _reap(sys.argv[1], int(sys.argv[2]))
+    _reap(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -144,8 +144,6 @@ class Command:
         hidden = ("PREFECT_", "RAY_", "MLFLOW_", "XRAY_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
         environment |= {MARK: self.mark, **self.lifecycle.variables}
-        # Ray gives way to everything else on the machine by default; here that must not pass for a hang.
-        environment["RAY_worker_niceness"] = "0"
         line = [sys.executable, "-m", "xray.cli.main", "run", self.lifecycle.config, "--output", str(self.output)]
         line += [part for override in OVERRIDES + self.lifecycle.overrides for part in ("--set", override)]
         with self.log.open("ab") as log:
@@ -199,7 +197,7 @@ def _run(command: Command, cases: list[Case]) -> list[Blow]:
             process.kill()
             raise TimeoutError(f"{output}: not finished after {LIMIT_SECONDS} s; met {met}")
         time.sleep(0.2)
-    _none_left(command.mark)
+    none_left(command.mark)
     return met
 
 
@@ -256,8 +254,9 @@ def _onto_the_large_disk(output: Path) -> None:
     copy.rename(output)
 
 
-def _none_left(mark: str) -> None:
-    deadline = time.monotonic() + LEFT_SECONDS
+def none_left(mark: str, seconds: float = LEFT_SECONDS) -> None:
+    """Raises RuntimeError where a process with `mark` outlives its run by so long."""
+    deadline = time.monotonic() + seconds
     while left := [p for p in psutil.process_iter() if _environment(p).get(MARK) == mark]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"left behind: {[' '.join(_command(p)) for p in left]}")

@@ -31,6 +31,7 @@ from xray_runtime.stages import ppo, prepare, sft
 from xray_runtime.stages.artifacts import Dataset, Model
 from xray_runtime.stages.inputs import PPOInputs, SFTInputs
 from xray_runtime.stages.kind import NoInputs, Stage
+from xray_runtime.store.seal import process_seal
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 
@@ -99,7 +100,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_forms_are_the_same_tokens(data: dict[str, Path], base: Path) -> None:
     tokenizer, found = load_tokenizer(base), {}
     for form, dataset in data.items():
-        rows = ConversationTokens(dataset / TRAIN, tokenizer, 400, 64)
+        rows = ConversationTokens(dataset / TRAIN, tokenizer, 400, 64, process_seal())
         taken = rows.take(range(len(rows)))
         found[form] = [
             (i.tolist(), m.tolist()) for i, m in zip(taken["input_ids"], taken["response_mask"], strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle
+from tests.unit.lineage.synthetic import NAME, Lifecycle, decided
 from xray.deployments.local_services import prefect_server
 from xray.tasks.prefect_state import crash_lost_flow_run
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -113,10 +112,6 @@ def events(url: str, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def decisions(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
-
-
 @pytest.mark.timeout(900)
 def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
     """…also about a candidate that is changed after it was audited: resumed, the flow audits again."""
@@ -129,7 +124,7 @@ def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
     }
     for run in runs.values():
         suspended(run)
-    assert [d["action"] for output in outputs.values() for d in decisions(output)] == ["register"] * 2
+    assert [d["action"] for output in outputs.values() for d in decided(output)] == ["register"] * 2
 
     changed = next(outputs["changed"].glob("checkpoints/sft-*/model.safetensors"))
     changed.write_bytes(changed.read_bytes()[::-1])
@@ -143,7 +138,7 @@ def test_a_person_decides_on_prefects_page(server: str, tmp_path: Path) -> None:
     assert {name: s.name for name, s in final.items()} == {"yes": "Completed", "changed": "Failed"}
     assert "file-changed (sft" in final["changed"].message
 
-    last = {name: decisions(output)[-1] for name, output in outputs.items()}
+    last = {name: decided(output)[-1] for name, output in outputs.items()}
     assert {name: d["action"] for name, d in last.items()} == {"yes": "promote", "changed": "register"}
     assert (last["yes"]["by"], last["yes"]["note"]) == ("Ada", "she says yes")
     assert last["yes"]["gates"][0]["name"] == "min_win_rate"

@@ -60,7 +60,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
     cluster: None, tmp_path: Path, zero_stage: int
 ) -> None:
     if not torch.cuda.is_available():
-        pytest.skip("only GPU memory can be given away")
+        pytest.skip("only GPU memory can be released")
     shape = transformers.LlamaConfig(vocab_size=320, hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
     training = SFTConfig(engine=EngineConfig(zero_stage=zero_stage))

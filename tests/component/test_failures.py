@@ -20,6 +20,7 @@ from tests.component.test_learner import text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cores import load
 from xray_runtime.errors import may_retry, root_cause
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
@@ -63,7 +64,7 @@ def step(model: Any, **mood: float) -> Any:
     ("number", "within", "says"),
     [
         (signal.SIGKILL, AFTERMATH_SECONDS, r"died: .*exit detail"),
-        (signal.SIGSTOP, LIMIT_SECONDS + 2 * HEARTBEAT_SECONDS + AFTERMATH_SECONDS, "gave no sign of life for 5 s"),
+        (signal.SIGSTOP, LIMIT_SECONDS + 2 * HEARTBEAT_SECONDS + AFTERMATH_SECONDS, r"gave no sign of life for \d+ s"),
     ],
     ids=["killed", "stopped"],
 )
@@ -77,13 +78,15 @@ def test_a_rank_that_is_lost_in_a_step(
             time.sleep(1.0)
             os.kill(processes[1], number)
             blow.append(time.monotonic())
-            ray.get(ref, timeout=within + BUSY_SECONDS)
+            ray.get(ref, timeout=patience)
 
     victims: list[int] = []
     blow: list[float] = []
+    # The product's limits grow with the load too.
+    patience = (within + BUSY_SECONDS) * load()
     with pytest.raises(WorkhorseError, match=rf"Workhorse 1 of 2 of 'policy' \(.+, pid \d+\) {says}") as caught:
         lose_one()
-    assert time.monotonic() - blow[0] < within + BUSY_SECONDS
+    assert time.monotonic() - blow[0] < patience
     assert f"pid {victims[1]})" in str(caught.value)
     assert f"last lines of {tmp_path}/policy-1.log:" in str(caught.value)
     assert may_retry(caught.value)
@@ -115,12 +118,12 @@ def test_a_rank_that_does_not_come_to_a_collective(cluster: None, tiny_model: Pa
         with policy(tiny_model, tmp_path) as (model, processes):
             victims.extend(processes)
             # It answers heartbeats: not it stands still, its peers do.
-            ray.get(step(model, sleep=120.0), timeout=100.0)
+            ray.get(step(model, sleep=120.0 * load()), timeout=100.0 * load())
 
     victims: list[int] = []
     says = (
         r"Workhorse 0 of 2 of 'policy' \(.+\) waited too long in a collective for Workhorse 1 of 2 of 'policy' \(.+\), "
-        r"which is at Moody.loss in .*test_failures.py:\d+: given up after 20 s"
+        r"which is at Moody.loss in .*test_failures.py:\d+: given up after \d+ s"
     )
     with pytest.raises(WorkhorseError, match=says):
         wait_for_one()

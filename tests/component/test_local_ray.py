@@ -9,7 +9,7 @@ from tests.e2e.conftest import ROOT
 
 SCRIPT = """
 import ray
-from xray.deployments.local_services import running_ray
+from xray.deployments.local_ray import running_ray
 
 with running_ray():
     print(ray.get(ray.remote(lambda: 6 * 7).remote()))

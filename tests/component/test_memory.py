@@ -22,6 +22,7 @@ from xray_runtime.stages.artifacts import Dataset, Model
 from xray_runtime.stages.inputs import SFTInputs
 from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import SFT
+from xray_runtime.store.seal import process_seal
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.tracking.recorder import StageRecorder
 from xray_runtime.workers.opening import model_opener
@@ -140,7 +141,10 @@ def test_where_smaller_micro_batches_do_not_help_the_message_says_what_does(
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     says = rf"sft: out of memory \(CUDA out of memory.*\); lower engine.micro_batch_tokens.*\(now {divisor}\)"
-    recorder, out = StageRecorder(tmp_path, "sft", "k" * 64, None, lambda *_: None, every=1), tmp_path / "out"
+    recorder, out = (
+        StageRecorder(tmp_path, "sft", "k" * 64, None, lambda *_: None, every=1, seal=process_seal()),
+        tmp_path / "out",
+    )
     out.mkdir()
     with pytest.raises(StageOutOfMemoryError, match=says):
         run_in_memory("sft", RuntimeConfig(on_out_of_memory=choice), out, recorder, body)

@@ -98,7 +98,7 @@ def test_a_stage_of_another_run_is_waited_for_with_a_limit(
     impatient = runtime(cpus, wait_timeout_s=0.5)
     specs = two_models(tiny_model, layout)
     says = (
-        rf"^waited 0\.5 s \(runtime\.wait_timeout_s\) for one 0\.6 CPUs; other 0\.6 CPUs, which others hold: "
+        rf"^waited 0\.5 s \(runtime\.wait_timeout_s\) for one 0\.6 CPUs; other 0\.6 CPUs, which are in use by "
         rf"free: [0-9.]+ CPUs; {tmp_path}/holding: 1\.2 CPUs$"
     )
     with open_models(runtime(cpus), tmp_path / "holding", specs):
@@ -122,7 +122,7 @@ def test_a_stage_that_waits_hears_that_it_should_stop(controllers: list[Any], ti
         assert eventually(lambda: "waiting" in ray.get(progress.read.remote()))
         assert ray.get(progress.read.remote())["waiting"] == (0, 0, "", "waiting for 1.2 CPUs")
         ray.get(progress.stop.remote())
-        with pytest.raises(StageInterruptedError, match="waiting: stopped while it waited for devices"):
+        with pytest.raises(StageInterruptedError, match="waiting: stopped while waiting for devices"):
             ray.get(waiting, timeout=SECONDS)
 
 
@@ -153,7 +153,7 @@ def test_what_a_killed_stage_held_is_free_for_the_next(
 def test_models_that_live_together_are_opened_together(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     specs = {"one": EmptySpec(tiny_model)}
     open_both = model_opener(runtime(0.2), tmp_path / "compare", RUN_ID)
-    says = "compare: a stage must open all models that live together in one call"
+    says = "compare: a stage must open all models it uses together in one call"
     with open_both(specs), pytest.raises(RuntimeError, match=says), open_both(specs):
         pass
     with open_both({}) as models:

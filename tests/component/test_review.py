@@ -12,12 +12,13 @@ from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
+from xray.tasks.page import show
 from xray.tasks.review import ask_person
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.stages.answer import Answer
 
 QUESTION = "**ppo-1** may be learning to please its reward alone:\n\n- replies went from 2.5 to 5.5 tokens"
-SECONDS = 60
+SECONDS = 240
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ class Progress:
 
     def raise_if_stopped(self) -> None:
         if self.stopped.is_set():
-            raise StageInterruptedError("stopped while it waited")
+            raise StageInterruptedError("stopped while waiting")
 
 
 @task
@@ -95,3 +96,16 @@ def test_who_stops_the_run_need_not_answer(prefect: None) -> None:
     progress.stopped.set()
     thread.join(SECONDS)
     assert len(found) == 1
+
+
+@flow
+def showing() -> None:
+    show("sft", "1/2 steps", "at work")
+    show("sft", "loss 4.5 → 3.9", "done")
+
+
+def test_an_artifact_that_is_shown_again_is_the_same_one(prefect: None) -> None:
+    showing()
+    with get_client(sync_client=True) as client:
+        (found,) = [artifact for artifact in client.read_artifacts() if artifact.key == "sft"]
+    assert (found.description, found.data) == ("loss 4.5 → 3.9", "done")

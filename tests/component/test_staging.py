@@ -94,7 +94,7 @@ def test_what_another_user_made_is_not_written_into(tmp_path: Path, monkeypatch:
     theirs = tmp_path / f"xray-staged-{os.getuid()}"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
-    with pytest.raises(PermissionError, match="is another user's; name another directory in TMPDIR"):
+    with pytest.raises(PermissionError, match="belongs to another user; set TMPDIR to another directory"):
         FileReceiver().make_directory()
     assert not list(theirs.iterdir())
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
 from xray_runtime.tracking.recorder import StageRecorder, records_directory
 
@@ -224,26 +225,28 @@ def test_a_checkpoint_is_registered_once_and_the_alias_follows(tracker: Tracker,
     def candidate() -> Any:
         return tracker.client.get_model_version_by_alias("test-policy", "candidate")
 
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
     assert candidate().version == 1
     assert candidate().source == f"models:/{first.mlflow_model_id}"
     assert candidate().tags == {"xray.sha256": first.sha256, "xray.uri": first.uri}
-    assert tracker.register("test-policy", second, lifecycle, "candidate") == "2"
+    assert tracker.registry.register("test-policy", second, lifecycle, "candidate") == "2"
     assert candidate().tags["xray.sha256"] == second.sha256
     # Back to the first: no new version, the alias alone moves.
-    assert tracker.register("test-policy", first, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("test-policy", first, lifecycle, "candidate") == "1"
     assert candidate().tags["xray.sha256"] == first.sha256
     assert len(tracker.client.search_model_versions("name = 'test-policy'")) == 2
     # Under another name it is another model.
-    assert tracker.register("other-policy", second, lifecycle, "candidate") == "1"
+    assert tracker.registry.register("other-policy", second, lifecycle, "candidate") == "1"
 
 
 def test_what_a_stage_records_is_in_files_and_in_mlflow(tracker: Tracker, lifecycle: str, tmp_path: Path) -> None:
     key = "ef" * 32
     run = tracker.stage_run(lifecycle, "sft", key, {})
     seen: list[Any] = []
-    recorder = StageRecorder(tmp_path, "sft", key, run, lambda *progress: seen.append(progress), every=1)
+    recorder = StageRecorder(
+        tmp_path, "sft", key, run, lambda *progress: seen.append(progress), every=1, seal=process_seal()
+    )
     recorder.begin()
     figure = Figure()
     figure.add_subplot().plot([1, 2], [3, 4])

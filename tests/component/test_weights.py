@@ -157,7 +157,7 @@ def test_a_load_can_be_reverted_until_it_is_used(engine: Engine, memory: Memory)
     engine.held.revert()
     engine.held.use(1)
     assert engine.values() == [0, 1, 0, 0]
-    with pytest.raises(StaleWeightsError, match="nothing to go back to"):
+    with pytest.raises(StaleWeightsError, match="there is no version before"):
         engine.held.revert()
 
 

@@ -65,11 +65,12 @@ class Operator:
     def _address(self) -> str:
         return f"http://127.0.0.1:{self._chat.server_port}/"
 
-    def up(self) -> None:
+    def up(self) -> str:
         done = self.xray("up", *(f"--{name}-port={port}" for name, port in self._ports.items()))
         assert done.code == 0, done.out + done.err
         exports = [line.removeprefix("export ") for line in done.out.splitlines() if line.startswith("export ")]
         self.variables = dict(line.split("=", 1) for line in exports)
+        return done.out
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads(self.xray("status", "--json").out))
@@ -159,6 +160,16 @@ class Operator:
     def artifacts(self, run: str) -> dict[str, str]:
         found = self.ask("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
         return {artifact["key"]: str(artifact["data"]) for artifact in found if artifact["key"]}
+
+    def artifact_keys(self, run: str) -> list[str]:
+        found = self.ask("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
+        return [artifact["key"] for artifact in found]
+
+    def logs(self, run: str) -> list[str]:
+        found = self.ask(
+            "logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        )
+        return [line["message"] for line in found]
 
     def artifact_id(self, run: str, key: str) -> str:
         asked = {"artifacts": {"flow_run_id": {"any_": [run]}, "key": {"any_": [key]}}}

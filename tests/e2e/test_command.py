@@ -26,7 +26,7 @@ from xray_runtime.processes import tagged
         (["configs/tiny.yaml", "--set", "ppo.stages.1.lr=-0.1"], "ppo.stages.1.lr: -0.1 is not allowed: must be"),
         (
             ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],
-            "sft: its models ask for 1000 CPUs (policy 1 × 1000) and the cluster has",
+            "sft: its models need 1000 CPUs (policy 1 × 1000) and the cluster has",
         ),
         (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),
     ],

@@ -52,4 +52,5 @@ def test_policies_side_by_side_and_a_judge_of_its_own(tmp_path: Path) -> None:
                  "--set", "promotion.min_win_rate=0.99", "--set", "promotion.max_judge_drop=null",
                  "--set", "promotion.max_length_ratio=null", "--set", "promotion.max_kl=null")  # fmt: skip
     assert asked.code != 0
-    assert "(judges.0); at least 0.99" in asked.err + asked.out
+    assert "judges.0: " in asked.err + asked.out
+    assert "must be above 0.99" in asked.err + asked.out

@@ -184,7 +184,7 @@ def test_people_judge_the_comparison_with_the_champion(place: Path) -> None:
     published = json.loads(xray("preferences", "--output", str(place), "--json").out)
     done = xray(*decided, "--set", "promotion.max_regression=0.5", "--verdicts", published["uri"])
     assert done.code == 0, done.err
-    assert "(people)" in done.out
+    assert "people: " in done.out
     [path] = place.glob("checkpoints/compare-*/comparison.json")
     people = json.loads(path.read_text())["judges"]["people"]
     assert (people["samples"], people["win_rate"]) == (said["prompts"], pytest.approx(said["win_rate"]))

@@ -23,7 +23,7 @@ SEARCH = {
     "until": "sft",
     "metric": "sft/heldout_loss",
     "mode": "min",
-    "seed": 10,
+    "seed": 8,
     "trials": 3,
     # A rate of 1e-6 learns nothing: the third trial has it, and is ended.
     "prune": {"after_steps": 13, "min_trials": 2},

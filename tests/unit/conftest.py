@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.config.base import FreshBase
+from xray_runtime.store.seal import Seal, process_seal
 
 TINY = FreshBase(
     vocab_size=300, hidden_size=32, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=48, max_positions=64
@@ -57,3 +58,10 @@ def as_rows() -> Callable[..., dict[str, Tensor]]:
         }
 
     return make
+
+
+@pytest.fixture
+def intruder() -> Seal:
+    """The seal of somebody who does not have the run's key."""
+    made: Seal = process_seal.__wrapped__()
+    return made

@@ -24,13 +24,18 @@ SEVEN = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads":
 """6.6 billion parameters with 2,048 tokens."""
 
 
+def short(parts: dict[str, Any]) -> dict[str, Any]:
+    """With prompts and replies of at most 32 tokens, whatever the model's context."""
+    return {"data": {"max_prompt_tokens": 32}, **parts, "sft": {"max_response_tokens": 32, **parts.get("sft", {})}}
+
+
 def gpus(count: int, gib: int = 80, node: int | None = None) -> Machine:
     return Machine(num_devices=count, memory_bytes=gib * GIB, devices_per_node=node)
 
 
 def auto(base: dict[str, Any] | None = None, **stage: Any) -> LifecycleConfig:
     base = {"kind": "fresh", **(base or {})}
-    return validate({"base": base, "ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}})
+    return validate(short({"base": base, "ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}}))
 
 
 def layouts(config: LifecycleConfig) -> set[tuple[int, int]]:
@@ -85,7 +90,8 @@ def test_more_ranks_are_not_taken_than_a_step_has_micro_batches() -> None:
     # 32 sequences of 48 tokens are one micro-batch of 4,096; of 512 they are three.
     assert layouts(choose_layouts(auto(), Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(1, 0)}
     small = {"engine": {"micro_batch_tokens": 512}}
-    config = validate({"sft": small, "reward": small, "ppo": {"stages": [small]}, "runtime": {"parallel": "auto"}})
+    parts = {"sft": small, "reward": small, "ppo": {"stages": [small]}, "runtime": {"parallel": "auto"}}
+    config = validate(short(parts))
     # The replies of SFT are the longest: 32 × (32 + 32) = 2,048 tokens.
     assert layouts(choose_layouts(config, Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(4, 0)}
 
@@ -94,9 +100,8 @@ def large(micro_batch_tokens: int, **stage: Any) -> LifecycleConfig:
     engine = {"engine": {"micro_batch_tokens": micro_batch_tokens}}
     base = {"kind": "fresh", **SEVEN}
     stages = [engine | stage]
-    return validate(
-        {"base": base, "sft": engine, "reward": engine, "ppo": {"stages": stages}, "runtime": {"parallel": "auto"}}
-    )
+    parts = {"base": base, "sft": engine, "reward": engine, "ppo": {"stages": stages}, "runtime": {"parallel": "auto"}}
+    return validate(short(parts))
 
 
 def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
@@ -118,7 +123,7 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     separate, _ = choose_layouts(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
     assert layouts(separate) == {(6, 3)}
     assert separate.ppo.stages[0].critic_engine == separate.ppo.stages[0].engine
-    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; nearest is "):
+    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; the nearest is "):
         choose_layouts(large(4096), gpus(4, 40))
 
 
@@ -320,7 +325,7 @@ def test_what_was_chosen_is_as_if_written_by_hand() -> None:
     assert chosen.runtime.parallel == "as_written"
     engine = {"engine": {"num_workhorses": 4, "zero_stage": 2, "tensor_parallel": 2}}
     base = {"kind": "fresh", **SEVEN}
-    by_hand = validate({"base": base, "sft": engine, "reward": engine, "ppo": {"stages": [engine]}})
+    by_hand = validate(short({"base": base, "sft": engine, "reward": engine, "ppo": {"stages": [engine]}}))
     graphs = recorded_graph(chosen), recorded_graph(by_hand)
     assert [call.config for call in graphs[0].calls.values()] == [call.config for call in graphs[1].calls.values()]
 

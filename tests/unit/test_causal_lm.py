@@ -14,19 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.base import FreshBase
 from xray_runtime.data.chat_templates import CHATML
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
-from xray_runtime.models import location
+from xray_runtime.models import causal_lm, location
 from xray_runtime.models.causal_lm import (
+    check_publishable,
     copy_model,
     fresh_llama,
     load_model,
     load_pretrained,
     load_tokenizer,
+    published,
     save_model,
     skeleton,
     stop_tokens,
@@ -150,6 +153,57 @@ def test_frozen_weights_are_those_of_the_parent_bit_for_bit(saved: Path, tmp_pat
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert {p.name for p in out.iterdir()} == {p.name for p in saved.iterdir()}
     assert (out / "config.json").read_bytes() == (saved / "config.json").read_bytes()
+
+
+TINY: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 32, "bos_token_id": None},
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32, "n_shared_experts": 1},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "head_dim": 16},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{"llama": {}, "gpt_neox": {}, "phi3": {}, "gemma3_text": {}},
+    **{"qwen3_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v3": DEEPSEEK},
+}
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    """A small random model of a family, as the stage `base` writes it."""
+    ends = {"pad_token_id": tiny_tokenizer.pad_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
+    fields = TINY | ends | {"vocab_size": len(tiny_tokenizer)} | FAMILIES[request.param]
+    config = transformers.AutoConfig.for_model(request.param, **fields)
+    save_model(transformers.AutoModelForCausalLM.from_config(config), tiny_tokenizer, tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
+def test_what_passes_on_paper_is_written_one_tensor_at_a_time_and_read_back(tiny: Path, tmp_path: Path) -> None:
+    lm = skeleton(str(tiny))
+    check_publishable(lm)
+    trained = {name: parameter.detach() + 0.5 for name, parameter in load_model(tiny).named_parameters()}
+    copy_model(tiny, tmp_path / "out")
+    with TensorFile(tmp_path / "out" / WEIGHTS) as file:
+        for name, tensor in trained.items():
+            for saved_name, part in published(lm, name, tensor).items():
+                file.write(saved_name, part)
+    found = dict(load_model(tmp_path / "out").named_parameters())
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+
+
+@pytest.mark.parametrize("tiny", ["qwen3_moe"], indirect=True)
+def test_what_cannot_be_written_so_is_refused_before_its_weights_are_read(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_lm, "published", lambda lm, name, tensor: {name: tensor})
+    (tiny / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"^base\.model: .* \(a 'qwen3_moe' model .*gate_up_proj cannot be saved by"):
+        load_pretrained(str(tiny))
 
 
 def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:

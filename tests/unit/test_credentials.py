@@ -92,7 +92,7 @@ def test_the_address_for_notices_is_not_shown_and_works() -> None:
     assert "s3cr3t" not in block.model_dump_json() + repr(block)
     sent = block._build_request_args("the body", "the subject")
     assert sent["url"] == "https://chat/services/s3cr3t"
-    assert sent["json"] == {"text": "the subject\nthe body"}
+    assert sent["json"] == {"text": "the body"}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
     ]
     with pytest.raises(ConfigError, match=r'^small\.pairs\.1\.engine\.offload: "nvme" is not allowed: it needs CUDA'):
         check_graph(graph, "cpu", TWO_CORES)
-    with pytest.raises(ConfigError, match=r"^small: its models ask for 1.5 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
+    with pytest.raises(ConfigError, match=r"^small: its models need 1.5 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
         check_graph(graph, "cuda", [{"CPU": 4.0, "GPU": 1.0}])
 
 
@@ -135,22 +135,22 @@ def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, in
             {"cpus_per_workhorse": 0.25},
             "cpu",
             TWO_CORES,
-            "ppo-1: its models ask for 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reference 1 × 0.25, "
+            "ppo-1: its models need 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reference 1 × 0.25, "
             "rewards.0 1 × 0.25, critic 4 × 0.25) and the cluster has 2: lower runtime.cpus_per_workhorse or "
-            "engine.num_workhorses, or give it more",
+            "engine.num_workhorses, or add nodes",
         ),
-        ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models ask for 2 GPUs (policy 2 × 1) and the"),
+        ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models need 2 GPUs (policy 2 × 1) and the"),
         (
             {"cpus_per_workhorse": 0.0},
             "cuda",
             [{"GPU": 8.0}, {"CPU": 4.0}],
-            "ppo-1: its models ask for 11 GPUs",
+            "ppo-1: its models need 11 GPUs",
         ),
         (
             {"cpus_per_workhorse": 3.0},
             "cpu",
             [TWO_CORES[0]] * 40,
-            "sft: one Workhorse asks for 3 CPUs and the largest node has 2: lower runtime.cpus_per_workhorse",
+            "sft: one Workhorse needs 3 CPUs and the largest node has 2: lower runtime.cpus_per_workhorse",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from xray.deployments.presets import VARIABLES, as_yaml, deployments, pull_steps
+from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
 from xray_runtime.config.loading import load_config, validate
 
 ROOT = Path(__file__).parents[2]
@@ -43,17 +43,19 @@ def test_parameters_are_those_of_the_flow(name: str) -> None:
     tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
     (flow,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     assert "flow" in {decorator.func.id for decorator in flow.decorator_list}  # type: ignore[attr-defined]
-    assert set(deployment["parameters"]) <= {argument.arg for argument in flow.args.args}
-    assert deployment["parameters"]["output"] == "/home/x/output"
+    arguments = {argument.arg for argument in flow.args.args}
+    assert set(deployment["parameters"]) <= arguments
+    if "output" in arguments:
+        assert deployment["parameters"]["output"] == "/home/x/output"
     assert "xray" in deployment["tags"]
 
 
-def test_what_computes_is_one_at_a_time() -> None:
-    for name in ("lifecycle", "lifecycle-tiny", "tune", "promote", "prune"):
-        assert DEPLOYMENTS[name]["work_pool"]["work_queue_name"] == "ray"
-    for name in ("lifecycle", "lifecycle-tiny", "tune"):
-        assert DEPLOYMENTS[name]["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
-    assert "work_queue_name" not in DEPLOYMENTS["audit"]["work_pool"]
+def test_only_long_computations_run_one_at_a_time() -> None:
+    queued = {name for name, d in DEPLOYMENTS.items() if d["work_pool"].get("work_queue_name") == QUEUE}
+    assert queued == {"lifecycle", "lifecycle-tiny", "tune"}
+    assert set(DEPLOYMENTS) - queued == {"audit", "plan", "promote", "rollback", "export", "prune"}
+    # After a power cut such a limit keeps its slot for minutes, and the run that goes on would wait for itself.
+    assert {name for name, d in DEPLOYMENTS.items() if "concurrency_limit" in d} == {"audit"}
 
 
 def test_two_run_by_themselves() -> None:
@@ -70,4 +72,5 @@ def test_the_file_for_prefect_deploy_says_the_same() -> None:
     for name, value in VALUES.items():
         text = text.replace(f"{{{{ ${name} }}}}", value)
     content = yaml.safe_load(text)
-    assert content == {"pull": pull_steps(VALUES), "deployments": list(DEPLOYMENTS.values())}
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "/home/x"}}]
+    assert content == {"pull": pull, "deployments": list(DEPLOYMENTS.values())}

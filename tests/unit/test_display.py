@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from xray.cli.display import where_lineage_is_seen
+from xray.cli.display import where_mlflow_shows_it
+
+PAGE = "#/experiments/1/runs/ab?workflowType=machine_learning"
 
 
 @pytest.mark.parametrize(
-    ("address", "says"),
+    ("address", "page", "says"),
     [
-        ("", "mlflow ui --backend-store-uri sqlite:////runs/x/mlflow.db"),
-        ("sqlite:////elsewhere/mlflow.db", "mlflow ui --backend-store-uri sqlite:////elsewhere/mlflow.db"),
-        ("http://host:5000", "http://host:5000"),
+        ("", PAGE, "mlflow ui --backend-store-uri sqlite:////runs/x/mlflow.db"),
+        ("sqlite:////elsewhere/mlflow.db", PAGE, "mlflow ui --backend-store-uri sqlite:////elsewhere/mlflow.db"),
+        ("http://host:5000", f"http://host:5000/{PAGE}", f"http://host:5000/{PAGE}"),
     ],
 )
-def test_where_to_look_for_lineage(address: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_mlflow_shows_a_run(address: str, page: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    assert where_lineage_is_seen(Path("/runs/x")) == says
+    lines = where_mlflow_shows_it(page, Path("/runs/x"))
+    assert lines[0] == f"in MLflow   {says}"
+    assert lines[1:] == ([] if page.startswith("http") else [f"            and then http://127.0.0.1:5000/{PAGE}"])

@@ -142,4 +142,5 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None
 
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 1000
-    assert sum(words(page) for page in PAGES if page.name not in MEASURED) <= 10_000
+    # The third edition does more: own data, model families, suspension, the limits of its sandbox and audits.
+    assert sum(words(page) for page in PAGES if page.name not in MEASURED) <= 12_000

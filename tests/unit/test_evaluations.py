@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -27,8 +28,20 @@ def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:
     assert drawn is not None
     [panel] = drawn.axes  # only perplexity is of more than one policy
     assert panel.get_title(loc="left") == "perplexity"
-    assert [line.get_ydata()[0] for line in panel.lines if line.get_marker() == "o"] == [9.0, 7.0]
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"] == [9.0, 7.0]
     assert figure(side_by_side(found[:1], {})) is None
+
+
+def test_names_of_policies_stay_apart() -> None:
+    names = {f"{number:064}": f"a-stage-with-a-rather-long-name-{number}" for number in range(40)}
+    found = [Measured("ppl", sha, "1", {"perplexity": Number(9.0, 8.0, 10.0)}) for sha in names]
+    drawn = figure(side_by_side(found, names))
+    assert drawn is not None
+    drawn.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawn.axes[0].get_yticklabels()]
+    assert len(boxes) == 40
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 for box in boxes)
 
 
 def test_what_is_measured_in_the_same_way_shares_a_column(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_an_episode_ends_where_nothing_can_follow(limits: PromptLimits, pool: En
     assert isinstance(events[-1], Step)
     assert 2 < len(model.read) < 20
     assert all(limits.excess_of(len(ids)) <= 0 for ids in model.read)
-    with pytest.raises(ValueError, match=r"^too long for the model by \d+ tokens: say less$"):
+    with pytest.raises(ValueError, match=r"^too long for the model by \d+ tokens: shorten it$"):
         list(play(model, limits, prompt("three " * 900), 0, pool, 2))  # type: ignore[arg-type]
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.report.findings import evaluation_findings, policy_findings, watched
+from xray_runtime.report.findings import (
+    evaluation_findings,
+    policy_findings,
+    preferences_findings,
+    sft_findings,
+    watched,
+)
 
 LEARNS = {
     "reward/std": [0.5, 0.4, 0.3],
@@ -30,7 +36,7 @@ def test_nothing_is_said_of_one_that_learns() -> None:
         ({"reward__std": [0.0, 0.0, 0.0]}, "every reply had the same reward"),
         ({"rollout__tied_groups": [1.0, 1.0, 1.0]}, "no group taught anything"),
         ({"rollout__tied_groups": [0.9, 0.95, 1.0]}, "the same reward for 95% of the prompts"),
-        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly moved: 3e-05 nats a token"),
+        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly changed: 3e-05 nats a token"),
         ({"rollout__truncated": [1.0, 0.95, 0.9]}, "95% of the replies were cut off"),
     ],
 )
@@ -95,3 +101,27 @@ def test_what_the_watch_saw_is_said_in_numbers() -> None:
     assert watched(series | signs)[0] == ("signs of a hacked reward", "length in 2 iterations")
     # Nobody looked.
     assert watched({"reward/mean": [(0, 1.0)]}) == []
+
+
+def test_what_was_too_long_is_said() -> None:
+    def series(group: str, **counts: float) -> dict[str, list[tuple[int, float]]]:
+        return {f"{group}/{name}": [(0, value)] for name, value in counts.items()}
+
+    limits = {"max_prompt_tokens": 1024.0, "max_response_tokens": 512.0}
+    counts = {"pairs": 9700.0, "dropped_prompt_too_long": 240.0, "dropped_reply_too_long": 60.0}
+    assert sft_findings(series("sft", **limits, **counts)) == [
+        "dropped 300 of 10,000 replies: 240 behind more than 1,024 tokens (data.max_prompt_tokens), 60 of more than "
+        "512 (sft.max_response_tokens); dropped.jsonl in its checkpoint lists them"
+    ]
+    assert not sft_findings(
+        series("sft", pairs=10.0, **limits, dropped_prompt_too_long=0.0, dropped_reply_too_long=0.0)
+    )
+    asked = series("prompts", too_long=3.0, different=40.0, max_tokens=342.0)
+    for findings_of in (policy_findings, evaluation_findings):
+        assert findings_of(asked) == [
+            "asks no prompt of more than 342 tokens (data.max_prompt_tokens): 3 rows are left out, 40 different "
+            "prompts stay"
+        ]
+    assert preferences_findings(series("preferences", pairs=8.0, dropped_same_or_empty=2.0)) == [
+        "dropped 2 of 10 pairs: 2 with two equal or empty replies"
+    ]

@@ -77,7 +77,7 @@ def test_nothing_that_is_carried_on_takes_one_in(value: float) -> None:
     assert kl.coef == 0.1
     moments = RunningMoments()
     moments.update([1.0, 3.0])
-    with pytest.raises(NonFiniteError, match=r"^a reward that the running moments are of is not finite$"):
+    with pytest.raises(NonFiniteError, match=r"^a reward in the running moments is not finite$"):
         moments.update([2.0, value])
     assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
 

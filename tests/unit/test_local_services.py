@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from xray.deployments import service
-from xray.deployments.local_services import LOST, Health, _environment, _server_directory
+from xray.deployments.local_ray import temporary_environment
+from xray.deployments.local_services import LOST, Health, _server_directory
 from xray.deployments.service import LOOPBACK, Service, free_port
 
 # A run whose child is called as one of Ray's processes, and dies.
@@ -65,7 +66,7 @@ def test_a_run_whose_ray_died_ends_at_once(tmp_path: Path) -> None:
 
 def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XRAY_TEST_OLD", "before")
-    with _environment({"XRAY_TEST_OLD": "now", "XRAY_TEST_NEW": "now"}):
+    with temporary_environment({"XRAY_TEST_OLD": "now", "XRAY_TEST_NEW": "now"}):
         assert (os.environ["XRAY_TEST_OLD"], os.environ["XRAY_TEST_NEW"]) == ("now", "now")
     assert os.environ["XRAY_TEST_OLD"] == "before"
     assert "XRAY_TEST_NEW" not in os.environ

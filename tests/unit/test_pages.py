@@ -6,16 +6,22 @@ import io
 import math
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.automations import Automation
 from prefect.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 from rich.console import Console
 
-from xray.deployments.automations import crashed_without_heartbeat
+from xray.deployments.automations import PREFIX, crashed_without_heartbeat, notifications, waiting_in_queue
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.status import service_status, show
+from xray.deployments.suspension import LOST, STOPPED
 from xray.tasks.spec import StageResult
-from xray.tasks.summary import BARS, sparkline, stage_markdown
+from xray.tasks.summary import BARS, headline, sparkline, stage_markdown
+from xray_runtime.stages import kinds
 from xray_runtime.stages.kind import StageKind, find_kind
 from xray_runtime.store.ref import CheckpointRef
 
@@ -82,6 +88,23 @@ def test_an_evaluation_shows_its_numbers(tmp_path: Path) -> None:
     assert "ci95" not in text
 
 
+def test_the_headline_says_what_came_out(tmp_path: Path) -> None:
+    series = {"reward/mean": [(0, 0.77), (1, 0.9), (2, 1.12)], "kl/reference_k1": [(0, 4.7)], "other": [(0, 1.0)]}
+    assert headline(kind("ppo"), result(tmp_path), series) == "reward 0.77 → 1.12, KL 4.7"
+    assert headline(kind("ppo"), result(tmp_path), {}) == ""
+    (tmp_path / "evaluation.json").write_text('{"win_rate": 0.86, "gold_delta": null, "kl": 4.03, "judge": "gold"}')
+    assert headline(kind("evaluate"), result(tmp_path), {}) == "win rate 0.86, KL 4.03"
+
+
+def test_headlines_name_metrics_that_exist() -> None:
+    metrics = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    shipped = [each for each in vars(kinds).values() if isinstance(each, StageKind)]
+    for name in (name for each in shipped for name in each.headline if "/" in name):
+        group, _, metric = name.partition("/")
+        assert f"`{group}/" in metrics, name
+        assert metric in metrics, name
+
+
 def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
     home = ServerHome(tmp_path)
     nothing = service_status(home, None)
@@ -96,13 +119,26 @@ def test_status_of_nothing_and_of_what_was_killed(tmp_path: Path) -> None:
 
 def test_status_shows_runs_and_champions(tmp_path: Path) -> None:
     content = service_status(ServerHome(tmp_path), State(tag="ef"))
-    run = {"id": "1", "name": "[demo] seed 0", "state": "Running", "at": "2026-01-02T03:04:05Z", "deployment": None}
+    at_work, suspended = run("[demo] seed 0", "Running"), run("demo seed 1", "Suspended")
+    waiting, audit, nightly = (
+        run("odd-koel", "Late", "tiny"),
+        run("a", "Scheduled", "audit"),
+        run("b", "Scheduled", "n"),
+    )
     champion = {"name": "demo-policy", "version": "3", "checkpoint": SHA, "by": "Ada", "at": "2026-01-01T00:00:00"}
-    text = shown(content | {"runs": [run], "next": [], "champions": [champion]})
-    assert "Running" in text
-    assert "[demo] seed 0" in text
-    assert "2026-01-02 03:04:05 UTC" in text
-    assert "version 3 abababababab, by Ada" in text
+    kinds = {"runs": [at_work], "suspended": [suspended], "waiting": [waiting], "next": [audit, nightly]}
+    lines = shown(content | kinds | {"champions": [champion]}).splitlines()[4:]
+    assert [line.split()[0] for line in lines] == ["on", "suspended", "waiting", "next", "next", "champion"]
+    assert "[demo] seed 0" in lines[0]
+    assert "2026-01-02 03:04:05 UTC" in lines[0]
+    assert "demo seed 1" in lines[1]
+    assert "tiny" in lines[2]
+    assert "behind [demo] seed 0" in lines[2]
+    assert "version 3 abababababab, by Ada" in lines[-1]
+
+
+def run(name: str, state: str, deployment: str | None = None) -> dict[str, Any]:
+    return {"name": name, "state": state, "at": "2026-01-02T03:04:05Z", "deployment": deployment}
 
 
 def shown(content: dict[str, Any]) -> str:
@@ -112,6 +148,50 @@ def shown(content: dict[str, Any]) -> str:
 
 
 def test_a_run_that_waits_for_somebody_is_not_taken_for_crashed() -> None:
-    trigger = crashed_without_heartbeat().trigger
-    assert isinstance(trigger, EventTrigger)
-    assert {"prefect.flow-run.Suspended", "prefect.flow-run.Completed"} <= trigger.expect
+    trigger = trigger_of(crashed_without_heartbeat())
+    assert {"prefect.flow-run.Suspended", "prefect.flow-run.Resuming", "prefect.flow-run.Completed"} <= trigger.expect
+
+
+def trigger_of(automation: Automation) -> EventTrigger:
+    assert isinstance(automation.trigger, EventTrigger)
+    return automation.trigger
+
+
+def event(name: str, message: str = "", flow: str = "lifecycle", queue: str = "ray") -> ReceivedEvent:
+    """A change of a flow run's state as Prefect's server sends it."""
+    related = [{"prefect.resource.id": "f", "prefect.resource.role": "flow", "prefect.resource.name": flow}]
+    related += [{"prefect.resource.id": "q", "prefect.resource.role": "work-queue", "prefect.resource.name": queue}]
+    resource = {"prefect.resource.id": "prefect.flow-run.1", "prefect.state-message": message}
+    sent = {"occurred": "2026-01-02T03:04:05Z", "event": f"prefect.flow-run.{name}", "resource": resource}
+    return ReceivedEvent.model_validate(sent | {"related": related, "id": UUID(int=1)})
+
+
+def fires(automation: Automation, sent: ReceivedEvent) -> bool:
+    """Whether Prefect's server counts the event for the automation."""
+    trigger = trigger_of(automation).model_dump(mode="json")
+    return ServerTrigger.model_validate(trigger).covers(sent)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (event("Failed"), ["a run failed"]),
+        (event("Crashed"), ["a run failed"]),
+        # The audit's own event and the failure of its run are one fault.
+        (event("Failed", flow="audit"), ["a run failed"]),
+        (event("Suspended", flow="promote"), ["a candidate waits for approval"]),
+        (event("Suspended", message=STOPPED, flow="promote"), []),
+        (event("Suspended", message=STOPPED), []),
+        (event("Suspended", message=LOST, flow="promote"), []),
+        (event("Resuming"), []),
+        (event("Cancelled"), []),
+    ],
+)
+def test_a_fault_is_told_once_and_a_planned_stop_never(sent: ReceivedEvent, told: list[str]) -> None:
+    assert [each.name.removeprefix(PREFIX) for each in notifications(None) if fires(each, sent)] == told
+
+
+def test_only_a_run_that_waits_for_another_says_so() -> None:
+    assert fires(waiting_in_queue(), event("Late"))
+    assert not fires(waiting_in_queue(), event("Late", queue="default"))
+    assert not fires(waiting_in_queue(), event("Scheduled"))

@@ -148,7 +148,7 @@ def test_people_see_a_table_and_reasons() -> None:
         ),
         (
             ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],
-            "sft: its models ask for 1000 CPUs (policy 1 × 1000) and the cluster has",
+            "sft: its models need 1000 CPUs (policy 1 × 1000) and the cluster has",
         ),
     ],
 )

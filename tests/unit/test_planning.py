@@ -205,7 +205,8 @@ def test_the_evaluation_is_counted(model: str) -> None:
 def test_cores_bound_the_replicas() -> None:
     # A step of 32 × 64 tokens is four passes of 512: four replicas, and three other models, ask for 7 × 8 cores.
     small = {"engine": {"micro_batch_tokens": 512}}
-    stages = {"sft": small, "reward": small, "ppo": {"stages": [small]}}
+    short = {"data": {"max_prompt_tokens": 32}, "sft": small | {"max_response_tokens": 32}}
+    stages = short | {"reward": small, "ppo": {"stages": [small]}}
     there = Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu")
 
     def chosen(cpus: float) -> int:
@@ -216,7 +217,7 @@ def test_cores_bound_the_replicas() -> None:
         return choose_layouts(config, there, check)[0].ppo.stages[0].engine.num_workhorses
 
     assert (chosen(1.0), chosen(8.0)) == (4, 1)
-    with pytest.raises(ConfigError, match=r"its models ask for 36 CPUs .* and the cluster has 32: lower"):
+    with pytest.raises(ConfigError, match=r"its models need 36 CPUs .* and the cluster has 32: lower"):
         chosen(9.0)
 
 
@@ -402,8 +403,7 @@ def test_lengths_and_batches_follow_the_config() -> None:
         {"max_new_tokens": 8, "minibatch_size": 16, "engine": {"micro_batch_tokens": 512}},
         {"max_new_tokens": 24, "prompts_per_iteration": 128},
     ]
-    workload = configured(data={"max_prompt_tokens": 40}, ppo={"stages": stages})
-    # Replies of SFT have up to 32 tokens.
+    workload = configured(data={"max_prompt_tokens": 40}, sft={"max_response_tokens": 32}, ppo={"stages": stages})
     assert (workload.sequence_tokens, workload.response_tokens) == (72, 32)
     assert (workload.batch_size, workload.rollout_size, workload.micro_batch_tokens) == (16, 128, 4096)
     ppo_alone = {"sft": None, "reward": None, "preferences": None, "reward_ref": "x", "ppo": {"stages": stages[:1]}}

@@ -9,6 +9,7 @@ import pytest
 
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.stages.answer import Answer
+from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking import recorder as module
 from xray_runtime.tracking.recorder import StageRecorder
 
@@ -20,25 +21,30 @@ def silent(*_: Any) -> None:
 
 
 def test_an_attempt_starts_its_records_anew(tmp_path: Path) -> None:
-    first = StageRecorder(tmp_path, "sft", KEY, None, silent, every=1)
+    first = StageRecorder(tmp_path, "sft", KEY, None, silent, every=1, seal=process_seal())
     for step in range(3):
         first.metrics({"sft/loss": 9.0}, step)
     first.close()
-    second = StageRecorder(tmp_path, "sft", KEY, None, silent, every=1)
+    second = StageRecorder(tmp_path, "sft", KEY, None, silent, every=1, seal=process_seal())
     second.begin()
     second.metrics({"sft/loss": 1.0}, 0)
     second.close()
     assert second.metrics_path == first.metrics_path
     assert read_metrics(second.metrics_path) == {"sft/loss": [(0, 1.0)]}
     # Another key is another place.
-    assert StageRecorder(tmp_path, "sft", "cd" * 32, None, silent, every=1).metrics_path != first.metrics_path
+    assert (
+        StageRecorder(tmp_path, "sft", "cd" * 32, None, silent, every=1, seal=process_seal()).metrics_path
+        != first.metrics_path
+    )
 
 
 def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     seen: list[Any] = []
-    recorder = StageRecorder(tmp_path, "sft", KEY, None, lambda *progress: seen.append(progress), every=1)
+    recorder = StageRecorder(
+        tmp_path, "sft", KEY, None, lambda *progress: seen.append(progress), every=1, seal=process_seal()
+    )
     for done in range(1, 11):
         recorder.progress(done, 10, "steps", f"at {done}")
         now += 0.06
@@ -47,8 +53,10 @@ def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_question_goes_to_whoever_can_be_asked(tmp_path: Path) -> None:
-    assert StageRecorder(tmp_path, "ppo", KEY, None, silent, every=1).ask("go on?") is None
+    assert StageRecorder(tmp_path, "ppo", KEY, None, silent, every=1, seal=process_seal()).ask("go on?") is None
     answer = Answer(True, "Ada", "yes")
     asked: list[str] = []
-    recorder = StageRecorder(tmp_path, "ppo", KEY, None, silent, 1, ask=lambda text: asked.append(text) or answer)
+    recorder = StageRecorder(
+        tmp_path, "ppo", KEY, None, silent, 1, process_seal(), ask=lambda text: asked.append(text) or answer
+    )
     assert (recorder.ask("go on?"), asked) == (answer, ["go on?"])

@@ -41,7 +41,15 @@ class Page(HTMLParser):
 def stage(name: str, parents: list[str], cached: bool = False) -> dict[str, Any]:
     checkpoint = {"uri": f"/out/{name}", "sha256": SHAS[name]}
     parents = [SHAS[parent] for parent in parents]
-    return {"name": name, "checkpoint": checkpoint, "parents": parents, "cached": cached, "seconds": 12.34}
+    return {
+        "name": name,
+        "checkpoint": checkpoint,
+        "parents": parents,
+        "cached": cached,
+        "seconds": 0.2 if cached else 12.34,
+        "computed_seconds": 48.0 if cached else 12.34,
+        "computed_at": "2026-11-23T08:00:00+00:00",
+    }
 
 
 def lifecycle(**evaluation: Any) -> dict[str, Any]:
@@ -51,6 +59,7 @@ def lifecycle(**evaluation: Any) -> dict[str, Any]:
         "status": "completed",
         "seconds": 61.6,
         "run_id": "run-1",
+        "mlflow_page": "#/experiments/1/runs/run-1",
         "registered": {"name": "demo-policy", "version": "4", "alias": "candidate"},
         "stages": [
             stage("prepare", []),
@@ -77,6 +86,15 @@ def lifecycle(**evaluation: Any) -> dict[str, Any]:
         }
         | evaluation,
     }
+
+
+def test_a_cached_stage_keeps_its_own_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, lifecycle() | {"mlflow_page": "http://host/#/experiments/1/runs/run-1"}, [], [], "")
+    text = path.read_text(encoding="utf-8")
+    assert "cached; computed in 48.0 s on 2026-11-23" in text
+    assert "completed in 62 s, 1 of 4 stages cached, which took 48 s to compute" in text
+    assert 'href="http://host/#/experiments/1/runs/run-1"' in text
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -149,7 +167,7 @@ def test_a_few_rollouts_are_shown_as_text(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, lifecycle(), [first], [], "")
     page = Page(path.read_text(encoding="utf-8"))
-    assert "What policies learned from" in page.text
+    assert "Rollouts that policies learned from" in page.text
     assert page.text.count(HOSTILE) == 2
     assert "script" not in {name for name, _ in page.elements}
     for shown in (*columns, "-1.250", "failed", "+2.000", "no: no reward"):
@@ -157,7 +175,7 @@ def test_a_few_rollouts_are_shown_as_text(tmp_path: Path) -> None:
     assert "None" not in page.text
     kept.write_text("torn {")
     write_report(path, lifecycle(), [first], [], "")
-    assert "What policies learned from" not in path.read_text(encoding="utf-8")
+    assert "Rollouts that policies learned from" not in path.read_text(encoding="utf-8")
 
 
 def test_curves_are_kept_until_the_metrics_change(tmp_path: Path) -> None:
@@ -241,7 +259,8 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     page = Page(write(tmp_path, config="seed: 3\n", curves=True))
     text = " ".join(page.text.split())
     assert "demo seed 3" in text
-    assert "completed in 62 s · demo-policy version 4 @candidate · MLflow run run-1" in text
+    ended = "completed in 62 s, 1 of 4 stages cached, which took 48 s to compute"
+    assert f"{ended} · demo-policy version 4 @candidate · MLflow run run-1" in text
     assert "+0.100 → +0.250" in text
     assert "difference +0.150, 95% +0.050 to +0.250" in text
     assert "62.5%" in text
@@ -252,7 +271,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     for name, sha in SHAS.items():
         assert name in text
         assert sha in text
-    assert "sft (cached)" in text
+    assert "cached; computed in 48.0 s" in text
     # Beside the lineage a figure for each stage that has curves, below its name.
     assert [tag for tag, _ in page.elements].count("svg") == 1 + len(PANELS)
     assert [name for name in ("base", "somebody's", *PANELS) if f"{name} curves" in text] == list(PANELS)
@@ -280,8 +299,8 @@ def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
     assert "KL to the model before" in text
-    assert "nothing judges" in text
-    assert not any(word in text for word in ("trained against, judges nothing", "gold score", "None"))
+    assert "no judge: every source was trained against" in text
+    assert not any(word in text for word in ("trained against, does not judge", "gold score", "None"))
     write_report(tmp_path / "bare.html", lifecycle() | {"evaluation": None, "registered": None}, [], [], "")
     text = Page((tmp_path / "bare.html").read_text(encoding="utf-8")).text
     assert not any(word in text for word in ("KL", "Replies", "None"))
@@ -318,6 +337,17 @@ def test_lineage_stands_in_order_and_apart() -> None:
     # Everything is inside the picture.
     assert all(x + graph["node_width"] <= graph["width"] for x, _ in place.values())
     assert all(y + graph["node_height"] <= graph["height"] for _, y in place.values())
+
+
+def test_long_names_stay_in_their_boxes_and_apart() -> None:
+    names = [f"a-stage-with-a-name-that-is-longer-than-its-box-{number}" for number in range(3)]
+    stages = [stage("prepare", []) | {"name": name} for name in names]
+    graph = lineage_graph(stages)
+    shown = [node["name"] for node in graph["nodes"]]
+    assert len(set(shown)) == 3
+    # A letter of this size is 8 wide; there are 12 on either side.
+    assert all(24 + 8 * len(name) <= graph["node_width"] for name in shown)
+    assert [node["title"] for node in graph["nodes"]] == names
 
 
 def test_a_parent_from_elsewhere_has_no_arrow() -> None:

@@ -72,5 +72,5 @@ def test_options_reach_the_sampler() -> None:
 
 @pytest.mark.parametrize("field", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_what_would_bias_ratios_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{field} = 0.5 is not allowed: ratios are taken of log-probabilities"):
+    with pytest.raises(ConfigError, match=rf"{field} = 0.5 is not allowed: ratios use log-probabilities"):
         validate({"ppo": {"stages": [{field: 0.5}]}})

@@ -77,7 +77,7 @@ def test_a_range_is_whole_where_the_field_is() -> None:
             {"until": "sft", "prune": {"stage": "ppo-1"}},
             "prune.stage: 'ppo-1' is not allowed: must be one of prepare, base, sft",
         ),
-        ({"base.hidden_size": {"choices": [96, 100]}}, {}, "no draw of 200 is a config that is allowed: base"),
+        ({"base.hidden_size": {"choices": [96, 100]}}, {}, "none of 200 random configs is valid: base"),
     ],
 )
 def test_what_does_not_fit_the_config(fields: dict[str, Any], more: dict[str, Any], message: str) -> None:

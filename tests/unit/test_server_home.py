@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from xray.cli.main import app
 from xray.cli.up import local_timezone
+from xray.deployments.patience import NotUpError
 from xray.deployments.server_home import (
     PORTS,
     ServerHome,
@@ -25,7 +27,7 @@ from xray.deployments.server_home import (
     new_state,
 )
 from xray.deployments.servers import servers, start_missing, stop, worker
-from xray.deployments.service import NotUpError, ProcessRecord, Service
+from xray.deployments.service import ProcessRecord, Service
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import TAG
 
@@ -203,23 +205,36 @@ def test_a_service_that_ends_says_why(home: ServerHome) -> None:
     thing = service(home, "import os, sys; sys.exit(os.environ['GREETING'] + ': no such disk')", healthy=False)
     assert start_missing(home, state, [thing]) == ["ray"]
     assert home.load() == state
-    with pytest.raises(
-        NotUpError, match=r"Thing ended as soon as it was started. The end of .*ray.log:\n  hello: no such"
-    ):
+    with pytest.raises(NotUpError, match=r"Thing ended as soon as it was started. The end of .*: hello: no such"):
         thing.wait_healthy()
     stop(home, state, [thing])
 
 
-def test_a_service_that_never_answers_is_an_error_that_names_its_log(
+def test_a_service_that_does_nothing_is_an_error_that_names_its_log(
     home: ServerHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xray.deployments.service.START_SECONDS", 0.3)
+    monkeypatch.setattr("xray.deployments.patience.IDLE_SECONDS", 2.0)
     monkeypatch.setattr("xray.deployments.service.SAY_SECONDS", 0.1)
     thing, said = service(home, "import time; time.sleep(60)", healthy=False), list[str]()
     thing.start()
-    with pytest.raises(NotUpError, match=r"Thing: no answer after 0 s. The end of .*ray.log:"):
+    with pytest.raises(NotUpError, match=r"Thing has done nothing for 2 s. Its log is .*ray.log, and empty"):
         thing.wait_healthy(said.append)
     assert said[0].startswith("still waiting for Thing")
+    assert thing.stop()
+
+
+@pytest.mark.parametrize(
+    "work",
+    ["while True: pass", "import time\nwhile True: print('.', flush=True); time.sleep(0.5)"],
+    ids=["computes", "logs"],
+)
+def test_a_service_at_work_is_waited_for(home: ServerHome, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """…for longer than an idle one, however slow it is."""
+    monkeypatch.setattr("xray.deployments.patience.IDLE_SECONDS", 1.5)
+    thing, begin = service(home, work, healthy=False), time.monotonic()
+    thing.health = lambda _: time.monotonic() - begin > 6
+    thing.start()
+    thing.wait_healthy()
     assert thing.stop()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from xray_runtime.data.tokenizing import encode_prompts, train_tokenizer
 from xray_runtime.engines.generation.vllm_server import guarded
-from xray_runtime.serving.middleware import PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
+from xray_runtime.serving.middleware import MAX_BODY_BYTES, PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
 
 SHA, SECRET = "ab" * 32, "cd" * 32
 
@@ -21,15 +21,33 @@ async def _answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": part != b"two"})
 
 
-def _ask(path: str, key: str | None, front: str = SECRET, **headers: str) -> tuple[int, dict[str, str], bytes]:
+async def _echo(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the whole body, as an application does: its client may leave meanwhile, which it calls a bad request."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        more = message.get("more_body", False)
+        size += len(message.get("body", b""))
+        status = 400 if message["type"] == "http.disconnect" else 200
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+def _ask(
+    path: str, key: str | None, front: str = SECRET, app: Any = _answer, body: int = 0, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     sent: list[Any] = []
+    parts = [2**20] * (body // 2**20) + [body % 2**20]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * parts.pop(0), "more_body": bool(parts)}
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     given = [(name.encode(), value.encode()) for name, value in {PROXY_HEADER: front, **headers}.items()]
     scope = {"type": "http", "path": path, "headers": given}
-    asyncio.run(Tagged(_answer, SHA, key, SECRET)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(Tagged(app, SHA, key, SECRET)(scope, receive, send))
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], found, b"".join(message["body"] for message in sent[1:])
 
@@ -60,6 +78,16 @@ def test_what_does_not_come_through_the_front_is_not_answered() -> None:
         for front in ("", SECRET[:-1], SECRET.upper()):
             assert _ask(path, None, front)[0] == 401
             assert _ask(path, key_digest("right"), front, authorization="Bearer right")[0] == 401
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_request_that_is_too_large_is_refused(said: bool) -> None:
+    for size, wanted in ((MAX_BODY_BYTES, 200), (MAX_BODY_BYTES + 1, 413), (64 * 2**20, 413)):
+        # A chunked request says no length.
+        length = {"content-length": str(size)} if said else {}
+        status, headers, body = _ask("/v1/completions", None, app=_echo, body=size, **length)
+        assert (status, headers[SHA256_HEADER]) == (wanted, SHA)
+        assert body == str(size).encode() if status == 200 else json.loads(body)["error"]["code"] == 413
 
 
 def test_a_websocket_is_closed() -> None:

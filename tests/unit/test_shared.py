@@ -24,6 +24,7 @@ from xray_runtime.store import shared as module
 from xray_runtime.store.checkpoints import Store, verify
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.seal import process_seal
 from xray_runtime.store.shared import INDEX, DamagedError, SharedStore, StorageError
 from xray_runtime.store.snapshots import FencedError, Snapshots
 from xray_runtime.tracking.recorder import StageRecorder
@@ -184,8 +185,8 @@ def test_patience_ends_and_what_cannot_change_is_said_at_once(
     ("url", "said"),
     [
         ("s3://me:secret@bucket/x", "a password is not allowed"),
-        ("memory://x", "must be found from other processes"),
-        ("file://relative", "must be found from other processes"),
+        ("memory://x", "must be reachable from other processes"),
+        ("file://relative", "must be reachable from other processes"),
         ("/no/url", "must match"),
         ("s3://bucket/x?key=secret", "must match"),
     ],
@@ -277,12 +278,12 @@ def test_an_upload_that_was_cut_off_is_made_up_for(shared: SharedStore, tmp_path
 
 
 def test_a_snapshot_is_found_from_another_directory(shared: SharedStore, tmp_path: Path) -> None:
-    first = Snapshots(tmp_path / "a" / "sft-1", 1, shared)
+    first = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
     write(first, 1)
     write(first, 12, b"newer")
     assert shared.names("snapshots/sft-1") == ["owner", "step-0000000012"]
     shutil.rmtree(tmp_path / "a")
-    second = Snapshots(tmp_path / "b" / "sft-1", 1, shared)
+    second = Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared)
     found = second.latest()
     assert found is not None
     assert (found.step, found.state) == (12, {"step": 12})
@@ -292,15 +293,15 @@ def test_a_snapshot_is_found_from_another_directory(shared: SharedStore, tmp_pat
 
 
 def test_the_newer_of_here_and_there_counts(shared: SharedStore, tmp_path: Path) -> None:
-    here = Snapshots(tmp_path / "a" / "sft-1", 1, shared)
+    here = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
     write(here, 3)
     shutil.copytree(tmp_path / "a", tmp_path / "old")
     write(here, 4)
-    stale = Snapshots(tmp_path / "old" / "sft-1", 1, shared).latest()
+    stale = Snapshots(tmp_path / "old" / "sft-1", 1, process_seal(), shared).latest()
     assert stale is not None
     assert stale.step == 4
     shared.remove("snapshots/sft-1/step-0000000004")
-    local = Snapshots(tmp_path / "a" / "sft-1", 1, shared).latest()
+    local = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared).latest()
     assert local is not None
     assert local.step == 4
 
@@ -308,17 +309,17 @@ def test_the_newer_of_here_and_there_counts(shared: SharedStore, tmp_path: Path)
 def test_a_damaged_snapshot_there_is_skipped(
     shared: SharedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(Snapshots(tmp_path / "a" / "sft-1", 1, shared), 3)
+    write(Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared), 3)
     tamper(shared, "/part", b"weightz")
-    assert Snapshots(tmp_path / "b" / "sft-1", 1, shared).latest() is None
+    assert Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared).latest() is None
     assert "part was changed; the snapshot before it is used" in caplog.text
     assert list((tmp_path / "b" / "sft-1").glob("step-*")) == []
 
 
 def test_an_attempt_on_another_machine_fences_this_one(shared: SharedStore, tmp_path: Path) -> None:
-    older = Snapshots(tmp_path / "a" / "sft-1", 1, shared)
+    older = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
     write(older, 3)
-    newer = Snapshots(tmp_path / "b" / "sft-1", 1, shared)
+    newer = Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared)
     older.check()  # on another machine nothing here tells of it
     with pytest.raises(FencedError, match="another attempt"):
         write(older, 4)
@@ -331,7 +332,7 @@ def test_an_attempt_on_another_machine_fences_this_one(shared: SharedStore, tmp_
 
 def test_metrics_go_with_the_snapshot(shared: SharedStore, tmp_path: Path) -> None:
     def recorder(output: Path) -> StageRecorder:
-        return StageRecorder(output, "sft", KEY, None, lambda *_: None, 1, shared)
+        return StageRecorder(output, "sft", KEY, None, lambda *_: None, 1, process_seal(), shared)
 
     first = recorder(tmp_path / "a")
     first.begin()
@@ -348,14 +349,14 @@ def test_metrics_go_with_the_snapshot(shared: SharedStore, tmp_path: Path) -> No
 
 
 def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_path: Path) -> None:
-    first = Snapshots(tmp_path / "a" / "ppo-1", 1, shared)
+    first = Snapshots(tmp_path / "a" / "ppo-1", 1, process_seal(), shared)
     assert first.kept is not None
     assert first.kept.read() == {}
     first.kept.write("2-answers", b"two")
     first.kept.write("1-answers", b"one")
     write(first, 1)
     write(first, 2)
-    second = Snapshots(tmp_path / "b" / "ppo-1", 1, shared)
+    second = Snapshots(tmp_path / "b" / "ppo-1", 1, process_seal(), shared)
     assert second.kept is not None
     assert list(second.kept.read().items()) == [("1-answers", b"one"), ("2-answers", b"two")]
     found = second.latest()
@@ -363,7 +364,7 @@ def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_pat
     assert found.step == 2
     second.clear()
     assert objects(shared) == []
-    assert Snapshots(tmp_path / "c" / "ppo-1", 1).kept is None
+    assert Snapshots(tmp_path / "c" / "ppo-1", 1, process_seal()).kept is None
 
 
 def test_a_retired_key_comes_along_as_one_that_is_retired(shared: SharedStore, tmp_path: Path) -> None:

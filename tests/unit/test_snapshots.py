@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import subprocess
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
-from xray_runtime.store.snapshots import FencedError, Snapshots
+from xray_runtime.store.seal import Seal, process_seal
+from xray_runtime.store.snapshots import FILES, SEAL, FencedError, Snapshots
 from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
 
 
@@ -21,11 +24,11 @@ def write(snapshots: Snapshots, step: int, content: bytes = b"weights") -> None:
 
 
 def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
-    first = Snapshots(tmp_path, every=1)
+    first = Snapshots(tmp_path, every=1, seal=process_seal())
     assert first.latest() is None
     write(first, 1)
     write(first, 12, b"newer")
-    found = Snapshots(tmp_path, every=1).latest()
+    found = Snapshots(tmp_path, every=1, seal=process_seal()).latest()
     assert found is not None
     assert (found.step, found.state) == (12, {"step": 12})
     assert (found.directory / "policy" / "part").read_bytes() == b"newer"
@@ -34,7 +37,7 @@ def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, every=1)
+    snapshots = Snapshots(tmp_path, every=1, seal=process_seal())
     write(snapshots, 1)
     with pytest.raises(RuntimeError, match="engine"), snapshots.writing(2, {}):
         raise RuntimeError("the engine could not save")
@@ -46,7 +49,7 @@ def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove file", "remove list", "list is nonsense"])
 def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    snapshots = Snapshots(tmp_path, every=1)
+    snapshots = Snapshots(tmp_path, every=1, seal=process_seal())
     write(snapshots, 1)
     sound = (tmp_path / "step-0000000001").rename(tmp_path / "kept")
     write(snapshots, 2)
@@ -63,7 +66,7 @@ def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplo
     else:
         files.write_text("[")
     with caplog.at_level(logging.WARNING):
-        found = Snapshots(tmp_path, every=1).latest()
+        found = Snapshots(tmp_path, every=1, seal=process_seal()).latest()
     assert found is not None
     assert found.step == 1
     assert "step-0000000002" in caplog.text
@@ -71,9 +74,9 @@ def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplo
 
 
 def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
-    older = Snapshots(tmp_path, every=1)
+    older = Snapshots(tmp_path, every=1, seal=process_seal())
     write(older, 3)
-    newer = Snapshots(tmp_path, every=1)
+    newer = Snapshots(tmp_path, every=1, seal=process_seal())
     with pytest.raises(FencedError, match="another attempt"):
         write(older, 4)
     with pytest.raises(FencedError):
@@ -82,14 +85,41 @@ def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-0000000004"]
 
 
+@pytest.mark.parametrize("plant", ["edited", "added", "no seal", "foreign seal", "another step", "another stage"])
+def test_a_planted_snapshot_is_not_gone_on_from(
+    plant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, intruder: Seal
+) -> None:
+    directory = tmp_path / "sft-1"
+    seal = intruder if plant == "foreign seal" else process_seal()
+    source = tmp_path / ("sft-2" if plant == "another stage" else "sft-1")
+    write(Snapshots(source, 1, seal), 7, b"poison")
+    place = directory / "step-0000000007"
+    if plant == "edited":
+        (place / "policy" / "part").write_bytes(b"edited")
+        listed = json.loads((place / FILES).read_text()) | {"policy/part": hashlib.sha256(b"edited").hexdigest()}
+        (place / FILES).write_text(json.dumps(listed))
+    elif plant == "added":
+        (place / "policy" / "more").write_bytes(b"")
+    elif plant == "no seal":
+        (place / SEAL).unlink()
+    elif plant == "another step":
+        place.rename(directory / "step-0000000009")
+    elif plant == "another stage":
+        directory.mkdir()
+        (source / place.name).rename(place)
+    assert Snapshots(directory, 1, process_seal()).latest() is None
+    assert "the snapshot before it is used" in caplog.text
+
+
 def test_a_full_disk_is_said_and_leaves_the_last_good_one(tmp_path: Path) -> None:
     # A limit on file size fails the write where a full disk would.
     code = f"""
 import resource, signal
 from pathlib import Path
+from xray_runtime.store.seal import process_seal
 from xray_runtime.store.snapshots import Snapshots
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-snapshots = Snapshots(Path({str(tmp_path)!r}), every=1)
+snapshots = Snapshots(Path({str(tmp_path)!r}), every=1, seal=process_seal())
 with snapshots.writing(1, {{}}) as directory:
     (directory / "part").write_bytes(b"x" * 100)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -106,14 +136,14 @@ print(snapshots.latest().step)
 
 
 def test_periodic_snapshots_take_a_small_share_of_the_time(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, every=5)
+    snapshots = Snapshots(tmp_path, every=5, seal=process_seal())
     assert [step for step in range(1, 16) if snapshots.due(step)] == [5, 10, 15]
     snapshots._spent = 3600.0
     assert not any(snapshots.due(step) for step in range(1, 16))
 
 
 def recorder(output: Path) -> StageRecorder:
-    return StageRecorder(output, "sft", "k" * 64, None, lambda *_: None, every=1)
+    return StageRecorder(output, "sft", "k" * 64, None, lambda *_: None, every=1, seal=process_seal())
 
 
 def steps(output: Path, first: StageRecorder) -> list[str]:

@@ -20,6 +20,9 @@ FILES = (
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 """Modules whose import alone is refused."""
 
+UNPICKLING = ("diskcache", "optuna.storages", "prefect.results", "ray.cloudpickle", "ray.train", "ray.tune")
+"""Modules that unpickle what they themselves once wrote to a disk: an intruder may have written it since."""
+
 ALWAYS = {
     "eval",
     "exec",
@@ -46,6 +49,9 @@ UNLESS = {
 }
 """Call (or method) → the argument that makes it harmless. `**NO_CODE` and `**options`, which holds it, count."""
 
+METHODS = {"load_checkpoint", "load_from_checkpoint", "read_pickle", "unpickle"}
+"""DeepSpeed's, Lightning's, pandas': whatever they are called on."""
+
 NEVER = {"shell": True, "trust_remote_code": True, "allow_pickle": True, "weights_only": False, "verify": False}
 """Arguments no call may have."""
 
@@ -54,6 +60,12 @@ ALLOWED = {
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
     ("xray_runtime/stages/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it; and "
     "what the process that wrote a graph had imported, through Ray from there (see test_kind.py)",
+    ("xray_runtime/rewards/code/reply.py", "compile"): "a reply's code, in a process that may compute and nothing else",
+    ("xray_runtime/rewards/code/reply.py", "exec"): "as above",
+    ("xray_runtime/rewards/code/judge.py", "compile"): "tests of a data set, in a process as of a reply's code",
+    ("xray_runtime/rewards/code/judge.py", "exec"): "as above",
+    ("xray_runtime/rewards/code/judge.py", "importlib.import_module"): "Python's own modules, in that process",
+    ("xray_runtime/rewards/code/server.py", "importlib.import_module"): "Python's own modules",
     ("xray_runtime/environments/worker.py", "importlib.import_module"): "as in data/gold.py: a graph asks for every "
     "function that a kind names (see test_episodes.py)",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
@@ -68,6 +80,10 @@ def findings(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     names: dict[str, str] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            whole = [f"{module}{alias.name}" for alias in node.names]
+            yield from (name for name in UNPICKLING if any(f"{w}.".startswith(f"{name}.") for w in whole))
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PICKLES)
@@ -83,6 +99,9 @@ def findings(source: str) -> Iterator[str]:
         keywords = {k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)}
         if whole in ALWAYS:
             yield whole
+        yield from (name for name in UNPICKLING if whole.startswith(f"{name}."))
+        if rest and rest[-1] in METHODS:
+            yield rest[-1]
         for name in {whole, rest[-1] if rest else ""} & UNLESS.keys():
             argument, wanted = UNLESS[name]
             spread = {ast.unparse(k.value) for k in node.keywords if k.arg is None}
@@ -113,6 +132,11 @@ def test_every_reason_is_still_needed() -> None:
     ("source", "name"),
     [
         ("import pickle", "pickle"),
+        ("from ray import tune as t\nt.Tuner.restore(p, f)", "ray.tune"),
+        ("from ray.tune.search.optuna import OptunaSearch", "ray.tune"),
+        ("import ray\nray.cloudpickle.loads(b)", "ray.cloudpickle"),
+        ("import ray.tune.schedulers", "ray.tune"),
+        ("engine.load_checkpoint(d)", "load_checkpoint"),
         ("def f():\n    from cloudpickle import loads", "cloudpickle"),
         ("import torch\ntorch.load(p)", "torch.load"),
         ("from torch import load as get\nget(p, map_location='cpu')", "torch.load"),

@@ -19,8 +19,13 @@ def register(app: typer.Typer) -> None:
 
 def prune(
     output: Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")],
-    keep: Annotated[list[str] | None, typer.Option("--keep", metavar="REF", help="Keep this too; repeatable.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove. Without it, only what would go is shown.")] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove checkpoints that no alias, no --keep and no evaluation needs; chains stay whole.
@@ -41,18 +46,18 @@ def prune(
         print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
         return
     for node in plan.remove:
-        print(f"{'removed' if yes else 'would go'}  {printable(node.name)}")
+        print(f"{'removed' if yes else 'would remove'}  {printable(node.name)}")
     hint = "" if yes or not plan.remove else "; --yes removes them"
     print(f"{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} checkpoints, {plan.bytes / 1e6:,.1f} MB{hint}")
 
 
 def export(
     ref: Ref,
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive to write, a .tar.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The .tar archive to write.")],
     output: Output = None,
     tracking_uri: Tracking = None,
 ) -> None:
-    """Write a checkpoint with all it came from, its records and the public key to one archive.
+    """Write a checkpoint, its ancestors, their records and the public key to one archive.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -66,10 +71,11 @@ def export(
 
 def import_(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
-    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
     experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
     public_key: Annotated[
-        Path | None, typer.Option("--public-key", help="The key it must be signed with. Default: the bundle's own.")
+        Path | None,
+        typer.Option("--public-key", help="Public key that must have signed it. Default: the bundle's own."),
     ] = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,

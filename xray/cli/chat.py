@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.reference import LineageStore
 
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="Of sampling. Default: as the evaluation samples.")
+    float | None, typer.Option("--temperature", help="Sampling temperature. Default: the evaluation's.")
 ]
 MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply. Default: as the evaluation samples.")
+    int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply in tokens. Default: the evaluation's.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of everything that is drawn.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
 
 
 def chat(
@@ -43,14 +43,16 @@ def chat(
     seed: Seed = 0,
     environment: Annotated[
         str | None,
-        typer.Option("--environment", metavar="MODULE:NAME", help="What answers its replies, as in training."),
+        typer.Option(
+            "--environment", metavar="MODULE:NAME", help="Environment that answers the replies, as in training."
+        ),
     ] = None,
     tracking_uri: Tracking = None,
 ) -> None:
-    """Talk with a checkpoint, under the chat template it was trained with. Ctrl-D ends.
+    """Chat with a checkpoint, under the chat template it was trained with. Ctrl-D ends.
 
-    Its audit stands at the top. Through a pipe each line is a turn; stdout then holds a line for each reply. With an
-    environment each message begins an episode; what the policy reads between its replies stands in brackets.
+    Its audit is shown first. In a pipe each input line is a turn, and stdout has a line for each reply. With an
+    environment each message starts an episode; text the policy reads between its replies is in brackets.
     Exit codes: 0 done, 2 bad input.
     """
     from xray_runtime.lineage.reference import resolve
@@ -155,7 +157,7 @@ def _chat(
     limits = PromptLimits(node.directory, max_new_tokens, temperature)
     words = Console(stderr=True, highlight=False, soft_wrap=True)
     words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
-    with words.status("auditing it"):
+    with words.status("auditing"):
         result = audit(place, [node])
     words.print(audit_words(result))
     context = trained_context(place.graph, node)
@@ -167,7 +169,7 @@ def _chat(
         lacking = f"{', '.join(columns)}: its training data has such columns, messages here have not"
         words.print(Text(f"{lacking}; where the environment reads one, the episode fails", style="yellow"))
     with _pool(environment) as pool:
-        with words.status("loading it"):
+        with words.status("loading"):
             model = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)
         max_turns = environment.max_turns if environment is not None else 1
         history: Messages = []

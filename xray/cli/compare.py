@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown, typed
-from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
+from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, audit_progress, checked
 from xray.tasks.output_directory import file_lock, saved_config
+from xray_runtime.terminal import print_table
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
@@ -44,8 +45,10 @@ def compare(
     prompts: Annotated[
         str, typer.Option("--prompts", help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
     ] = "heldout",
-    count: Annotated[int, typer.Option("--count", min=1, help="How many prompts, of those there are.")] = 50,
-    judge: Annotated[str | None, typer.Option("--judge", help="Who judges: a claim. Default: this user.")] = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts.")] = 50,
+    judge: Annotated[
+        str | None, typer.Option("--judge", help="Name of the judge; it is recorded, not checked. Default: this user.")
+    ] = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
@@ -54,7 +57,7 @@ def compare(
 ) -> None:
     """Judge replies of two models side by side, without knowing which is which.
 
-    Each verdict is kept at once; the same command goes on where it was left. `xray preferences` publishes the verdicts.
+    Each verdict is saved at once; run the same command again to continue. `xray preferences` publishes the verdicts.
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
     from xray_runtime.feedback.comparison import plan_comparison, require_two
@@ -89,7 +92,7 @@ def preferences(
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish all that was judged in an output directory: a signed dataset to train reward models on.
+    """Publish the verdicts in an output directory as a signed dataset to train reward models on.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -105,8 +108,8 @@ def preferences(
     counts = done.stats
     print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_people(counts)}")
     if done.heldout:
-        print(f"{done.heldout} of them have held-out prompts, which no lifecycle on the same data trains on")
-    print(f"{'published' if done.is_new else 'there already'}: {done.checkpoint.uri}")
+        print(f"{done.heldout} of them are on held-out prompts, which are never trained on")
+    print(f"{'published' if done.is_new else 'already published'}: {done.checkpoint.uri}")
     print(f"train on it: xray run CONFIG --set preferences.source=dataset --set preferences.path={done.checkpoint.uri}")
 
 
@@ -123,7 +126,7 @@ def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judg
             else:
                 _ask_listed(session, sampler, prompts, judge, done, console)
         except (KeyboardInterrupt, EOFError):
-            console.print("stopped; the same command goes on from here")
+            console.print("stopped; run the same command to continue")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -166,7 +169,7 @@ def _ask_typed(
             return
         prompt = [{"role": "user", "content": typed(line)}]
         if any(limits.excess(prompt) > 0 for limits in comparison.limits):
-            console.print("too long for these models: say less", style="red")
+            console.print("too long for these models: shorten it", style="red")
             continue
         _wait(sampler.submit([prompt]), console)
         question = session.questions[-1]
@@ -178,7 +181,7 @@ def _ask_typed(
 
 def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
     while not _judge(session, question, judge, str(question.number + 1), console):
-        console.print("there is no question before this one to go back to", style="red")
+        console.print("this is the first question: there is none to go back to", style="red")
 
 
 def _wait(coming: Future[None], console: Console) -> None:
@@ -220,6 +223,7 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
 def _key() -> str:
     """The key a person pressed; through a pipe, the next line."""
     if sys.stdin.isatty():
+        # It drops what was typed before: while the models were audited, or answered.
         key: str = typer.getchar()
         return key.lower()
     line = sys.stdin.readline()
@@ -232,8 +236,8 @@ def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Cons
     """What is judged here is trained on later: a model that is not what it was must not get that far."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
-    with console.status("auditing both"):
-        result = audit(place, models)
+    with audit_progress(console) as on_progress:
+        result = audit(place, models, on_progress=on_progress)
     if not result.is_sound:
         Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
         raise typer.Exit(BROKEN)
@@ -246,14 +250,12 @@ def _print_result(result: dict[str, Any], place: LineageStore, console: Console)
         console.print("nothing was judged yet")
         return
     low, high = result["win_rate_ci95"]
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("model", "preferred", "win rate", "95%"):
-        table.add_column(column)
     rows = {"a": (rate, low, high), "b": (1 - rate, 1 - high, 1 - low)}
-    for side, (share, least, most) in rows.items():
-        interval = f"{least:.2f} to {most:.2f}"
-        table.add_row(Text(shown(result["models"][side])), str(verdicts[side]), f"{share:.2f}", interval)
-    console.print(table)
+    cells = [
+        (shown(result["models"][side]), str(verdicts[side]), f"{share:.2f}", f"{least:.2f} to {most:.2f}")
+        for side, (share, least, most) in rows.items()
+    ]
+    print_table(console, ("model", "preferred", "win rate", "95%"), cells)
     console.print(
         f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
         f"{verdicts['skip']} skipped, {result['same_reply']} not asked (the same reply twice)"

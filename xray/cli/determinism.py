@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from xray.cli.supervisor import supervise
-from xray.tasks.output_directory import LIFECYCLE
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.lineage.log import LIFECYCLE
+from xray_runtime.terminal import print_table
 
 
 def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: Path, console: Console) -> int:
@@ -32,12 +32,10 @@ def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: P
                 return code
             content = json.loads((output / LIFECYCLE).read_text())
             found.append({stage["name"]: stage["checkpoint"]["sha256"] for stage in content["stages"]})
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "first", "second", ""):
-        table.add_column(column)
     first, second = found
-    for stage, sha256 in first.items():
-        same = sha256 == second.get(stage)
-        table.add_row(stage, sha256[:12], second.get(stage, "")[:12], "same bytes" if same else "[red]different[/red]")
-    console.print(table)
+    rows = [
+        (stage, sha256[:12], second.get(stage, "")[:12], "same bytes" if sha256 == second.get(stage) else "DIFFERENT")
+        for stage, sha256 in first.items()
+    ]
+    print_table(console, ("stage", "first", "second", ""), rows)
     return 0 if first == second else 1

@@ -20,15 +20,21 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn as TimeLeftColumn,
 )
-from rich.table import Table
 
+from xray.deployments.patience import NotUpError
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
+from xray_runtime.errors import root_cause
+from xray_runtime.report.stages import computed_text
+from xray_runtime.terminal import print_indented, print_table
 
 if TYPE_CHECKING:
     from xray.flows.trials import Trial
     from xray.flows.tune import Event
 
 POLL_SECONDS = 0.5
+TITLE = 12
+"""Characters of a line of the summary before its text."""
 PLAIN_SECONDS = 15.0
 """Without a terminal, a stage prints a line this often."""
 
@@ -159,36 +165,43 @@ class LiveTrials(LiveStages):
         }
 
 
+def failure_lines(error: BaseException, output: Path) -> list[str]:
+    """Why a run failed, and where its logs are."""
+    cause = root_cause(error)
+    reason = f"error: {cause}" if isinstance(cause, ConfigError) else f"failed: {type(cause).__name__}: {cause}"
+    if isinstance(cause, NotUpError):
+        reason = f"failed: {cause}"
+    return [reason, *getattr(cause, "__notes__", ()), f"logs: {output / 'logs'}"]
+
+
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
     """Stages, headline numbers, and where to look next."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "seconds", "", "checkpoint"):
-        table.add_column(column, justify="right" if column == "seconds" else "left")
-    for stage in content["stages"]:
-        cached = "cached" if stage["cached"] else ""
-        table.add_row(stage["name"], f"{stage['seconds']:.1f}", cached, stage["checkpoint"]["sha256"][:12])
-    console.print(table)
+    rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in content["stages"]]
+    print_table(console, ("stage", "checkpoint", "computed in"), rows)
     e, registered = content["evaluation"], content["registered"]
-    findings = [f"{stage['name']}: {finding}" for stage in content["stages"] for finding in stage["findings"]]
-    lines = [*findings, ""] if findings else []
-    lines += [*_results(e), ""] if e is not None else []
+    findings = [(f"{stage['name']}: ", finding) for stage in content["stages"] for finding in stage["findings"]]
+    console.print()
+    for head, finding in [*findings, *([("", "")] if findings else [])]:
+        print_indented(console, head, finding)
+    lines = [*_results(e), ""] if e is not None else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
-        f"lineage     {where_lineage_is_seen(output)}",
+        *where_mlflow_shows_it(content["mlflow_page"], output),
     ]
-    console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+    for line in lines:
+        print_indented(console, line[:TITLE], line[TITLE:])
 
 
 def _results(e: dict[str, Any]) -> list[str]:
-    lines = [] if e.get("judges") else ["win rate    nothing judges"]
+    lines = [] if e.get("judges") else ["win rate    none: there is no judge"]
     for name, found in (e.get("judges") or {}).items():
         shown = "" if found["judges"] else ", shown only"
         lines.append(
             f"win rate    {found['win_rate']:.3f}  {_interval(found['win_rate_ci95'])}  over {found['samples']} "
-            f"held-out prompts, by {name}{shown}"
+            f"held-out prompts, {found['tied']} tied, by {name}{shown}"
         )
     for name, title in (("gold", "gold score"), ("reward", "reward    ")):
         if e[f"{name}_after"] is not None:
@@ -199,11 +212,16 @@ def _results(e: dict[str, Any]) -> list[str]:
     return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
 
 
-def where_lineage_is_seen(output: Path) -> str:
-    """The MLflow server's address, or the command that starts one on the store in `output`."""
+def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
+    """The run's page on MLflow's server; or the command that starts one on the run's store, and the page there."""
+    if page.startswith("http"):
+        return [f"in MLflow   {page}"]
     # Once it has been used, MLflow's client keeps the address of a store without a server in the environment too.
-    address = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
-    return address if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
+    store = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
+    return [
+        f"in MLflow   mlflow ui --backend-store-uri {store}",
+        f"            and then http://127.0.0.1:5000/{page}",
+    ]
 
 
 def _interval(pair: list[float]) -> str:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import DIGESTS
@@ -23,6 +21,7 @@ from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.shared import open_shared
+from xray_runtime.terminal import print_table
 from xray_runtime.workers.device import local_device
 
 MAX_SHOWN = 6
@@ -32,9 +31,11 @@ def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
     """Print a line a stage; exit code 0. Raises ConfigError where the graph cannot be written."""
     graphs, waits_for = _graphs(job, output)
     for directory, graph in graphs:
-        console.print(_table(graph, directory))
+        print_table(console, ("stage", "", "why"), explained(graph, directory))
     if waits_for is not None:
-        console.print(f"what the flow calls after it has {waits_for}'s result depends on that", highlight=False)
+        console.print(
+            f"stages called after the flow reads {waits_for}'s result cannot be known before it runs", highlight=False
+        )
     return 0
 
 
@@ -55,15 +56,6 @@ def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Grap
                 raise
             raise ConfigError(f"{job['flow']}: {error}") from None
     return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
-
-
-def _table(graph: Graph, output: Path) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "", "why"):
-        table.add_column(column, overflow="fold")
-    for row in explained(graph, output):
-        table.add_row(*map(escape, row))
-    return table
 
 
 def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:

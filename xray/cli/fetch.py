@@ -23,15 +23,16 @@ def register(app: typer.Typer) -> None:
 
 
 def fetch(
-    output: Annotated[Path, typer.Option("--output", help="Output directory to bring it into.")],
+    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
     storage: Annotated[
-        str | None, typer.Option("--storage", help="The store's URL. Default: what the directory was last run with.")
+        str | None,
+        typer.Option("--storage", help="URL of the shared store. Default: the one of the directory's last run."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
     ] = False,
 ) -> None:
-    """Bring checkpoints that are missing here, or damaged, from the shared store, and the public keys of who signed.
+    """Fetch missing or damaged checkpoints from the shared store, with the public keys of their signers.
 
     Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
     """
@@ -42,23 +43,26 @@ def fetch(
 def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
     """Fetch, and say what is done; returns the names of what could not be had."""
     from xray_runtime.lineage.keys import exchange_keys
+    from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
     from xray_runtime.store.checkpoints import CHECKPOINTS, Store, verify
+    from xray_runtime.store.identity import file_sha256
+    from xray_runtime.store.manifest import MANIFEST
     from xray_runtime.store.shared import SharedStore, StorageError
 
     if storage is not None and has_login(storage):
         raise ConfigError(
-            f"--storage: a login before {strip_credentials(storage)!r} is not allowed: credentials come from the "
+            f"--storage: a login in {strip_credentials(storage)!r} is not allowed: credentials come from the "
             "environment"
         )
     url = storage or saved_config(output).runtime.storage
     if url is None:
-        raise ConfigError("--storage: nothing is not allowed: must be a URL, the directory's config.yaml names none")
+        raise ConfigError("--storage: is not set, and the directory's config.yaml names no store: give its URL")
     try:
         shared = SharedStore(url, PATIENCE_S)
         names = shared.names(CHECKPOINTS) if everything else _recorded(output)
         output.mkdir(parents=True, exist_ok=True)
-        signing_key(output)
+        key = signing_key(output)
         exchange_keys(output, shared)
         store, missing = Store(output / CHECKPOINTS, shared), []
         for name in names:
@@ -67,7 +71,9 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
             fetched = not sound and store.fetch(place)
             if not sound and not fetched:
                 missing.append(name)
-            print(f"{'here' if sound else 'fetched' if fetched else 'missing'}  {name}")
+            if fetched:
+                log_checkpoints(output, key, {name: file_sha256(place / MANIFEST)}, here=False)
+            print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None
     return missing
@@ -75,11 +81,11 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
 def _recorded(output: Path) -> list[str]:
     """Directories of the checkpoints that lifecycle.json names."""
-    from xray.tasks.run_summary import LIFECYCLE
+    from xray_runtime.lineage.log import LIFECYCLE
 
     path = output / LIFECYCLE
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         return [f"{stage['name']}-{stage['key'][:12]}" for stage in stages]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to go by: say --all") from None
+        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to say which: use --all") from None

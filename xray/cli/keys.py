@@ -15,7 +15,7 @@ from xray_runtime.config.validation import ConfigError
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="The keys that sign records: show them, or have a new one take over.")
+app = typer.Typer(no_args_is_help=True, help="Show the keys that sign records, or rotate them.")
 
 Output = Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")]
 
@@ -35,11 +35,13 @@ def show(output: Output) -> None:
 @app.command()
 def rotate(
     output: Output,
-    note: Annotated[str, typer.Option("--note", help="Why: recorded with the change.")],
-    by: Annotated[str | None, typer.Option("--by", help="Who decides: a claim. Default: this user.")] = None,
+    note: Annotated[str, typer.Option("--note", help="Your reason; it is recorded with the change.")],
+    by: Annotated[
+        str | None, typer.Option("--by", help="Your name; it is recorded, not checked. Default: this user.")
+    ] = None,
     new_key: Annotated[
         Path | None,
-        typer.Option("--new-key", help="PEM file of the new key (made where there is none), if kept outside."),
+        typer.Option("--new-key", help="PEM file of the new key, if kept elsewhere; it is created if missing."),
     ] = None,
 ) -> None:
     """A new key signs from now on; what was signed before stays good.

@@ -9,14 +9,16 @@ import typer
 from rich.console import Console
 
 from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
+from xray.cli.errors import Commands
+from xray.cli.job import BAD_INPUT, FAILED
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.run import run
-from xray.cli.runner import BAD_INPUT
 from xray.cli.serve import serve
 from xray.deployments.local_services import quiet_environment
+from xray.deployments.patience import NotUpError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -25,16 +27,19 @@ def _root() -> None:
 
 
 def automations() -> None:
-    """Install on the Prefect server of PREFECT_API_URL: lost runs are marked Crashed, people are told."""
+    """Install automations on the Prefect server at PREFECT_API_URL: mark lost runs Crashed, notify people."""
     console = Console()
     if not os.environ.get("PREFECT_API_URL"):
-        text = "PREFECT_API_URL: nothing is not allowed: must be the address of a Prefect server"
+        text = "PREFECT_API_URL: is not set: set it to the address of a Prefect server, as http://HOST:4200/api"
         Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT)
     quiet_environment()
     from xray.deployments.automations import install
 
-    console.print("\n".join(f"installed: {name}" for name in install()) or "all there already", highlight=False)
+    console.print(
+        "\n".join(f"installed: {name}" for name in install()) or "nothing to install: all are there already",
+        highlight=False,
+    )
 
 
 # In the order in which help shows them.
@@ -56,7 +61,11 @@ app.command()(automations)
 
 def main() -> None:
     """Entry point of the `xray` script."""
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except NotUpError as error:
+        Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True, highlight=False)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from xray.cli.lineage import BROKEN, Tracking, checked
-from xray.deployments.local_services import prefect_server, private_ray
+from xray.deployments.local_ray import private_ray
+from xray.deployments.local_services import prefect_server
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
@@ -30,26 +31,37 @@ def promote(
     ref: Annotated[
         str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`. Default: NAME@candidate.")
     ] = None,
-    by: Annotated[str | None, typer.Option("--by", help="Who decides: a claim. Default: this user.")] = None,
+    by: Annotated[
+        str | None, typer.Option("--by", help="Your name; it is recorded, not checked. Default: this user.")
+    ] = None,
     note: Annotated[
-        str | None, typer.Option("--note", help="Yes, and why: recorded with the decision. Without it you are asked.")
+        str | None,
+        typer.Option("--note", help="Approve without being asked; the reason is recorded with the decision."),
     ] = None,
     gates: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="promotion.GATE=VALUE", help="Another bound; `null` is none; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="promotion.GATE=VALUE",
+            help="Override the bound of a gate; `null` turns it off; repeatable.",
+        ),
     ] = None,
     verdicts: Annotated[
         str | None,
         typer.Option(
-            "--verdicts", metavar="REF", help="People's, of candidate and champion: `xray preferences` made it."
+            "--verdicts",
+            metavar="REF",
+            help="Human verdicts on candidate and champion, as `xray preferences` publishes them.",
         ),
     ] = None,
-    rollback: Annotated[bool, typer.Option("--rollback", help="Back to the previous champion.")] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Make the previous champion the champion again.")
+    ] = False,
     tracking_uri: Tracking = None,
 ) -> None:
-    """Make a candidate champion: audit, comparison with the champion, gates, your word, signed decision, aliases.
+    """Make a candidate champion: audit, comparison with the champion, gates, your approval, signed decision, aliases.
 
-    Exit codes: 0 promoted, 1 the audit, a gate or you stopped it, 2 bad input.
+    Exit codes: 0 promoted, 1 refused by the audit, a gate or you, 2 bad input.
     """
     candidate = None if rollback else ref or f"{name}@candidate"
     checked(lambda: _check(output, candidate, note, gates or [], verdicts, tracking_uri))
@@ -78,7 +90,7 @@ def _check(
         if not entry.startswith(GATES):
             raise ConfigError(f"--set {entry!r} is not allowed: must be {GATES}GATE=VALUE")
     if note is None and not sys.stdin.isatty():
-        raise ConfigError("--note: is required where nobody can be asked")
+        raise ConfigError("--note: is required without a terminal, where no one can be asked")
     open_lineage_store(output, tracking_uri)
     _overrides(gates)
     if candidate is not None:

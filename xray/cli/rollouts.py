@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
-from xray.deployments.local_services import running_ray
+from xray.deployments.local_ray import running_ray
 from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.replay import Replay, Replayable
@@ -33,23 +33,25 @@ def rollouts(
     ref: Ref,
     output: Output = None,
     iteration: Annotated[
-        list[int] | None, typer.Option("--iteration", min=0, help="Of this iteration alone; repeatable.")
+        list[int] | None, typer.Option("--iteration", min=0, help="Only this iteration; repeatable.")
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="Rows that this source of reward applies to; bounds and --failed are then its."),
+        typer.Option("--source", help="Only rows this reward source applies to; bounds and --failed then concern it."),
     ] = None,
-    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Least reward, as scored.")] = None,
-    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Greatest reward, as scored.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Where a source gave no score that it should have.")] = False,
-    unused: Annotated[bool, typer.Option("--unused", help="What no update was made with.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="How many are shown; 0: all.")] = 20,
+    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Lowest reward, as scored.")] = None,
+    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Highest reward, as scored.")] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only rows for which a source failed to give a score.")
+    ] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="Only rows that no update used.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rows shown; 0: all.")] = 20,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the rollouts that a policy learned from: prompt, reply, scores, advantage, and whether it was used.
 
-    Exit codes: 0 done, 1 a file is not the one that was published, 2 bad input.
+    Exit codes: 0 done, 1 a file of the ledger was changed, 2 bad input.
     """
     from xray_runtime.data.ledger import Query
     from xray_runtime.lineage.reference import resolve
@@ -61,44 +63,47 @@ def rollouts(
     if as_json:
         print(json.dumps(vars(found), indent=2))
     else:
-        Console(highlight=False).print(_table(found.rows))
+        _print_rows(Console(), found.rows)
         print(f"{len(found.rows)} of {found.total} rows" + ("" if len(found.rows) == found.total else "; --limit"))
     for name in found.changed:
-        print(f"BROKEN {name} is not the file that was published: xray audit", file=sys.stderr)
+        print(f"BROKEN {name} was changed after it was published: see `xray audit`", file=sys.stderr)
     raise typer.Exit(BROKEN if found.changed else 0)
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Each rollout as text: what it got and whether it was used, what was asked, what was said."""
     from xray.cli.chat import shown
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    sources = list(rows[0]["scores"]) if rows else []
-    apart = ["gold"] if any(row["gold"] is not None for row in rows) else []
-    for column in ("iteration", "row", "prompt", "reply", *sources, *apart, "reward", "advantage", "used"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("iteration", "row") else "left")
     for row in rows:
-        numbers = [row["scores"][source] for source in sources] + [
-            row[name] for name in (*apart, "reward", "advantage")
-        ]
-        texts = [str(row["iteration"]), str(row["row"]), shown(row["prompt"]), shown(row["reply"])]
-        table.add_row(*map(Text, [*texts, *map(_number, numbers), row["used"]]))
-    return table
+        numbers = [f"{name} {_number(row[name])}" for name in ("reward", "advantage") if row[name] is not None]
+        used = "used" if row["used"] == "yes" else f"not used{row['used'].removeprefix('no')}"
+        title = ", ".join([f"iteration {row['iteration']}, row {row['row']}: {used}", *numbers])
+        print_indented(console, "", title, "bold")
+        scores = [f"{source} {_number(score)}" for source, score in row["scores"].items() if score is not None]
+        scores += [f"gold {_number(row['gold'])}"] if row["gold"] is not None else []
+        if scores:
+            print_indented(console, "  scores  ", ", ".join(scores))
+        for source, why in row["failures"].items():
+            print_indented(console, "  failed  ", shown(f"{source}: {why}"))
+        for said in ("prompt", "reply"):
+            print_indented(console, f"  {said:8}", shown(row[said]))
+        console.print()
 
 
-def _number(value: float | str | None) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:+.3f}"
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:+.3f}"
 
 
 def replay(
     ref: Ref,
-    iteration: Annotated[int, typer.Option("--iteration", min=0, help="Up to which to compute again, from 0.")],
+    iteration: Annotated[int, typer.Option("--iteration", min=0, help="Last iteration to recompute, counted from 0.")],
     output: Output = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute a policy's training again, from what it was made from up to an iteration, and compare every byte.
+    """Recompute a policy's training from its inputs, up to an iteration, and compare every byte.
 
-    Rollouts are held against the ledger, weights against the digests in it, after the last iteration against the
+    Rollouts are compared with the ledger, weights with the digests in it, and after the last iteration with the
     checkpoint. Exit codes: 0 the same, 1 different (the first place is named) or it failed, 2 bad input.
     """
     from xray_runtime.lineage.reference import resolve
@@ -115,7 +120,7 @@ def replay(
         with tempfile.TemporaryDirectory(prefix="replay-", dir=place.output) as scratch:
             changes = _changes(stage, Path(scratch))
             for change in changes:
-                console.print(Text(f"not as it was then: {change}"))
+                console.print(Text(f"changed since then: {change}"))
             with running_ray():
                 result = _run(stage, iteration, Path(scratch), console)
     finally:
@@ -168,5 +173,7 @@ def _words(result: Replay) -> list[str]:
         return [*taken, f"the same bytes: rollouts of {count}{weights}"]
     lines = [*taken, f"DIFFERENT: {result.difference}"]
     if result.changed_since:
-        lines.append("What was computed again is what was published: the file was changed afterwards (xray audit).")
+        lines.append(
+            "Recomputing gives the bytes that were published: the file was changed afterwards (see `xray audit`)."
+        )
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,17 +13,21 @@ from rich.markup import escape
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.runner import BAD_INPUT
+from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
-from xray.tasks.output_directory import CONFIG
+from xray.tasks.output_directory import CONFIG, interrupted_stages
 from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.loading import check_storage, load_config, parse_overrides, resolved_yaml, validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_graph
+from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.stages.identify import check_hub_names
 
 
 def run(
@@ -35,21 +40,21 @@ def run(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Directory of everything the run makes. Default: runs/<name>."),
+        typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
     ] = False,
     until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over: what the directory holds is moved aside, not continued.")
+        bool, typer.Option("--fresh", help="Start over; the directory's present content is moved aside.")
     ] = False,
     why: Annotated[
-        bool, typer.Option("--explain", help="Run nothing: say for every stage why it is cached, or what changed.")
+        bool, typer.Option("--explain", help="Run nothing; say for each stage why it is cached, or what changed.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify-determinism", help="Run a step or two of each stage, twice, and compare the bytes."),
+        typer.Option("--verify-determinism", help="Run a step or two of each stage twice and compare the bytes."),
     ] = False,
 ) -> None:
     """Run a lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.
@@ -65,7 +70,7 @@ def run(
             _check_stage(until, job)
         if why:
             if fresh:
-                raise ConfigError("--explain: does not go with --fresh, which computes every stage")
+                raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
             raise typer.Exit(explain(job, directory, console))
         check_ray_address()
         if fresh:
@@ -73,12 +78,16 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
         if "config" in job:
             write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
+            leave(directory, signing_key(directory), [directory / CONFIG], "config")
         if verify:
             raise typer.Exit(verify_determinism(job, runtime, directory, console))
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    _say_what_is_there(directory, console)
+    if "config" in job and (slow := slow_precision(validate(job["config"]), this_machine(runtime.device).device)):
+        console.print(f"note: {slow}", soft_wrap=True, highlight=False)
+    for stage, step in interrupted_stages(directory).items():
+        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
     code = supervise(
         directory,
         restarts=runtime.restarts,
@@ -93,10 +102,13 @@ def run(
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:
     """(fields of the job, the runtime its supervisor needs, output directory). Raises ConfigError."""
+    _refuse_script(target)
     if ":" in target and not Path(target).exists():
         directory = (output or Path("runs") / target.rpartition(":")[2]).absolute()
         job = {"flow": target, "parameters": parse_overrides(overrides), "replace_output": output is not None}
         return job, RuntimeConfig(), directory
+    if not Path(target).suffix.startswith(".y") and not Path(target).exists():
+        raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
     config = load_config(target, overrides)
     directory = (output or Path("runs") / Path(target).stem).absolute()
     graph = recorded_graph(config)
@@ -105,7 +117,34 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
         machine = this_machine(config.runtime.device)
         check_graph(graph, machine.device, [local_node(machine)])
     check_storage(config)
+    for call in graph.calls.values():
+        check_hub_names(call.kind, call.name, call.config)
     return {"config": config.model_dump(mode="json")}, config.runtime, directory
+
+
+def _refuse_script(target: str) -> None:
+    """Raises ConfigError where a Python file is named instead of a flow in it."""
+    file, _, flow = target.partition(":")
+    path = Path(file)
+    if path.suffix != ".py":
+        return
+    if not path.is_file():
+        raise ConfigError(f"{file}: no such file")
+    module = ".".join(path.with_suffix("").parts)
+    raise ConfigError(
+        f"{target!r} is not allowed: must be a YAML file or MODULE:FLOW, such as {module}:{flow or _flow_in(path)}; "
+        f"a script that opens a workspace of its own runs as `python {file}`"
+    )
+
+
+def _flow_in(path: Path) -> str:
+    """The first function of a file that a decorator makes a flow; FLOW where there is none."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, RecursionError):
+        return "FLOW"
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return next((f.name for f in functions if any("flow" in ast.unparse(d) for d in f.decorator_list)), "FLOW")
 
 
 def _check_stage(until: str, job: dict[str, Any]) -> None:
@@ -124,10 +163,4 @@ def _move_away(directory: Path, console: Console) -> None:
         number += 1
     aside = directory.with_name(f"{directory.name}.before-{number}")
     directory.rename(aside)
-    console.print(f"what was there is kept as {aside}", soft_wrap=True, highlight=False)
-
-
-def _say_what_is_there(directory: Path, console: Console) -> None:
-    for snapshot in sorted(directory.glob("snapshots/*/step-" + "[0-9]" * 10)):
-        stage, step = snapshot.parent.name.rsplit("-", 1)[0], int(snapshot.name.removeprefix("step-"))
-        console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
+    console.print(f"the previous content was moved to {aside}", soft_wrap=True, highlight=False)

@@ -15,42 +15,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.supervisor import ENDED, FAILED, INTERRUPTED
+from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
+from xray.deployments.patience import NotUpError
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
-
-BAD_INPUT = 2
-
-
-class Job(BaseModel):
-    """What a command hands to the process that runs it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    output: Path
-    """Of servers, logs and, for a config, of the run."""
-    heartbeat: Path
-    """Touched at every sign of progress."""
-    config: dict[str, Any] | None = None
-    """Of the shipped lifecycle."""
-    flow: str | None = None
-    """`module:flow` of a user's own."""
-    parameters: dict[str, Any] = {}
-    replace_output: bool = False
-    """Whether the workspace that the flow opens goes to `output`, whatever the flow names."""
-    until: str | None = None
-    shorten: bool = False
-    search: str | None = None
-    as_json: bool = False
 
 
 def main(job: Job) -> int:
@@ -60,29 +36,28 @@ def main(job: Job) -> int:
     if job.as_json:
         # Whatever a flow or a library prints is not the JSON that is asked for.
         os.dup2(2, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     quiet_environment()
     _log_to_file(job.output)
     health = Health()
     try:
         content = _search(job, console, health) if job.search is not None else _run(job, console, health)
     except KeyboardInterrupt:
-        errors.print("interrupted; running the same command again goes on from here", highlight=False)
         return INTERRUPTED
+    except NotUpError as error:
+        job.ended.write_text(str(error), encoding="utf-8")
+        return LOST
     except Exception as error:
         logging.getLogger(__name__).exception("the run failed")
         if health.lost:
             return LOST
-        cause = root_cause(error)
-        text = f"[red]failed:[/red] {type(cause).__name__}: {escape(str(cause))}"
-        if isinstance(cause, ConfigError):
-            text = f"[red]error:[/red] {escape(str(cause))}"
-        errors.print(text, soft_wrap=True, highlight=False)
-        for note in getattr(cause, "__notes__", ()):
-            errors.print(escape(note), soft_wrap=True, highlight=False)
-        errors.print(f"logs: {job.output / 'logs'}", soft_wrap=True, highlight=False)
-        return BAD_INPUT if isinstance(cause, ConfigError) else FAILED
+        from xray.cli.display import failure_lines
+
+        for line in failure_lines(error, job.output):
+            errors.print(escape(line), soft_wrap=True, highlight=False)
+        return BAD_INPUT if isinstance(root_cause(error), ConfigError) else FAILED
     if job.as_json:
         with os.fdopen(stdout, "w") as out:
             out.write(json.dumps(content, indent=2) + "\n")
@@ -112,6 +87,8 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
         def watch(workspace: Workspace) -> None:
             opened.append(workspace)
+            with job.outputs.open("a", encoding="utf-8") as file:
+                file.write(f"{workspace.output}\n")
             # The display asks Ray, so it must end before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
@@ -195,7 +172,7 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
 def _interrupt(*_: Any) -> None:
     # A second one must not cut the clean-up short.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -209,8 +186,9 @@ def _log_to_file(output: Path) -> None:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    code = main(Job.model_validate_json(file.read_bytes()))
-    file.with_name(ENDED).touch()
+    job = Job.model_validate_json(file.read_bytes())
+    code = main(job)
+    job.ended.touch()
     sys.stdout.flush()
     # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
     os._exit(code)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.cli.lineage import BROKEN, Output, Tracking, checked
-from xray.deployments.local_services import Health, running_ray
+from xray.deployments.local_ray import running_ray
+from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
@@ -41,18 +42,26 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 def serve(
     ref: Annotated[
         str,
-        typer.Argument(metavar="[REF]", help="`champion` or NAME@champion, which are followed; or as `xray lineage`."),
+        typer.Argument(
+            metavar="[REF]", help="`champion` or NAME@champion, which follow promotions; or a REF as in `xray lineage`."
+        ),
     ] = "champion",
     output: Output = None,
-    host: Annotated[str, typer.Option("--host", help=f"Another than loopback needs a key in {API_KEY}.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option("--host", help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
+    ] = LOOPBACK,
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1024, help="Engines that share the work.")] = 1,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, max=1024, help="Number of engines that share the requests.")
+    ] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, max=64, help="Devices each engine is split over.")
+        int,
+        typer.Option("--tensor-parallel", min=1, max=64, help="Number of devices that each engine is split across."),
     ] = 1,
     tracking_uri: Tracking = None,
     public_key: Annotated[
-        Path | None, typer.Option("--public-key", help="The key to trust. Default: keys/signing.pub of the output.")
+        Path | None,
+        typer.Option("--public-key", help="Public key to trust. Default: keys/signing.pub in the output directory."),
     ] = None,
 ) -> None:
     """Serve a model whose audit is sound, OpenAI-compatible; follow the champion without a pause.
@@ -127,8 +136,6 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
-    # Ray has its workers yield to everything else on the machine.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     with running_ray(), Health().watching(None):
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -138,7 +145,7 @@ def _run(order: _Order, name: str | None, choice: Choice) -> None:
         try:
             _serve(server, order, name, choice)
         except KeyboardInterrupt:
-            _say("finishing the requests at hand; Ctrl-C again to stop at once")
+            _say("finishing the current requests; press Ctrl-C again to stop at once")
         finally:
             server.stop()
     _say("stopped")
@@ -181,7 +188,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
             news = follower.news()
             if news is None:
                 continue
-            _say(f"{_now()} {news.title} is champion, and sound: loading it")
+            _say(f"{_now()} {news.title} is the new champion and its audit is sound: loading it")
             server.deploy(model(news))
         except NotServedError as error:
             _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {choice.title}", to_errors=True)

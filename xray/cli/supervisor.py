@@ -7,85 +7,125 @@ progress for `runtime.stall_timeout_s` is ended). This is the one place where th
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from xray.cli.job import FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST
+from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
+from xray.tasks.output_directory import goes_on_from
+from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
-from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.processes import end_well, kill_tagged, start_reaper
 
-FAILED, INTERRUPTED = 1, 130
 POLL_SECONDS = 0.2
-ENDED = "ended"
-"""File beside a job's that its process leaves when it ends by itself."""
 
 
-def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **job: Any) -> int:
-    """Run a job to an end; returns the exit code.
+def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **fields: Any) -> int:
+    """Run a job to an end; returns the exit code. However it ends, the records say so.
 
     Args:
         output: directory of logs and of what the job makes.
-        job: the other fields of a `runner.Job`.
+        fields: the other fields of a `Job`.
     """
-    from xray.cli.runner import Job
-
-    place = output / "jobs" / uuid.uuid4().hex[:12]
-    place.mkdir(parents=True)
-    heartbeat, file = place / "heartbeat", place / "job.json"
-    ended = place / ENDED
-    write_atomic(file, Job(output=output, heartbeat=heartbeat, **job).model_dump_json())
-    command = [sys.executable, "-m", "xray.cli.runner", str(file)]
-    tag = start_reaper()
-    code = FAILED
+    job = Job(place=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
+    job.place.mkdir(parents=True)
+    write_atomic(job.file, job.model_dump_json())
+    # The reaper closes the records where this process is killed.
+    tag = start_reaper(*command_to_close(output, job.outputs))
+    attempts = _Attempts(job, stall_timeout_s, console)
     try:
-        for attempt in range(restarts + 1):
-            code = _run_once(heartbeat, command, stall_timeout_s, console)
-            kill_tagged(tag)
-            if code > 0 and code != INTERRUPTED and not ended.exists():
-                # A check of Ray's that fails ends the whole process, with an ordinary exit code and no exception.
-                code = LOST
-            if 0 <= code < LOST or code == INTERRUPTED:
-                return code
-            reason = f"killed by {signal.Signals(-code).name}" if code < 0 else "Ray or Prefect died"
-            again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else "giving up"
-            console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False)
+        with attempts.taking_signals():
+            for attempt in range(restarts + 1):
+                code = attempts.run()
+                kill_tagged(tag)
+                if attempts.asked:
+                    text = f"interrupted; run the same command again to go on from {goes_on_from(output)}"
+                    console.print(text, highlight=False, soft_wrap=True)
+                    return INTERRUPTED
+                reason = attempts.stalled or _why_lost(job, code)
+                if reason is None:
+                    return code
+                again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else _given_up(output)
+                console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False, soft_wrap=True)
+            return FAILED
     finally:
-        for left in (heartbeat, file, ended):
-            left.unlink(missing_ok=True)
-        place.rmdir()
-    return FAILED
+        close_lost_runs([output, *outputs_in(job.outputs)])
+        shutil.rmtree(job.place, ignore_errors=True)
+        end_well(tag)
 
 
-def _run_once(heartbeat: Path, command: list[str], stall_timeout_s: float, console: Console) -> int:
-    heartbeat.touch()
-    # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(command, process_group=0)
-    asked = 0
+def _why_lost(job: Job, code: int) -> str | None:
+    """Why the run was lost; None where it ended by itself, well or not."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    if job.ended.exists():
+        return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect died") if code == LOST else None
+    # A check of Ray's that fails ends the whole process, with an ordinary exit code and no exception.
+    return "Ray or Prefect died" if code == LOST else f"its process ended with code {code}, without a word"
 
-    def ask(*_: Any) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            console.print("stopping after the step at hand, with a snapshot; Ctrl-C again to stop at once")
-            child.send_signal(signal.SIGINT)
-        else:
+
+def _given_up(output: Path) -> str:
+    return f"giving up. Run the same command again to go on from {goes_on_from(output)}; logs: {output / 'logs'}"
+
+
+class _Attempts:
+    """Processes that run a job, one after another."""
+
+    def __init__(self, job: Job, stall_timeout_s: float, console: Console) -> None:
+        self.asked = 0
+        """How often somebody asked for the end."""
+        self.stalled: str | None = None
+        """Why the last one was ended, where it hung."""
+        self._job, self._stall_timeout_s, self._console = job, stall_timeout_s, console
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def taking_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self) -> int:
+        """Another one; returns its exit code."""
+        self._job.ended.unlink(missing_ok=True)
+        self._job.heartbeat.touch()
+        self.stalled = None
+        # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
+        command = [sys.executable, "-m", "xray.cli.runner", str(self._job.file)]
+        # It inherits the mask: what arrives while it imports waits for its handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        child = self._child = subprocess.Popen(command, process_group=0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self.asked:
             child.kill()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
         while (code := child.poll()) is None:
-            if time.time() - heartbeat.stat().st_mtime > stall_timeout_s:
-                console.print(f"no progress for {stall_timeout_s:.0f} s: ending what hangs", style="yellow")
+            silent = time.time() - self._job.heartbeat.stat().st_mtime
+            if silent > self._stall_timeout_s and silent > self._stall_timeout_s * load():
+                self.stalled = f"no progress for {silent:.0f} s"
                 child.kill()
             time.sleep(POLL_SECONDS)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return INTERRUPTED if asked else code
+        return code
+
+    def _ask(self, *_: Any) -> None:
+        self.asked += 1
+        if self._child is None:
+            return
+        if self.asked == 1:
+            self._console.print("stopping after the current step, with a snapshot; Ctrl-C again to stop at once")
+            self._child.send_signal(signal.SIGINT)
+        else:
+            self._child.kill()

@@ -30,20 +30,20 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     config: Annotated[Path, typer.Argument(help="YAML file with the lifecycle's config.")],
-    search: Annotated[Path, typer.Option("--search", help="YAML file with the fields, their ranges, the metric.")],
+    search: Annotated[Path, typer.Option("--search", help="YAML file with the fields, their ranges and the metric.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field; repeatable.")
     ] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="How many, instead of what the search says.")] = None,
+    trials: Annotated[int | None, typer.Option("--trials", help="Number of trials. Default: the search's.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Directory of everything the trials make. Default: runs/<config name>."),
+        typer.Option("--output", help="Directory for everything the trials write. Default: runs/<config name>."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json to stdout, all else to stderr.")] = False,
 ) -> None:
-    """Search fields of the config: each trial a lifecycle, stages that trials share computed once.
+    """Search over fields of the config: each trial is a lifecycle, and shared stages are computed once.
 
-    The same command again goes on; more --trials add to them.
+    Run the same command again to continue; a larger --trials adds trials.
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """

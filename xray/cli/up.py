@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,15 +17,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.cli.lineage import AsJson, checked
+from xray.deployments.patience import NotUpError, end_of
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
 from xray.deployments.servers import servers, start_missing, stop, worker
-from xray.deployments.service import NotUpError, Service, end_of
+from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
+from xray.deployments.suspension import resume, settle, suspend
 
 FAILED = 1
 INTERRUPTED = 130
 Where = Annotated[
-    Path | None, typer.Option("--home", help="Directory of everything it keeps. Default: XRAY_HOME, else ~/.xray.")
+    Path | None,
+    typer.Option("--home", help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
 ]
 
 
@@ -36,7 +41,7 @@ def register(app: typer.Typer) -> None:
 def up(
     home: Where = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Where Prefect listens; other than loopback, only with a password.")
+        str | None, typer.Option("--host", help="Address Prefect listens on; other than loopback needs a password.")
     ] = None,
     prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
@@ -52,7 +57,7 @@ def up(
 
 
 def down(home: Where = None) -> None:
-    """Stop exactly what `xray up` started; runs at work make a snapshot first.
+    """Stop exactly what `xray up` started; runs at work are suspended, and the next `xray up` lets them go on.
 
     Exit codes: 0 done, 2 bad input.
     """
@@ -60,7 +65,7 @@ def down(home: Where = None) -> None:
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
-    """What is up, which runs are running or next, what is champion.
+    """Show which servers are up, which runs are running, suspended, waiting or next, and the champions.
 
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
@@ -79,9 +84,19 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         state = new_state(home.load(), host, ports)
         check_host(state.host)
         home.save(state)
-        _start(home, state, servers(home, state))
-        _install(home, state)
-        _start(home, state, [worker(home, state)])
+        runs = worker(home, state)
+        prefect, *others = servers(home, state)
+        if runs.find() is not None:
+            _start(home, state, [prefect, *others])
+            _install(home, state)
+        else:
+            # Before Prefect itself notices that the runs of a lost worker have no process.
+            _start(home, state, [prefect, *others], {prefect.name: lambda: settle(_api(home, state), state)})
+            _install(home, state)
+            assert prefect.record is not None
+            if resumed := resume(_api(home, state), prefect.record.created):
+                _say(f"going on: {', '.join(resumed)}")
+        _start(home, state, [runs])
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         _say(f"export {name}={variables[name]}")
@@ -90,14 +105,32 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
     _say(f"output   {home.output}")
 
 
-def _start(home: ServerHome, state: State, services: list[Service]) -> None:
+def _start(
+    home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]] | None = None
+) -> None:
+    """Start what is missing of `services`, and wait until all work; `after` a service works, call what is named so."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
-        _say(f"there already: {', '.join(running)}")
+        _say(f"already running: {', '.join(running)}")
     if started:
         _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
+    ended: queue.SimpleQueue[tuple[Service, BaseException | None]] = queue.SimpleQueue()
+
+    def wait(service: Service) -> None:
+        try:
+            service.wait_healthy(_say)
+            ended.put((service, None))
+        except BaseException as error:
+            ended.put((service, error))
+
     for service in services:
-        service.wait_healthy(_say)
+        threading.Thread(target=wait, args=(service,), daemon=True).start()
+    for _ in services:
+        service, error = ended.get()
+        if error is not None:
+            raise error
+        if after is not None and service.name in after:
+            after[service.name]()
         _say(f"{service.title:8} {service.address}")
 
 
@@ -121,9 +154,29 @@ def _down(home: ServerHome) -> None:
         _say(f"nothing was started in {home.path}")
         return
     with home.locked():
+        prefect, *others = servers(home, state)
+        runs = worker(home, state)
+        if (process := runs.find()) is not None:
+            # The worker alone, at once: it would start the next run, and take what is suspended for crashed.
+            process.kill()
+            _suspend(_api(home, state), runs)
         # Clients before their servers.
-        ended = stop(home, state, [worker(home, state), *reversed(servers(home, state))])
-    _say(f"stopped {', '.join(ended)}" if ended else "nothing was up")
+        ended = stop(home, state, [runs, *reversed(others), prefect])
+    _say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
+
+
+def _suspend(api: str, runs: Service) -> None:
+    try:
+        suspended = suspend(api)
+    except (OSError, ValueError):
+        _say("Prefect does not answer: what is at work is stopped, and goes on after `xray up`")
+        return
+    if suspended:
+        _say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` goes on with them")
+
+
+def _api(home: ServerHome, state: State) -> str:
+    return home.environment(state)["PREFECT_API_URL"]
 
 
 def local_timezone(root: Path = Path("/")) -> str:
@@ -142,7 +195,10 @@ def _checked(action: Callable[[], Any]) -> None:
         Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        _say("interrupted; what was started keeps running: repeat the command to go on, `xray down` stops it")
+        _say(
+            "interrupted; started servers keep running: run the command again to continue, or stop them with "
+            "`xray down`"
+        )
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -23,7 +23,7 @@ class RunningMoments:
         if not batch:
             return
         if not all(map(math.isfinite, batch)):
-            raise NonFiniteError("a reward that the running moments are of is not finite")
+            raise NonFiniteError("a reward in the running moments is not finite")
         n = len(batch)
         batch_mean = math.fsum(batch) / n
         batch_squares = math.fsum((x - batch_mean) ** 2 for x in batch)

@@ -6,7 +6,7 @@ absent. A source that does not apply to a row is another thing: it contributes n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,8 @@ class SourceScores:
     """Source → whether it applies to each reply [B] bool."""
     disagreements: Mapping[str, Tensor] = field(default_factory=dict)
     """Source that is an ensemble → the deviation of its members' scores of each reply [B]."""
+    failures: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    """Source that may fail → why it has no score of each reply [B]; None where it has one, or does not apply."""
 
     def failed(self, source: str) -> Tensor:
         """Where `source` has no score that it should have [B] bool."""

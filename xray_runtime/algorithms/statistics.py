@@ -107,3 +107,13 @@ def wilson_interval(mean: float, num: int) -> tuple[float, float]:
     centre = (mean + z2 / (2 * num)) / (1 + z2 / num)
     half = math.sqrt(z2 * (mean * (1 - mean) / num + z2 / (4 * num**2))) / (1 + z2 / num)
     return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def trials_needed(mean: float, bound: float) -> int | None:
+    """How many trials with a share `mean` it takes for `wilson_interval` to begin above `bound`; None: none are enough.
+
+    The score test, which that interval inverts: (mean − bound) / √(bound (1 − bound) / num) > z.
+    """
+    if mean <= bound:
+        return None
+    return math.floor(1.959964**2 * bound * (1 - bound) / (mean - bound) ** 2) + 1

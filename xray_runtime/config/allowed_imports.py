@@ -22,10 +22,12 @@ def check_import(path: str, environment: Mapping[str, str] = os.environ) -> None
     entries = [entry for part in environment.get(VARIABLE, "").split(",") if (entry := part.strip())]
     for entry in entries:
         if not ENTRY.fullmatch(entry):
-            raise ValueError(f"{VARIABLE}: {entry!r} is not allowed: must be a module, or all below one: module.*")
+            raise ValueError(
+                f"{VARIABLE}: {entry!r} is not allowed: must be a module, or module.* for everything below it"
+            )
     if not any(_matches(module, entry) for entry in entries):
         raise ValueError(
-            f"{path!r} is not allowed: it would import {module}, and {VARIABLE} in the environment allows "
+            f"{path!r} is not allowed: it would import {module}, but {VARIABLE} in the environment allows "
             f"{', '.join(entries) or 'nothing'}; to allow it: {VARIABLE}={','.join([*entries, module])}"
         )
 

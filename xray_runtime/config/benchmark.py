@@ -27,8 +27,8 @@ class PerplexitySuite(SideConfig):
 
     suite: Literal["perplexity"] = "perplexity"
     num_rows: Count = 256
-    max_response_tokens: Count = 1024
-    """Rows with longer replies are left out, and counted."""
+    max_response_tokens: Count | None = None
+    """Rows with longer replies are left out, and counted; null: as `sft.max_response_tokens`."""
     frozen: FrozenConfig = FrozenConfig()
 
 

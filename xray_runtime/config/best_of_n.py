@@ -12,7 +12,7 @@ from xray_runtime.config.sampling import SamplingConfig
 
 
 class GroupsConfig(SamplingConfig, JudgingConfig):
-    """What is sampled and scored."""
+    """How many replies are sampled, and how they are scored."""
 
     samples: Annotated[int, Field(ge=2)] = 8
     """Replies to each prompt."""

@@ -30,7 +30,7 @@ class DPOConfig(TrainingConfig):
     """`sigmoid`: DPO; `sigmoid_norm`: the same over mean, not summed, log-ratios of a reply (Tülu 3); `ipo`: a squared
     distance to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-probabilities without a reference."""
     beta: Positive = 0.1
-    """What log-ratios are multiplied by: the larger, the nearer the policy stays to the reference. SimPO's is 2 or
+    """Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference. SimPO's is 2 or
     more."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Share of labels taken to be wrong (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`."""

@@ -166,7 +166,7 @@ class LoRAConfig(Section):
 
 
 class TrainingConfig(Section):
-    """What every trained model has: AdamW, a learning-rate schedule, clipping, an engine."""
+    """Fields of every trained model: AdamW, a learning-rate schedule, clipping, an engine."""
 
     lr: Positive
     """Peak learning rate of AdamW."""
@@ -220,7 +220,7 @@ def check_one_row_each(engine: LayoutConfig, field: str, rows: int, section: str
 
 
 class GeneratorConfig(Section):
-    """What samples replies. Each library and each split rounds in its own way, so all of it is in the key of every
+    """The engine that samples replies. Libraries and splits round differently, so all of it is in the key of every
     stage that samples."""
 
     engine: Literal["vllm", "deepspeed", "transformers"] = "vllm"

@@ -14,8 +14,8 @@ def _importable(path: str) -> str:
     """`path`. Raises ValueError where a process of its own could not import it."""
     if path.startswith("__main__:") or "<" in path:
         raise ValueError(
-            f"{path!r} is not allowed: environments work in processes that import them, so it must be a class or a "
-            "function at the top of a module, not of a script or a notebook"
+            f"{path!r} is not allowed: environments run in processes that import them: must be a class or a "
+            "function at the top level of a module, not of a script or a notebook"
         )
     return path
 
@@ -49,4 +49,6 @@ class EnvironmentConfig(Section):
                 "limit of one turn"
             )
         if stop:
-            raise ValueError(f"stop = {stop!r} must be [] with an environment: a turn that it ends has no end of turn")
+            raise ValueError(
+                f"stop = {stop!r} must be [] with an environment: a turn cut there would lack its end of turn"
+            )

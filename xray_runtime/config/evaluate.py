@@ -28,7 +28,7 @@ class EvaluateConfig(SamplingConfig):
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     """Sample pairs in the report's table."""
     environment: EnvironmentConfig | None = None
-    """What answers the policies turn by turn; its rewards are shown and judge nothing."""
+    """The environment that answers the policies turn by turn; its rewards are shown but do not judge."""
 
     @property
     def max_response_tokens(self) -> int:
@@ -52,13 +52,14 @@ class EvaluateSection(EvaluateConfig):
     """Share of the preference pairs that `reward` and `dpo` never see: a reward model that is trained on them judges.
     None: there is none."""
     verdicts: Annotated[str, Field(min_length=1)] | None = None
-    """What people said of replies of the policy and of the model before: a REF of what `xray preferences` published."""
+    """Human verdicts on replies of the policy and of the model before: a REF of a dataset that `xray preferences`
+    published."""
 
 
 GOLD = "gold"
-"""What the judge is called that `gold` names."""
+"""Name of the judge that `gold` names."""
 PEOPLE = "people"
-"""What the judge is called whose word is the input `verdicts`."""
+"""Name of the judge whose verdicts are the input `verdicts`."""
 
 
 class EvaluationConfig(EvaluateConfig, JudgingConfig):
@@ -80,7 +81,7 @@ class EvaluationConfig(EvaluateConfig, JudgingConfig):
             for number, term in enumerate(getattr(self, field)):
                 for role in term.roles:
                     if not role.startswith(f"{field}."):
-                        raise ValueError(f"{field}.{number}: {role!r} is not allowed: it must be one of {field}")
+                        raise ValueError(f"{field}.{number}: {role!r} is not allowed: must be one of {field}")
         return self
 
 
@@ -90,7 +91,8 @@ class PromotionConfig(Section):
     Wins and scores are those of independent judges alone, and of each of them."""
 
     min_win_rate: UnitInterval | None = 0.5
-    """The lower end of the win rate's 95% interval, over the SFT model."""
+    """The lower end of the 95% interval of the win rate over the SFT model must be above it (Wilson's, over the prompts
+    that are not tied). Where all are tied nothing has improved, and the gate does not hold."""
     max_kl: Positive | None = 20.0
     """Nats a reply, to the SFT model."""
     max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
@@ -99,7 +101,7 @@ class PromotionConfig(Section):
     """While the reward rises that the policy was trained against, the mean score of no judge may fall by more: it is a
     sign of reward hacking."""
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
-    """The lower end of the 95% interval of the win rate over the present champion, on the same held-out prompts with
-    the same seeds, may be this far below one half."""
+    """The lower end of the 95% interval of the win rate over the present champion, ties by half, on the same held-out
+    prompts with the same seeds, must be less than this below one half."""
     allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
     """Everything that the candidate, or what rewarded it, was made from has one of these licences; None: not asked."""

@@ -27,7 +27,7 @@ class KTOConfig(TrainingConfig):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024)."""
 
     beta: Positive = 0.1
-    """What log-ratios are multiplied by: the larger, the nearer the policy stays to the reference."""
+    """Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
     desirable_weight: NonNegative = 1.0
     """λ of desirable replies. Where there are fewer of one sort, its weight times its number should be from 1 to 4/3 of
     the other's."""

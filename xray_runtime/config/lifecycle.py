@@ -87,7 +87,7 @@ def _adapt(field: str, lora: LoRAConfig, base: BaseModelConfig) -> None:
     if not isinstance(base, FreshBase):
         if base.trainable_layers is not None:
             raise ValueError(
-                f"{field}.lora must be null where base.trainable_layers is set: either adapters or whole layers learn"
+                f"{field}.lora must be null where base.trainable_layers is set: train either adapters or whole layers"
             )
         return
     unknown = [name for name in lora.target_modules or [] if name not in LINEAR_LAYERS]
@@ -199,7 +199,9 @@ class LifecycleConfig(Section):
     def _terms(self) -> Self:
         unknown = sorted(set(self.terms) - set(self.reads))
         if unknown:
-            raise ValueError(f"terms: {unknown[0]!r} is nothing that the config reads; that is {', '.join(self.reads)}")
+            raise ValueError(
+                f"terms: {unknown[0]!r} is not a source the config reads; those are {', '.join(self.reads)}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -219,7 +221,7 @@ class LifecycleConfig(Section):
         if self.runtime.generator_sleeps and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
             raise ValueError(
                 "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm': only vLLM on "
-                "CUDA gives its memory back"
+                "CUDA can release its memory"
             )
         if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
             raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
@@ -268,14 +270,16 @@ class LifecycleConfig(Section):
             limit = self.base.max_positions
             new_tokens = [stage.max_new_tokens for stage in self.ppo_stages]
             new_tokens += [self.evaluate.max_new_tokens]
-            if self.sft is not None:
+            if self.sft is not None and self.sft.max_response_tokens is not None:
                 new_tokens.append(self.sft.max_response_tokens)
             if isinstance(self.preferences, GoldPreferences):
                 new_tokens.append(self.preferences.max_new_tokens)
-            if self.data.max_prompt_tokens + max(new_tokens) > limit:
+            # Left to the stages, prompts are as long as a reply leaves room for.
+            needed = (self.data.max_prompt_tokens or 1) + max(new_tokens)
+            if needed > limit:
                 raise ValueError(
-                    f"data.max_prompt_tokens + the longest reply = {self.data.max_prompt_tokens + max(new_tokens)} "
-                    f"must be at most base.max_positions = {limit}"
+                    f"data.max_prompt_tokens + the longest reply = {needed} must be at most base.max_positions = "
+                    f"{limit}"
                 )
         return self
 

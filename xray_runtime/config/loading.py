@@ -12,6 +12,10 @@ import yaml
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
+MAX_FILE_BYTES = 16 * 2**20
+PIPES = (Path("/dev"), Path("/dev/fd"))
+"""Where a shell puts what it reads for a command; what no one writes to elsewhere would be waited for."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: 1e-4 is a number, only true and false are booleans, no key twice, no aliases."""
@@ -25,8 +29,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -90,7 +96,13 @@ def resolved_yaml(config: LifecycleConfig) -> str:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The YAML mapping in a file. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.is_fifo() and path.parent not in PIPES:
+            raise ConfigError(f"{path}: is a pipe: give a file, or - from a shell - <(COMMAND)")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: is larger than {MAX_FILE_BYTES:,} bytes: give a config")
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -112,8 +124,10 @@ def _parse(text: str, where: str) -> Any:
         place = f"{where}:{mark.line + 1}" if mark is not None else where
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{place}: not valid YAML: {reason}") from None
-    except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
+    # What its constructors raise for a value that is not what its tag says (!!bool, !!timestamp).
+    except (RecursionError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{where}: not valid YAML: {reason or type(error).__name__}") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

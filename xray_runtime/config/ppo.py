@@ -35,14 +35,14 @@ AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "grpo", "dr_grpo", "rl
 
 
 class JudgingConfig(Section):
-    """What stages that sample and score replies share."""
+    """Fields shared by stages that sample and score replies."""
 
     rewards: list[RewardTerm] = Field(default_factory=list)
     """Sources of the reward; their weighted sum counts."""
     max_failed: UnitInterval = 0.1
     """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
     gold: GivenGold | None = None
-    """What replies are really worth, for the evaluation alone: it is logged and never trained on."""
+    """The true worth of replies, for the evaluation alone: it is logged and never trained on."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
     """How models are spread that only score."""
@@ -74,7 +74,7 @@ def _kept(value: Any) -> Any:
 
 
 class LedgerConfig(Section):
-    """What a checkpoint keeps of the rollouts it learned from."""
+    """The rollouts a checkpoint keeps of those it learned from."""
 
     keep: Annotated[Literal["all", "none"] | int, BeforeValidator(_kept)] = "all"
     """The rollouts of `all` iterations, of `none`, or of so many last ones."""
@@ -113,7 +113,8 @@ class PPOStageConfig(TrainingConfig):
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
     environment: EnvironmentConfig | None = None
-    """What answers the replies, so that rollouts have many turns; its rewards count too. None: a reply is the end."""
+    """The environment that answers the replies, so that rollouts have many turns; its rewards count too. None: a single
+    turn."""
     lag: Literal[0, 1] = 0
     """`1`: the next rollout is sampled by the weights of before this iteration's update, while that is at work. Replies
     are then one update old when they are trained on, which importance weights correct; the first ones are not."""
@@ -129,7 +130,7 @@ class PPOStageConfig(TrainingConfig):
     """`ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`: each token's
     gradient, weighted by its ratio cut at 1 + `clip_range_high`. Or a function of your own, of `PolicyLossInputs`."""
     loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
-    """What the policy's loss, its entropy bonus and its KL term are means over: all tokens of a minibatch; its replies,
+    """How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch; over its replies,
     of each of which the mean over tokens is taken; or replies × `max_new_tokens` (with an environment its
     `max_tokens`), which knows no lengths."""
     advantages: AdvantagesName = "gae"
@@ -155,8 +156,8 @@ class PPOStageConfig(TrainingConfig):
     """End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per token) exceeds
     this; None: never."""
     truncated: Literal["lowest", "penalize", "bootstrap"] = "lowest"
-    """What a reply cut off at max_new_tokens gets. `lowest`: its score as if it had ended, but no more than the worst
-    of the rollout that did end, so that going on never beats a bad ending. `penalize`: that score minus
+    """The reward of a reply cut off at max_new_tokens. `lowest`: its score as if it had ended, but at most the lowest
+    of the rollout's replies that did end, so that going on never beats a bad ending. `penalize`: that score minus
     `truncation_penalty`. `bootstrap`: no score, since a cut is no terminal state, but the critic's value of where it
     was cut."""
     truncation_penalty: NonNegative = 1.0
@@ -213,8 +214,8 @@ class PPOStageConfig(TrainingConfig):
         for field in BIASING:
             if field in given:
                 raise ValueError(
-                    f"{field} = {given[field]!r} is not allowed: ratios are taken of log-probabilities over the whole "
-                    "vocabulary, which replies sampled from a part of it would bias; change temperature"
+                    f"{field} = {given[field]!r} is not allowed: ratios use log-probabilities over the whole "
+                    "vocabulary, and replies sampled from part of it would bias them; change temperature instead"
                 )
         if given.get("environment") is not None:
             of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
@@ -240,7 +241,7 @@ class PPOStageConfig(TrainingConfig):
         if self.critic_in_use == "none" and self.truncated == "bootstrap":
             raise ValueError(
                 f"truncated = 'bootstrap' must be 'lowest' or 'penalize' with advantages = {self.advantages!r}: there "
-                "is no critic to say what a reply that was cut off is worth"
+                "is no critic to value a reply that was cut off"
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise ValueError(
@@ -248,7 +249,8 @@ class PPOStageConfig(TrainingConfig):
             )
         if self.resample_rounds and self.samples_per_prompt < 2:
             raise ValueError(
-                f"resample_rounds = {self.resample_rounds} must be 0 with samples_per_prompt = 1: one reply cannot tie"
+                f"resample_rounds = {self.resample_rounds} must be 0 with samples_per_prompt = 1: a single "
+                f"reply cannot tie"
             )
         if self.resample_rounds and self.lag:
             raise ValueError(
@@ -297,4 +299,5 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     """All that the stage kind `ppo` reads."""
 
     judges: list[RewardTerm] = Field(default_factory=list)
-    """What scores in `validation`, in place of the rewards: a version that only pleases those is then not the best."""
+    """Sources that score in `validation` in place of the rewards, so that a version that only pleases the rewards is
+    not chosen."""

@@ -59,7 +59,7 @@ PreferencesConfig = Annotated[GoldPreferences | RatingPreferences | DatasetPrefe
 
 
 class JudgedPreferences(Section):
-    """What people judged in `xray compare`: the input `judgements`."""
+    """Human verdicts from `xray compare`: the input `judgements`."""
 
     source: Literal["judgements"] = "judgements"
     max_pairs: Annotated[int, Field(ge=8)] | None = None

@@ -33,7 +33,7 @@ class Route(Section):
 
     column: Column
     equals: str
-    """What the column's value must be, as text."""
+    """Value that the column must have, as text."""
 
     def applies(self, value: Any) -> bool:
         """Whether the source applies to a row that has `value` in the column."""
@@ -67,7 +67,7 @@ class JSONSchemaVerifier(Section):
     definition: dict[str, Any] | None = None
     """The schema."""
     column: Column | None = None
-    """What holds each row's schema instead."""
+    """Column that has each row's schema instead."""
     limit_s: Positive = 1.0
     """A reply that takes longer to check scores 0."""
 
@@ -79,15 +79,17 @@ class JSONSchemaVerifier(Section):
 
 
 class CodeVerifier(Section):
-    """1 where the reply's Python code, or the last fenced block in it, passes the column's tests, in a sandbox."""
+    """1 where the reply's Python code, or the last fenced block in it, passes the column's tests, in a sandbox apart
+    from them."""
 
     kind: Literal["code"] = "code"
     column: Column
-    """Python statements, or a list of them, that raise where the code is wrong."""
+    """Python statements, or a list of them, that call the code and raise where it is wrong; or, of programs, what they
+    read and should print: `{"inputs": [text, ...], "outputs": [text, ...]}`, as an object or its JSON."""
     limit_s: Positive = 5.0
-    """Code that takes longer scores 0."""
+    """Code that takes longer, for all its tests or one program, scores 0."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
-    """Code that needs more address space scores 0."""
+    """Code that needs more address space, beside Python's own, scores 0."""
 
 
 Verifier = MathVerifier | RegexVerifier | JSONSchemaVerifier | CodeVerifier
@@ -122,14 +124,14 @@ class JudgeConfig(RemoteConfig):
     """Up to `/v1`: `http://localhost:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     rubric: Annotated[str, Field(min_length=1)]
-    """What a good reply is."""
+    """Description of a good reply."""
     scale: Annotated[tuple[float, float], Field(strict=False)] = (1.0, 10.0)
     """The worst and the best score. What the judge says beyond is no score."""
     opponents: Count | None = None
     """Compare each reply with at least so many others to the same prompt, in both orders, in place of scoring it by
     itself: its score is the share it wins, from 0 to 1. Each prompt then needs several replies."""
     column: Column | None = None
-    """What holds a reference answer that the judge is shown."""
+    """Column with a reference answer that the judge is shown."""
     max_tokens: Count = 512
     temperature: NonNegative = 0.0
 

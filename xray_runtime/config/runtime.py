@@ -20,6 +20,10 @@ class RuntimeConfig(Section):
     policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. With
     a PPO stage's `lag: 1` the generator counts as one of them, and keeps all `threads` itself. The number of threads
     changes float rounding."""
+    niceness: Annotated[int, Field(ge=0, le=19)] = 0
+    """How much the run's processes give way to other programs on a busy machine: at 0 they get as much of a core as
+    those, at 10 a tenth as much. A cluster of your own may ask for more (`RAY_worker_niceness` where its Ray was
+    started; Ray's default is 15)."""
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
@@ -46,7 +50,8 @@ class RuntimeConfig(Section):
     """How long a stage waits for devices that others than its own run hold; stages of one run wait for each other as
     long as it takes. More than the cluster has is refused at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
-    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot."""
+    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot. This
+    limit, and those below, grow with the load where more programs want to run than there are cores."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
     """A rank that waits for its peers in one collective for longer is given up, and its stage goes on from a snapshot.
     At least as long as one rank may be at work alone; NCCL has a limit of its own, ten minutes."""
@@ -76,5 +81,5 @@ class RuntimeConfig(Section):
         if url is not None and re.search(r"://[^/]*:[^/]*@", url):
             raise ValueError("a password is not allowed in the URL: credentials come from the environment")
         if url is not None and re.match(r"memory:|file://[^/]", url):
-            raise ValueError(f"{url!r} is not allowed: must be found from other processes (file:///ABSOLUTE/PATH)")
+            raise ValueError(f"{url!r} is not allowed: must be reachable from other processes (file:///ABSOLUTE/PATH)")
         return url

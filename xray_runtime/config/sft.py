@@ -15,6 +15,9 @@ from xray_runtime.config.engines import (
     check_one_row_each,
 )
 
+REPLY_TOKENS = 512
+"""The longest reply where no field says so, of models whose context is three times as long."""
+
 
 class SFTValidation(ValidationSchedule):
     """The loss on the conversations of `data.validation_fraction`, as the model is trained; the lowest is the best."""
@@ -33,8 +36,9 @@ class SFTConfig(TrainingConfig):
     batch_size: Count = 64
     """Conversations in one optimizer step, over all Workhorses: a prompt and its reply, or with more context
     (`data.context_messages`) all replies whose prompts begin alike."""
-    max_response_tokens: Annotated[int, Field(ge=2)] = 32
-    """Replies with more tokens than this are dropped, and counted."""
+    max_response_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Replies with more tokens than this are dropped, and counted; null: 512, or a third of the model's context where
+    that is less."""
     weight_decay: NonNegative = 0.01
     validation: SFTValidation | None = None
     """None: the stage ends with the last version."""

@@ -21,9 +21,7 @@ FUNCTION_NAME = re.compile(r"[^:]+:[^:]+")
 def without_login(source: str) -> str:
     """`source`. Raises ValueError where a login stands in it."""
     if has_login(source):
-        raise ValueError(
-            f"a login before {strip_credentials(source)!r} is not allowed: the config is recorded and shown"
-        )
+        raise ValueError(f"a login in {strip_credentials(source)!r} is not allowed: the config is recorded and shown")
     return source
 
 
@@ -78,6 +76,6 @@ class SourceTerms(Section):
     license: Annotated[str, Field(min_length=1)] | None = None
     """By its SPDX name: `Apache-2.0`. Of what a package carries, the package's own where none is given."""
     origin: Annotated[str, Field(min_length=1)] | None = None
-    """Who made it, from what."""
+    """Its author, and what it was made from."""
     personal_data: Annotated[str, Field(min_length=1)] | None = None
-    """What it holds of people, and on what ground: `none`, or a sentence."""
+    """Personal data in it and the legal ground: `none`, or a sentence."""

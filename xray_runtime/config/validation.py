@@ -36,16 +36,18 @@ def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         known = sorted(_fields(owner))
+        elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
         close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
+        hint = hint or (f" (did you mean {close[0]}?)" if close else "")
         return f"{path}: unknown field{hint}; allowed here: {', '.join(known)}"
     if kind == "missing":
         return f"{path}: is required"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tag = str(context["discriminator"]).strip("'")
         allowed = context.get("expected_tags") or ", ".join(map(repr, _tags(model, owner, loc, tag)))
-        got = _show(context["tag"]) if "tag" in context else "nothing"
-        return f"{path}.{tag}: {got} is not allowed: must be one of {allowed}"
+        wrong = f"{_show(context['tag'])} is not allowed" if "tag" in context else "is required"
+        return f"{path}.{tag}: {wrong}: must be one of {allowed}"
     if kind == "value_error":
         return f"{path}: {context['error']}" if loc or where else str(context["error"])
     return f"{path}: {_show(value)} is not allowed: must {_requirement(error)}"
@@ -86,6 +88,23 @@ def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list
         elif isinstance(owner, list):
             owner = owner[0]
     return path, owner
+
+
+def _places(root: type[BaseModel], name: str) -> list[str]:
+    """Paths of all fields called `name` below `root`, those nearest to it first; N is the number of a list's item."""
+    found: dict[str, None] = {}
+    pending: list[tuple[str, type[BaseModel], tuple[Any, ...]]] = [("", root, ())]
+    for prefix, model, above in pending:
+        for field, info in model.model_fields.items():
+            if field == name:
+                found[f"{prefix}{field}"] = None
+            numbered = ".N" if "list" in str(info.annotation) else ""
+            pending += [
+                (f"{prefix}{field}{numbered}.", inner, (*above, model))
+                for inner in _models(info.annotation)
+                if inner not in (*above, model)
+            ]
+    return list(found)
 
 
 def _member(owner: Any, name: str) -> Any:

@@ -79,5 +79,5 @@ class Cursor:
             ValueError: the state belongs to another number of rows, so its position would mean other rows.
         """
         if state["num_rows"] != num_rows:
-            raise ValueError(f"the saved cursor walks {state['num_rows']} rows, the data now has {num_rows}")
+            raise ValueError(f"the saved cursor is for {state['num_rows']} rows, but the data now has {num_rows}")
         return cls(**state)

@@ -157,7 +157,7 @@ class ChatFormat:
         _, end = whole.spans[0]
         before = self._render([ASKED, SAID], False, (1,))
         if before.text[: before.spans[0][1]] != whole.text[:end]:
-            raise ValueError("the chat template writes a turn in another way once another follows it")
+            raise ValueError("the chat template writes a turn differently once another follows it")
         [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + whole.text[end:]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
 

@@ -42,7 +42,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer: it needs a tokenizer.json")
+            raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer: it needs a tokenizer.json")
         self.ids = {
             token.content: number
             for number, token in tokenizer.added_tokens_decoder.items()

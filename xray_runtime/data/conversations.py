@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, in_shards, joined, stored
+from xray_runtime.store.seal import Seal
 
+PROMPT, REPLY = "prompt_too_long", "reply_too_long"
+"""Why a reply is not learned: what stands before it, or itself."""
 OPEN = 8
 """Beginnings of one conversation that a pair may go on from."""
 SCHEMA = pa.schema([pa.field("input_ids", IDS, nullable=False), pa.field("spans", IDS, nullable=False)])
@@ -32,6 +37,8 @@ class Conversation:
 
     messages: Messages
     replies: list[int]
+    ids: list[str]
+    """Of the pairs that the replies are of."""
 
 
 def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
@@ -48,9 +55,10 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
             reply["tool_calls"] = example.tool_calls
         found = next((one for one in open_ones if prompt[: len(one.messages)] == one.messages), None)
         if found is None:
-            found = Conversation([], [])
+            found = Conversation([], [], [])
             open_ones.append(found)
         found.replies.append(len(prompt))
+        found.ids.append(example.id)
         found.messages = [*prompt, reply]
     yield from open_ones
 
@@ -63,6 +71,7 @@ class ConversationTokens:
         max_prompt: tokens before a reply; where there are more it is not learned.
         max_reply: tokens of a reply, the end of its turn included; where there are more, or fewer than 2, it is not
             learned.
+        seal: of the run, whose tokens are read.
         report: told of progress where the tokens have to be made.
 
     Raises:
@@ -75,20 +84,37 @@ class ConversationTokens:
         tokenizer: Any,
         max_prompt: int,
         max_reply: int,
+        seal: Seal,
         report: Report = lambda done, total: None,
     ) -> None:
-        shards = stored(pairs, "conversations", tokenizer, lambda: _encoded(Pairs(pairs, Example), tokenizer, report))
+        shards = stored(
+            pairs, "conversations", tokenizer, lambda: _encoded(Pairs(pairs, Example), tokenizer, report), seal
+        )
         self._ids = [Shard(shard.column("input_ids")) for shard in shards]
         self._spans = [Shard(shard.column("spans")) for shard in shards]
         counts = joined([np.diff(shard.offsets) for shard in self._spans], np.int64) // 2
         spans = joined([shard.values[shard.offsets[0] : shard.offsets[-1]] for shard in self._spans], np.int64)
         starts, lengths = spans[::2], spans[1::2] - spans[::2]
-        self._limits = max_prompt, max_reply
+        self._pairs, self._limits = pairs, (max_prompt, max_reply)
         fit = self._fit(starts, lengths)
-        self.num_replies, self.num_dropped = int(fit.sum()), int((~fit).sum())
-        """Replies that are learned, and others."""
+        self.num_replies = int(fit.sum())
+        """Replies that are learned."""
+        self._too_long = {PROMPT: starts > max_prompt}
+        self._too_long[REPLY] = ~fit & ~self._too_long[PROMPT]
+        self.num_dropped = {reason: int(rows.sum()) for reason, rows in self._too_long.items()}
+        """Why a reply is not learned → how many are not."""
         row_of = np.repeat(np.arange(len(counts)), counts)
         self._rows = np.unique(row_of[fit])
+
+    def list_dropped(self, rows: DroppedRows) -> None:
+        """Add what is not learned, by the ids of the dataset's pairs."""
+        left = np.flatnonzero(self._too_long[PROMPT] | self._too_long[REPLY])
+        ids = (name for one in conversations(Pairs(self._pairs, Example)) for name in one.ids)
+        at = 0
+        for row in left.tolist():
+            name = next(islice(ids, row - at, None))
+            at = row + 1
+            rows.add(PROMPT if self._too_long[PROMPT][row] else REPLY, {"id": name})
 
     def __len__(self) -> int:
         """Conversations with something to learn."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.data.score_list import score_list
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score a reply; higher is better."""
@@ -41,13 +42,13 @@ def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldSco
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
         answer = function(list(prompts), list(replies))
         try:
-            scores = [float(score) for score in answer]
+            scores = [float(score) for score in score_list(answer, len(replies))]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"gold: {name!r} must return a list of numbers ({error})") from error
-        if len(scores) != len(replies) or not all(map(math.isfinite, scores)):
+            raise ValueError(f"gold: {name!r} {error}") from error
+        if not all(map(math.isfinite, scores)):
             raise ValueError(
-                f"gold: {name!r} must return one finite number a reply; for {len(replies)} replies it returned "
-                f"{len(scores)} numbers, {sum(map(math.isfinite, scores))} of them finite"
+                f"gold: {name!r} must return one finite number a reply; of {len(replies)} numbers "
+                f"{sum(map(math.isfinite, scores))} are finite"
             )
         return scores
 

@@ -14,6 +14,7 @@
                        earned, on its last token, and other numbers of the environment, summed (JSON)
     answers            what the environment answered to being reset and to each turn (JSON)
     score/SOURCE       as scored: NaN where the source failed, null where it does not apply
+    failure/SOURCE     of a source that may fail: why it did, null where it did not; not kept with hashed tokens
     gold               of the stage's gold score, where it has one; null where others took the row's place
     reward             their weighted sum, `scaled_reward` what was made of it; null where there is none
     advantages         of each token of the reply; `weights` by the generator's mismatch, 0: the token is masked
@@ -46,7 +47,7 @@ NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weight
 ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
-SCORE = "score/"
+SCORE, FAILURE = "score/", "failure/"
 """Before the name of a source of reward."""
 DIGITS = 6
 TYPES = {np.dtype("int64"): pa.int64(), np.dtype("int32"): pa.int32(), np.dtype("float32"): pa.float32()}
@@ -97,7 +98,7 @@ def read_shard(path: Path) -> Shard:
         return Shard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: damaged, or no shard of a ledger ({reason})") from error
+        raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
 
 
 def lists(column: Ragged, type: pa.DataType) -> pa.Array:
@@ -183,6 +184,7 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "prompt": texts["prompt"][number],
             "reply": texts["reply"][number],
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
+            "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
             **{name: row[name] for name in ("reward", "scaled_reward")},
             "advantage": advantage,

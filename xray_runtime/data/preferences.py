@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.config.preferences import RatingPreferences
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, message_text, prompt_text
-from xray_runtime.data.sources import preference
+from xray_runtime.data.records import preference
+from xray_runtime.data.sources import Where
 from xray_runtime.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -135,31 +137,34 @@ def split_ratings(
 
 
 def from_dataset(
-    records: Iterable[tuple[str, dict[str, Any]]], max_pairs: int | None, counts: dict[str, float]
-) -> Iterator[PreferenceExample]:
-    """Your own pairs.
+    records: Iterable[tuple[Where, dict[str, Any]]], max_pairs: int | None, dropped: DroppedRows
+) -> Iterator[tuple[int, PreferenceExample]]:
+    """Your own pairs, each with its row in the source.
 
     Args:
         records: as `read_records` gives them.
         max_pairs: to take at most.
-        counts: told how many pairs there are, and what was dropped and why; complete after the last pair.
+        dropped: told of what is left out.
 
     Raises:
         ValueError: a row is of the wrong form.
     """
-    counts |= {"pairs": 0, "dropped_same_or_empty": 0, "dropped_unmatched_transcripts": 0}
-    for number, (where, record) in enumerate(records):
-        if counts["pairs"] == max_pairs:
+    taken = 0
+    for where, record in records:
+        if taken == max_pairs:
             break
         found = preference(where, record)
         if found is None:
-            counts["dropped_unmatched_transcripts"] += 1
+            dropped.add("unmatched_transcripts", {"row": where.number})
             continue
         prompt, chosen, rejected = found
         said = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
         if said[0] == said[1] or not all(said) or not prompt[-1]["content"].strip():
-            counts["dropped_same_or_empty"] += 1
+            dropped.add("same_or_empty", {"row": where.number})
             continue
-        counts["pairs"] += 1
+        taken += 1
         calls = [m.get("tool_calls") for m in (chosen, rejected)]
-        yield PreferenceExample(f"dataset-{number}", prompt, chosen["content"], rejected["content"], *calls)
+        yield (
+            where.number,
+            PreferenceExample(f"dataset-{where.number}", prompt, chosen["content"], rejected["content"], *calls),
+        )

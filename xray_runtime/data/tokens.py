@@ -7,7 +7,6 @@ encodes, its libraries.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -18,11 +17,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from xray_runtime.data.derived import derived_directory, derived_file, file_digest
+from xray_runtime.data.derived import Derived
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
+from xray_runtime.store.identity import digest, file_sha256
+from xray_runtime.store.seal import Seal
 
 ENDING = ".arrow"
 SHARD_ROWS = 8192
@@ -55,6 +56,7 @@ class Tokens:
     Args:
         pairs: the dataset's file.
         of: the type of its pairs.
+        seal: of the run, whose tokens are read.
         report: told of progress where the tokens have to be made.
 
     Raises:
@@ -66,10 +68,11 @@ class Tokens:
         pairs: Path,
         of: type[Example] | type[PreferenceExample],
         tokenizer: Any,
+        seal: Seal,
         report: Report = lambda done, total: None,
     ) -> None:
         shards = stored(
-            pairs, of.__name__, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report)
+            pairs, of.__name__, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report), seal
         )
         self._ids = {name: [Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
         self._digests = [shard.column("prompt_digests") for shard in shards]
@@ -121,7 +124,11 @@ def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def stored(
-    pairs: Path, form: str, tokenizer: Any, make: Callable[[], Iterator[pa.RecordBatch]]
+    pairs: Path,
+    form: str,
+    tokenizer: Any,
+    make: Callable[[], Iterator[pa.RecordBatch]],
+    seal: Seal,
 ) -> list[pa.RecordBatch]:
     """The record batches that were made of a dataset's file for a tokenizer, mapped; made first where they are not.
 
@@ -137,7 +144,7 @@ def stored(
             for batch in chain([first], batches):
                 file.write_batch(batch)
 
-    path = derived_file(derived_directory(pairs.parent), _key(pairs, form, tokenizer), ENDING, write)
+    path = Derived(pairs.parent, seal).make(f"{_key(pairs, form, tokenizer)}{ENDING}", write)
     file = pa.ipc.open_file(pa.memory_map(str(path)))
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
@@ -147,11 +154,10 @@ def _key(pairs: Path, form: str, tokenizer: Any) -> str:
     with tempfile.TemporaryDirectory() as directory:
         # Written by itself, so that it does not matter which checkpoint it was read from.
         tokenizer.save_pretrained(directory)
-        files = {path.name: file_digest(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
-    code = [file_digest(Path(file)) for file in CODE]
+        files = {path.name: file_sha256(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+    code = [file_sha256(Path(file)) for file in CODE]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    content = json.dumps([file_digest(pairs), form, files, code, versions], sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(content.encode())
+    return digest([file_sha256(pairs), form, files, code, versions])[:32]
 
 
 def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:

@@ -10,11 +10,12 @@ Calls are written as Hermes and Qwen write them: <tool_call>{"name": ..., "argum
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ NO_ACTION = "Your reply holds no action that can be read. Try again."
 WITHOUT_TORCH = threading.Lock()
 """Environments are made in threads."""
 
-Judge = Callable[[Mapping[str, Any], str], float]
+Judge = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """(task, reply) → reward."""
 
 
@@ -42,11 +43,12 @@ def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callabl
     ends the episode.
 
     Args:
-        functions: with type hints, and docstrings that say in "Args:" what each argument is.
-        judge: the reward of the last reply.
+        functions: with type hints, and docstrings that say in "Args:" what each argument is. They may be async; then
+            `step` is too, and the others are called in threads.
+        judge: the reward of the last reply; it may be async.
 
     Raises:
-        ValueError: a function is async, or its schema cannot be told from its signature and docstring.
+        ValueError: a function's schema cannot be told from its signature and docstring.
     """
     return partial(
         _ToolEnvironment, {function.__name__: (function, tool_schema(function)) for function in functions}, judge
@@ -56,23 +58,36 @@ def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callabl
 class _ToolEnvironment:
     def __init__(self, tools: dict[str, tuple[Callable[..., Any], dict[str, Any]]], judge: Judge) -> None:
         self._tools, self._judge = tools, judge
+        self._is_async = any(map(inspect.iscoroutinefunction, (judge, *(function for function, _ in tools.values()))))
         self._task: Mapping[str, Any] = {}
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:
         self._task = task
         return Start(tools=[schema for _, schema in self._tools.values()])
 
-    def step(self, reply: str) -> Step:
+    def step(self, reply: str) -> Step | Awaitable[Step]:
+        answering = self._step(reply)
+        if self._is_async:
+            return answering
+        # Nothing in it waits.
+        try:
+            answering.send(None)
+        except StopIteration as end:
+            answer: Step = end.value
+            return answer
+        raise AssertionError("a tool that is not async waits")
+
+    async def _step(self, reply: str) -> Step:
         calls = TOOL_CALL.findall(reply)
         if not calls:
-            return Step(reward=self._judge(self._task, reply), terminated=True)
+            return Step(reward=await self._run(self._judge, self._task, reply), terminated=True)
         messages, num_errors = [], 0
         for call in calls:
             message = {"role": "tool"}
             try:
                 name, arguments = self._read(call)
                 message["name"] = name
-                message["content"] = self._call(name, arguments)
+                message["content"] = await self._call(name, arguments)
             except Exception as error:  # of the call, or of the function
                 num_errors += 1
                 why = str(error) if isinstance(error, _CallError) else described(error)
@@ -87,14 +102,14 @@ class _ToolEnvironment:
         try:
             call = json.loads(text)
         except ValueError as error:
-            raise _CallError(f"the call is no JSON ({error})") from error
+            raise _CallError(f"the call is not JSON ({error})") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise _CallError('a call must be {"name": ..., "arguments": {...}}')
         if call["name"] not in self._tools:
             raise _CallError(f"there is no tool {call['name']!r}; there are: {', '.join(self._tools)}")
         return call["name"], call.get("arguments", {})
 
-    def _call(self, name: str, arguments: Any) -> str:
+    async def _call(self, name: str, arguments: Any) -> str:
         function, schema = self._tools[name]
         try:
             jsonschema.validate(arguments, schema["function"]["parameters"])
@@ -103,8 +118,15 @@ class _ToolEnvironment:
             raise _CallError(f"wrong arguments of {name!r}: {error.message}") from error
         except TypeError as error:
             raise _CallError(f"wrong arguments of {name!r}: {error}") from error
-        result = function(**arguments)
+        result = await self._run(function, **arguments)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+    async def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        if self._is_async:
+            return await asyncio.to_thread(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
 
 class _CallError(ValueError):
@@ -120,8 +142,6 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import chat_template_utils
 
     name = getattr(function, "__name__", repr(function))
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"the tool {name!r} is async: must be an ordinary function")
     try:
         with WITHOUT_TORCH, _without_torch(chat_template_utils):
             schema: dict[str, Any] = chat_template_utils.get_json_schema(function)

@@ -109,7 +109,7 @@ class _ReasoningGym:
         # Not taken from the dataset: scores run parts of an item as Python, and a dataset may come from anybody.
         self._item = self._items[named["index"]]
         if self._item["question"] not in task["prompt"] or str(self._item["answer"]) != named["answer"]:
-            raise ValueError(f"{COLUMN} {named} is another here: was it written with another reasoning-gym?")
+            raise ValueError(f"{COLUMN} {named} is another here: was it written by another version of reasoning-gym?")
 
     def step(self, reply: str) -> Step:
         answer = self._parse(reply)

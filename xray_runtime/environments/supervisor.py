@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.cores import load
 from xray_runtime.environments import worker
 from xray_runtime.environments.calls import CallQueue
 from xray_runtime.environments.episodes import Episode, Sent, fail, failure
@@ -33,7 +34,7 @@ from xray_runtime.environments.process import WorkerProcess
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""For the imports of an environment, on a busy machine."""
+"""For the imports of an environment; longer where the load is above one program a core."""
 PONG_S = 1.0
 SHUT_DOWN = "the pool was shut down"
 
@@ -130,7 +131,7 @@ class Supervisor:
         if episode is None:
             fail(future, failure(number, "it was not reset, was closed, or has failed"))
         elif episode.request is not None:
-            fail(future, failure(number, "it was asked for a step before its last answer came"))
+            fail(future, failure(number, "a step was requested before its last answer came"))
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 
@@ -262,9 +263,10 @@ class Supervisor:
     def _limit(self) -> tuple[float, Callable[[], None]]:
         """How long is waited for the process, and what is done then."""
         if self._process is not None and not self._is_ready:
-            return self._started_at + START_S, lambda: self._fail_start(f"it is not ready within {START_S:g} s")
+            limit = START_S * load()
+            return self._started_at + limit, lambda: self._fail_start(f"it is not ready within {limit:.0f} s")
         if self._pinged_at is not None:
-            return self._pinged_at + PONG_S, self._miss_pong
+            return self._pinged_at + PONG_S * load(), self._miss_pong
         return min((sent.since for sent in self._sent.values()), default=math.inf) + self._timeout_s, self._ping
 
     def _ping(self) -> None:

@@ -44,7 +44,7 @@ def play(
         if excess > 0 and turn:
             return
         if excess > 0:
-            raise ValueError(f"too long for the model by {excess} tokens: say less")
+            raise ValueError(f"too long for the model by {excess} tokens: shorten it")
         said: list[int] = []
         yield from model.reply(ids, derive_seed(seed, turn), said)
         if pool is None or said[-1] not in limits.sampling.stop_token_ids:

@@ -12,7 +12,6 @@ from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.engines.generation.sampling import Place, Sampling
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.models.location import NO_CODE
 
 TORN = "\ufffd"
 """What decoding gives for a character of which not all tokens are there yet."""
@@ -57,14 +56,13 @@ class PromptLimits:
     def __init__(self, directory: Path, max_new_tokens: int, temperature: float) -> None:
         import transformers
 
-        from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+        from xray_runtime.models.causal_lm import load_tokenizer, max_positions, stops_of
 
         transformers.utils.logging.disable_progress_bar()
         with _loading(directory):
             self.tokenizer = load_tokenizer(directory)
             stops = stops_of(directory, self.tokenizer)
-            config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+            self.max_positions = max_positions(directory)
         self.sampling = Sampling(max_new_tokens, temperature, stops, self.tokenizer.pad_token_id)
         if self.max_positions is not None and max_new_tokens >= self.max_positions:
             raise ConfigError(

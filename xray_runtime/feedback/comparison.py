@@ -53,11 +53,11 @@ def require_two(a: tuple[LineageStore, Node], b: tuple[LineageStore, Node]) -> L
         require_language_model(node)
         if node.sha256 not in store.graph.nodes or other.output.resolve() != store.output.resolve():
             raise ConfigError(
-                f"REF: {first.name} and {second.name} must lie in one output directory, where their judgements go too "
-                "(`xray export` and `xray import` bring one to the other)"
+                f"REF: {first.name} and {second.name} must be in one output directory, where their verdicts are kept "
+                "(`xray export` and `xray import` move checkpoints)"
             )
     if first.sha256 == second.sha256:
-        raise ConfigError(f"REF: both are {first.name}: must be two models")
+        raise ConfigError(f"REF: both are {first.name}: must be two different models")
     return store
 
 
@@ -96,7 +96,7 @@ def plan_comparison(
         found = of_dataset(store, list(models), setup) if source.path is None else of_file(source.path)
         fit = fitting(found, [a, b], setup.max_prompt_tokens)
         if not fit:
-            raise ConfigError(f"--prompts: none of the {len(found)} prompts can be asked: they are too long")
+            raise ConfigError(f"--prompts: all of the {len(found)} prompts are too long for the models")
     return Comparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
 
 

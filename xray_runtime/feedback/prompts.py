@@ -10,7 +10,8 @@ import numpy as np
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Messages, Pairs, prompt_text
-from xray_runtime.data.sources import asked, read_records
+from xray_runtime.data.records import asked
+from xray_runtime.data.sources import read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.session import Setup
 from xray_runtime.lineage.audit.contamination import Prompts
@@ -42,7 +43,8 @@ def dataset_of(store: LineageStore, models: list[Node]) -> Node:
         if found is not None:
             return found
     raise ConfigError(
-        "--prompts: no dataset stands behind these models: must be a .jsonl file with a column `prompt`, or 'typed'"
+        "--prompts: these models have no dataset among their inputs: must be a .jsonl file with a column "
+        "`prompt`, or 'typed'"
     )
 
 

@@ -25,6 +25,7 @@ from xray_runtime.lineage.attestation import attest, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import digests, log_checkpoints
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
@@ -32,7 +33,7 @@ from xray_runtime.stages.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, da
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
 
 JUDGEMENTS = "judgements"
 """Stage and kind of the checkpoint: nothing runs to make it."""
@@ -61,7 +62,9 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     """
     sessions = [session for session in read_sessions(lineage.output) if session.judgements]
     if not sessions:
-        raise ConfigError(f"--output: nothing was judged in {str(lineage.output / FOLDER)!r}: `xray compare` does that")
+        raise ConfigError(
+            f"--output: there are no verdicts in {str(lineage.output / FOLDER)!r}: make some with `xray compare`"
+        )
     if lineage.tracking_uri is None:
         raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(lineage.output)!r}")
     parents = _parents(lineage, sessions)
@@ -104,7 +107,11 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
             trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
         )
         ref = _build(lineage, store, identity, refs, facts, verdicts, found, stats)
+    key_file, checkpoint = signing_key(lineage.output), {ref.path.name: ref.sha256}
+    log_checkpoints(lineage.output, key_file, checkpoint, here=True)
     ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
+    files = digests(lineage.output, [lineage.output / ARTIFACTS / run.run_id])
+    log_checkpoints(lineage.output, key_file, checkpoint, files, here=True, renew=True)
     run.finish("FINISHED", 1)
     tracker.finish(parent_run, "FINISHED")
     return Published(ref, stats, heldout, is_new=True)

@@ -58,7 +58,7 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
     node = store.graph.nodes[node.sha256]
     problems = verify(node.directory, node.sha256)
     if problems:
-        raise ConfigError(f"{ref!r} is not what was published: {problems[0]}; `xray audit` says more")
+        raise ConfigError(f"{ref!r} differs from what was published: {problems[0]}; see `xray audit`")
     return node.reference(_model_of(node.sha256, tracking_uri))
 
 
@@ -93,7 +93,9 @@ def _newest(bundle: LineageStore, path: str) -> Node:
     ]
     if len(last) != 1:
         names = ", ".join(sorted(node.directory.name for node in last)[:8]) or "none"
-        raise ConfigError(f"{path!r} is not allowed: it ends in {len(last)} checkpoints ({names}): say {path}#REF")
+        raise ConfigError(
+            f"{path!r} is not allowed: it ends in {len(last)} checkpoints ({names}): choose one as {path}#REF"
+        )
     return last[0]
 
 

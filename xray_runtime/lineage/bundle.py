@@ -6,45 +6,56 @@ it can be brought into another output directory and its MLflow, where the lineag
     index.html                all of it on one page: lineage, curves, judgements, conversations, licences
     provenance.intoto.jsonl   every checkpoint's statement in an envelope of its own, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
-    attestations/bundle.json  lists these files, signed by who exported
+    log.jsonl                 lists the checkpoints and these files, signed by who exported
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tarfile
 import tempfile
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.attestation import STATEMENT
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
+from xray_runtime.lineage.log import LOCKS, Left, append, digests, log_checkpoints
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.run_statement import FOLDER, sign_run
-from xray_runtime.lineage.signing import KEY_VARIABLE, envelope, has_signing_key, public_key, signing_key
+from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
+    PAYLOAD_TYPE,
+    envelope,
+    has_signing_key,
+    public_key,
+    signing_key,
+)
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import is_safe
 from xray_runtime.tracking.recorder import records_directory
 
-PAGE, PROVENANCE, BUNDLE = "index.html", "provenance.intoto.jsonl", "bundle"
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
+PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
     "cannot be known: when anything was signed. Times are the signer's; nobody else stamped them",
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
 """What no bundle can prove."""
+MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
+"""Far more than any bundle of ours has."""
 UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
 
 
@@ -56,7 +67,7 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
     """
     if not has_signing_key(store.output):
         raise ConfigError(
-            f"BUNDLE: what a bundle adds is signed, and {store.output} has no private key: set {KEY_VARIABLE}"
+            f"BUNDLE: a bundle's additions must be signed, but {store.output} has no private key: set {KEY_VARIABLE}"
         )
     chosen = with_history(store.graph, [node.sha256])
     missing = [sha[:12] for sha in chosen if sha not in store.graph.nodes]
@@ -92,7 +103,10 @@ def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> Non
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     lines = [envelope(read_bounded(path), PAYLOAD_TYPE, key) for path in statements if path.is_file()]
     (place / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    sign_run(place, BUNDLE, [path for path in sorted(place.rglob("*")) if path.is_file()], {}, key)
+    files = digests(place, list(place.iterdir()))
+    log_checkpoints(place, key, {store.graph.nodes[sha].directory.name: sha for sha in chosen}, here=False)
+    append(place, key, Left(note="export"), files)
+    shutil.rmtree(place / LOCKS)
 
 
 @contextlib.contextmanager
@@ -104,8 +118,8 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
         manifests_only: leave out all files but manifests: for finding out what is in it.
 
     Raises:
-        ConfigError: it is no bundle, or holds links, devices, files with holes or names that lead out of it, or does
-            not fit on the disk.
+        ConfigError: it is no bundle, or does not fit on the disk, or holds links, devices, files with holes, names that
+            lead out of it or stand twice, or more and longer ones than any bundle of ours.
     """
     with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_disk) as temporary:
         output = Path(temporary)
@@ -118,22 +132,65 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
 def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
     """Raises ConfigError as `opened`."""
     try:
-        with tarfile.open(path, "r:") as archive:
-            free = shutil.disk_usage(output).free
-            if path.stat().st_size > free:
-                raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
-            for member in archive:
-                # A file with holes says to be larger than the archive it comes in, by any factor.
-                if not (member.isfile() or member.isdir()) or member.issparse():
-                    raise ConfigError(f"bundle: {path} holds {member.name!r}, no plain file and no directory")
-                if not manifests_only or member.isdir() or member.name.endswith(f"/{MANIFEST}"):
-                    archive.extract(member, output, filter="data")
-    except (tarfile.TarError, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {error})") from None
+        free, size = shutil.disk_usage(output).free, path.stat().st_size
+        if not path.is_file():
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: must be a file")
+        if size > free:
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: only {free:,} bytes are free for it")
+        with _BoundedFile(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in _members(path, archive):
+                target = output / member.name
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                elif not manifests_only or target.name == MANIFEST:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    # Bytes alone: no mode, owner or time comes from outside.
+                    source = archive.extractfile(member)
+                    assert source is not None
+                    with target.open("xb") as into:
+                        shutil.copyfileobj(source, into)
+    except ConfigError:
+        raise
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"bundle: {str(path)!r} cannot be read ({type(error).__name__}: {text})") from None
     if not (output / CHECKPOINTS).is_dir():
         raise ConfigError(f"bundle: {str(path)!r} is not allowed: there is no {CHECKPOINTS}/ in it")
+
+
+class _BoundedFile(io.FileIO):
+    """A file of which little is read at a time: a header that says to be large would be read whole."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"it has a header of more than {MAX_HEADER_BYTES:,} bytes")
+        return super().read(size) or b""
+
+
+def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a bundle. Raises ConfigError at the first that X-ray would not have written."""
+    seen: set[str] = set()
+    for member in archive:
+        name = member.name
+        # Names that some file system takes for the same one are the same.
+        plain = unicodedata.normalize("NFC", name).casefold()
+        problem = None
+        # A file with holes says to be larger than the archive it comes in, by any factor.
+        if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
+            problem = "which is no plain file and no directory"
+        elif not is_safe(name) or not name.isprintable():
+            problem = "a name that leads out of it, or is none of ours"
+        elif name.count("/") >= MAX_DEPTH or len(os.fsencode(name)) > MAX_NAME_BYTES:
+            problem = f"a name of more than {MAX_DEPTH} parts or {MAX_NAME_BYTES} bytes"
+        elif plain in seen:
+            problem = "a name that stands in it twice"
+        elif len(seen) >= MAX_MEMBERS:
+            problem = f"its member {MAX_MEMBERS + 1:,}: more are not allowed"
+        if problem is not None:
+            shown = ascii(name) if len(name) <= 80 else f"{name[:80]!a}…"
+            raise ConfigError(f"bundle: {str(path)!r} is not allowed: it holds {shown}, {problem}")
+        seen.add(plain)
+        yield member
 
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
@@ -144,9 +201,9 @@ def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True
 
 def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Audit:
     result = audit(store, public=public, hashing=hashing)
-    if not (store.output / FOLDER / f"{BUNDLE}.json").is_file():
-        missing = Finding(BUNDLE, "run-unsigned", f"it has no {FOLDER}/{BUNDLE}.json")
-        result.findings = sorted({*result.findings, missing})
+    # Nobody has a reason to put anything beside what was exported.
+    added = {replace(found, code="file-added") if found.code == "file-unknown" else found for found in result.findings}
+    result.findings = sorted(added)
     result.notes += list(UNKNOWN) + ([] if public else [UNKNOWN_KEY])
     return result
 
@@ -197,7 +254,9 @@ def take_in(
         directory = source.graph.nodes[sha].directory
         there = checkpoints / directory.name
         if there.exists() and file_sha256(there / MANIFEST) != sha:
-            raise ConfigError(f"{there}: holds another checkpoint than {directory}, of the same key: move one away")
+            raise ConfigError(
+                f"{there}: holds a different checkpoint with the same key as {directory}: move one of them away"
+            )
         if not there.exists() and move:
             os.rename(directory, there)
         elif not there.exists():
@@ -207,6 +266,8 @@ def take_in(
             os.rename(temporary, there)
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
+    brought = {source.graph.nodes[sha].directory.name: sha for sha in order}
+    log_checkpoints(output, signing_key(output), brought, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

@@ -54,7 +54,7 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
     lines += [CHECKPOINT_LINE.format(sha256)]
     lines += [f"| {role} | `{parent}` |" for role, parent in sorted(manifest.parents.items())]
     lines += [f"| seed | {manifest.seed} |", f"| updates | {manifest.step} |"]
-    lines += [f"| {RESULTS[name]} | {_number(evaluation, name)} |" for name in results]
+    lines += result_rows(evaluation or {})
     lines += _sources(statement)
     lines += [
         "",
@@ -65,8 +65,16 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
     return "\n".join(lines)
 
 
-def _number(evaluation: dict[str, Any] | None, name: str) -> str:
-    assert evaluation is not None
+def result_rows(evaluation: dict[str, Any]) -> list[str]:
+    """The results of an evaluation that stand on pages, as rows of a table."""
+    return [
+        f"| {title} | {_number(evaluation, name)} |"
+        for name, title in RESULTS.items()
+        if evaluation.get(name) is not None
+    ]
+
+
+def _number(evaluation: dict[str, Any], name: str) -> str:
     interval = evaluation.get(f"{name}_ci95")
     text = f"{evaluation[name]:.4g}"
     return f"{text} (95%: {interval[0]:.4g} to {interval[1]:.4g})" if interval else text

@@ -172,7 +172,7 @@ class _Numbers:
         if "verdicts" not in self._node.manifest.parents:
             said.pop(PEOPLE, None)
         if not said:
-            raise _NobodyJudgesError(f"nothing judges {self._node.name}")
+            raise _NobodyJudgesError(f"{self._node.name} has no judge")
         try:
             dependent = not_independent(self._graph, self._node)
         except ValueError as error:
@@ -180,7 +180,7 @@ class _Numbers:
         independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
         if not independent:
             whys = "; ".join(f"{name}: {dependent[name]}" for name in said)
-            raise _NobodyJudgesError(f"nobody who judges {self._node.name} is independent ({whys})")
+            raise _NobodyJudgesError(f"no judge of {self._node.name} is independent ({whys})")
         return independent
 
     def finite(self, name: str, value: Any) -> float:
@@ -197,11 +197,42 @@ class _Judged(NamedTuple):
     def number(self, name: str) -> float:
         return self.numbers.finite(f"{name} by {self.name}", self.found.get(name))
 
-    def low(self) -> float:
-        """The lower end of the win rate's 95% interval."""
-        interval = self.found.get("win_rate_ci95")
-        value = interval[0] if isinstance(interval, list) and interval else None
-        return self.numbers.finite(f"win_rate_ci95 by {self.name}", value)
+    def outcomes(self) -> tuple[int, int, int]:
+        """Prompts won, lost and tied."""
+        won, lost, tied = (int(self.number(name)) for name in ("won", "lost", "tied"))
+        return won, lost, tied
+
+    def improves(self, bound: float) -> tuple[bool, str]:
+        """Whether it wins more than `bound` of the prompts that are not tied, beyond chance; what there is to say."""
+        won, lost, tied = self.outcomes()
+        decided = won + lost
+        if not decided:
+            return False, f"{self.name}: all {tied} prompts are tied, which shows no improvement"
+        low, text = self._interval(won / decided, decided, "of those not tied", bound)
+        return low > bound, text
+
+    def keeps_up(self, bound: float) -> tuple[bool, str]:
+        """Whether it wins `bound` of all prompts or more, ties by half, beyond chance; what there is to say."""
+        won, lost, tied = self.outcomes()
+        total = won + lost + tied
+        if not total:
+            return False, f"{self.name}: no prompt was compared"
+        low, text = self._interval((won + tied / 2) / total, total, "with ties by half", bound)
+        return low >= bound, text
+
+    def _interval(self, rate: float, trials: int, how: str, bound: float) -> tuple[float, str]:
+        """The lower end of its 95% interval, and what there is to say."""
+        # torch, which commands that only read a store need not wait for.
+        from xray_runtime.algorithms.statistics import trials_needed, wilson_interval
+
+        won, lost, tied = self.outcomes()
+        low, _ = wilson_interval(rate, trials)
+        text = f"{self.name}: {won} won, {lost} lost, {tied} tied; win rate {rate:.3f} {how}, 95% from {low:.3f}"
+        needed = trials_needed(rate, bound)
+        if needed is not None and needed > trials:
+            more = math.ceil((needed - trials) * (won + lost + tied) / trials)
+            text += f" (at this rate about {more} more prompts are needed)"
+        return low, text
 
 
 Check = Callable[[_Numbers, float], tuple[bool, str]]
@@ -209,9 +240,8 @@ Check = Callable[[_Numbers, float], tuple[bool, str]]
 
 
 def _win_rate(e: _Numbers, bound: float) -> tuple[bool, str]:
-    judges = e.judges()
-    said = [f"{j.number('win_rate'):.3f}, 95% from {j.low():.3f} ({j.name})" for j in judges]
-    return all(j.low() >= bound for j in judges), f"win rate {', '.join(said)}; at least {bound}"
+    found = [judge.improves(bound) for judge in e.judges()]
+    return all(holds for holds, _ in found), f"{'; '.join(text for _, text in found)}; must be above {bound:g}"
 
 
 def _kl(e: _Numbers, bound: float) -> tuple[bool, str]:
@@ -234,10 +264,9 @@ def _judge_drop(e: _Numbers, bound: float) -> tuple[bool, str]:
 
 
 def _regression(c: _Numbers, bound: float) -> tuple[bool, str]:
-    judges = c.judges()
-    said = ", ".join(f"{j.number('win_rate'):.3f}, 95% from {j.low():.3f} ({j.name})" for j in judges)
-    text = f"win rate over the champion {said}, {c['samples']:.0f} prompts; at most {bound} below one half"
-    return all(j.low() >= 0.5 - bound for j in judges), text
+    found = [judge.keeps_up(0.5 - bound) for judge in c.judges()]
+    text = f"over the champion {'; '.join(text for _, text in found)}; at least {0.5 - bound:g}"
+    return all(holds for holds, _ in found), text
 
 
 CHECKS: dict[str, Check] = {

@@ -36,7 +36,7 @@ def not_independent(graph: Graph, evaluation: Node) -> dict[str, str]:
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
-        raise ValueError(f"the config of {evaluation.name} names no judges that we know ({field})") from None
+        raise ValueError(f"the config of {evaluation.name} names no known judges ({field})") from None
     made = made_of(graph, evaluation.sha256)
     policy = made.parents[evaluation.sides[0]]
     models = {role: parent for role, parent in made.parents.items() if role.partition(".")[0] == JUDGES}

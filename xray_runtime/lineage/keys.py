@@ -42,6 +42,7 @@ from xray_runtime.lineage.signing import (
 from xray_runtime.lineage.statement import InTotoRecord, Subject
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Sha256
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedStore
 
 RETIRED, TRUSTED = "retired", "trusted"
@@ -82,7 +83,7 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     there = private.exists() and public_key(output).exists()
     taken_over = there and public_bytes(private) == public_key(output).read_bytes()
     if taken_over and new_key is not None:
-        raise ConfigError(f"--new-key: {str(new_key)!r} is the key that signs already")
+        raise ConfigError(f"--new-key: {str(new_key)!r} already is the signing key")
     if not taken_over:
         old = signing_key(output)
         if not private.exists():
@@ -126,6 +127,13 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
     return [TrustedKey(paths[sha], until.get(sha)) for sha in sorted(reached)]
 
 
+def seal_of(output: Path) -> Seal:
+    """What seals and unseals what the runs of an output directory keep; a retired key's seals do not count."""
+    # The first call makes the keys.
+    private = signing_key(output).read_bytes()
+    return Seal(private, [read_bounded(key.path) for key in trusted_keys(output) if key.until is None])
+
+
 def root_keys(output: Path) -> list[Path]:
     """The public key of an output directory, and those of what was imported into it."""
     others = output / "keys" / TRUSTED
@@ -144,10 +152,10 @@ def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]
         try:
             rotation = _Record.model_validate_json(read_bounded(path)).predicate
             if not rotation.retired.startswith(name) or rotation.at.tzinfo is None:
-                raise ValueError("it is about another key, or says no time")
+                raise ValueError("it concerns another key, or has no time")
             for which, sha in (("old", rotation.retired), ("new", rotation.successor)):
                 if sha not in known:
-                    raise ValueError(f"the public key {sha[:12]} is not there")
+                    raise ValueError(f"the public key {sha[:12]} is missing")
                 Verifier([TrustedKey(known[sha])]).check(path, path.with_name(f"{name}.{which}.sig"))
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error) if isinstance(error, SignatureProblem) else type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import Action, Decision, current, decide
+from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.gates import (
     NOT_EVALUATED,
     Gate,
@@ -24,11 +24,14 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import Action, Decision
+from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.stages.kinds import COMPARE
+from xray_runtime.tracking.registry import Registry
 
-CHAMPION, PREVIOUS = "champion", "previous"
+PREVIOUS = "previous"
 SEEN = "seen"
 VERDICTS = "verdicts"
 OWN = ("policy", "champion", SEEN, VERDICTS)
@@ -81,7 +84,7 @@ def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str 
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
     if champion not in graph.nodes:
-        raise NotPromoted([f"the champion {champion[:12]} is not in the store: nothing to compare with"])
+        raise NotPromoted([f"the champion {champion[:12]} is not in the store, so there is nothing to compare with"])
     manifest = evaluation.manifest
     config = {name: value for name, value in manifest.config.items() if name != "runtime"}
     missing = [role.name for role in COMPARE.roles.values() if role.name not in OWN and not role.optional]
@@ -182,6 +185,7 @@ def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
         gates_from=seen.gates_from,
         evidence=seen.evidence,
     )
+    _follow(store, seen.name, seen.version)
 
 
 def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
@@ -239,13 +243,12 @@ def _decide_move(
         )
 
 
-def _follow(store: LineageStore, name: str) -> None:
-    """Point MLflow's aliases to what was decided."""
-    from xray_runtime.tracking.mlflow_tracker import set_aliases
-
-    decisions = current(store.output)
+def _follow(store: LineageStore, name: str, *others: str) -> None:
+    """Point MLflow's aliases to what was decided, and write the pages of these versions and of `others`."""
+    decisions, registry = current(store.output), Registry.open(_uri(store))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
-    set_aliases(_uri(store), name, decided)
+    registry.set_aliases(name, decided)
+    write_pages(registry, store.output, name, {*decided.values(), *others}, store.graph.nodes)
 
 
 def _uri(store: LineageStore) -> str:
@@ -255,9 +258,7 @@ def _uri(store: LineageStore) -> str:
 
 
 def _version(uri: str, name: str, sha256: str) -> str:
-    from xray_runtime.tracking.mlflow_tracker import registered_version
-
-    version = registered_version(uri, name, sha256)
+    version = Registry.open(uri).version_of(name, sha256)
     if version is None:
         raise ConfigError(f"--name: {name!r} has no version with checkpoint {sha256[:12]}")
     return version

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import ANSWERS, SCORE, read_shard, reply_texts, shard_path, sources_of
+from xray_runtime.data.ledger import ANSWERS, FAILURE, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.rewards.journal import Journal
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.stages.inputs import PPOInputs
-
-WHY = "as in the ledger"
 
 
 def servers(config: PPOConfig) -> list[int]:
@@ -74,11 +72,12 @@ def _take_scores(
     rounds, sources = table["round"].to_numpy(), {sources_of(table)[n] for n in servers(config)}
     for source in sources:
         scores = table[SCORE + source].to_pylist()
+        whys = table[FAILURE + source].to_pylist() if FAILURE + source in table.column_names else [None] * len(scores)
         for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
             # Rows of one round were scored together, in order.
             batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
             keyed = zip(journal.keys(f"rewards/{source}", batch), asked, strict=True)
-            journal.write(source, number, [(k, Score(scores[i], WHY)) for k, i in keyed if scores[i] is not None])
+            journal.write(source, number, [(k, Score(scores[i], whys[i])) for k, i in keyed if scores[i] is not None])
     return sources
 
 

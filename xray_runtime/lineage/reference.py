@@ -9,8 +9,8 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
-from xray_runtime.lineage.graph import Graph, Node, read_graph
-from xray_runtime.lineage.index import read_history, remember
+from xray_runtime.lineage.graph import Graph, Node, checkpoint_entries, read_graph
+from xray_runtime.lineage.log import Published, readable_lines
 from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
@@ -63,7 +63,7 @@ def check_tracking_uri(uri: str | None) -> None:
     """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
     if uri is not None and has_login(uri):
         raise ConfigError(
-            f"--tracking-uri: a login before {strip_credentials(uri)!r} is not allowed: others can read a command "
+            f"--tracking-uri: a login in {strip_credentials(uri)!r} is not allowed: others can read a command "
             "line, and the parameters of a run: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
 
@@ -106,12 +106,43 @@ def resolve_history(reference: str, output: Path | None, tracking_uri: str | Non
     if place is None:
         return resolve(reference, output, tracking_uri)
     uri = _tracking(place, tracking_uri)
-    found = read_history(place, name)
+    found = _read_history(place, name)
     if found is not None:
         return LineageStore(place, found[0], uri), found[1]
-    store, node = resolve(reference, output, tracking_uri)
-    remember(store.output, store.graph)
-    return store, node
+    return resolve(reference, output, tracking_uri)
+
+
+def _read_history(output: Path, reference: str) -> tuple[Graph, Node] | None:
+    """The checkpoint of this sha256 (or its start), stage or directory name, with all it came from.
+
+    The log says where each lies; what is found there counts only if it is the checkpoint that was looked for. None
+    where the log is not of what is there, or `reference` names nothing or several: reading all manifests tells more.
+    """
+    entries = [line.entry for line in readable_lines(output) if isinstance(line.entry, Published)]
+    names = {entry.name for entry in checkpoint_entries(output / CHECKPOINTS)}
+    known = {entry.directory: entry.checkpoint for entry in entries if entry.directory in names}
+    if known.keys() != names:
+        return None
+    if re.fullmatch(r"[0-9a-f]{6,64}", reference):
+        chosen = [sha for sha in known.values() if sha.startswith(reference)]
+    else:
+        chosen = [sha for name, sha in known.items() if reference in (name, name.rpartition("-")[0])]
+    places = {sha: name for name, sha in known.items()}
+    if len(chosen) != 1 or len(places) != len(known):
+        return None
+    nodes, pending = dict[str, Node](), chosen
+    while pending:
+        wanted = pending.pop()
+        try:
+            directory = output / CHECKPOINTS / places[wanted]
+            manifest, sha256 = read_manifest(directory)
+        except (KeyError, ValueError):
+            return None
+        if sha256 != wanted:
+            return None
+        nodes[sha256] = Node(sha256, directory, manifest)
+        pending += [parent for parent in manifest.parents.values() if parent not in nodes and parent not in pending]
+    return Graph(nodes), next(iter(nodes.values()))
 
 
 def _is_directory(reference: str, output: Path | None) -> bool:
@@ -173,7 +204,7 @@ def find(reference: str, store: LineageStore) -> Node:
         matches = [node for node in nodes.values() if reference in (node.manifest.stage, node.directory.name)]
     if not matches:
         stages = ", ".join(sorted({node.manifest.stage for node in nodes.values()})) or "none"
-        raise ConfigError(f"REF: {reference!r} names nothing in {store.output}; its stages: {stages}")
+        raise ConfigError(f"REF: {reference!r} matches nothing in {store.output}; its stages: {stages}")
     if len(matches) > 1:
         choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
         raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
@@ -185,4 +216,4 @@ def require_language_model(node: Node) -> None:
     its files."""
     type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
     if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
-        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__} that replies")
+        raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__}")

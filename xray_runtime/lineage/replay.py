@@ -111,7 +111,7 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
         runtime = RuntimeConfig(**manifest.config["runtime"])
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"REF: {node.name}: its config is not one of this version of X-ray ({reason})") from None
+        raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
     if servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
         raise ConfigError(
             f"REF: {node.name} is not allowed: its rewards come from servers, and its ledger does not hold the replies "

@@ -11,16 +11,22 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.checkpoints import read_bounded
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
 PRIVATE, PUBLIC = "signing.pem", "signing.pub"
 
 
@@ -38,14 +44,18 @@ def signing_key(output: Path) -> Path:
     Its public half is kept as `output/keys/signing.pub`, which is all that checking needs.
 
     Raises:
-        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's.
+        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's; or others
+            than its owner can read the key, or put another in its place.
     """
     keys = output / "keys"
     keys.mkdir(mode=0o700, parents=True, exist_ok=True)
     given = os.environ.get(KEY_VARIABLE)
     private = Path(given) if given else keys / PRIVATE
-    if not given and not private.exists():
+    if not given and not os.path.lexists(private):
         make_key(private)
+    exposed = exposed_keys(output, Path(given) if given else None)
+    if exposed:
+        raise ConfigError(exposed[0])
     public = keys / PUBLIC
     content = public_bytes(private)
     if not public.exists():
@@ -53,9 +63,36 @@ def signing_key(output: Path) -> Path:
     if public.read_bytes() != content:
         raise ConfigError(
             f"{KEY_VARIABLE}: {str(private)!r} is not the key {public} belongs to; records of one output directory "
-            "have one key: `xray keys rotate` puts another in its place"
+            "have one key: `xray keys rotate` replaces it"
         )
     return private
+
+
+def exposed_keys(output: Path, given: Path | None = None) -> list[str]:
+    """What lets others than its owner read the private key, or put another in its place: path, mode and remedy.
+
+    Args:
+        given: a private key kept elsewhere: its mode counts, and the directory it lies in is the owner's business.
+    """
+    private = output / "keys" / PRIVATE
+    # Where there is no private key, there is nothing to hide.
+    paths = [given] if given is not None else [private.parent, private] if os.path.lexists(private) else []
+    found = []
+    for path in paths:
+        try:
+            mode = (os.stat if path == given else os.lstat)(path).st_mode
+        except OSError:
+            # Whoever reads the key says why it cannot be read.
+            continue
+        allowed = 0o700 if stat.S_ISDIR(mode) else 0o600
+        if stat.S_ISLNK(mode):
+            found.append(f"{path}: a link is not allowed: put the file itself there, or set {KEY_VARIABLE}")
+        elif stat.S_IMODE(mode) & 0o077:
+            found.append(
+                f"{path}: mode {stat.S_IMODE(mode):04o} is not allowed, others may have had the key: chmod "
+                f"{allowed:04o}, then `xray keys rotate`"
+            )
+    return found
 
 
 def has_signing_key(output: Path) -> bool:
@@ -76,6 +113,11 @@ class TrustedKey:
         """Raises ValueError or OSError where it cannot be used."""
         return fingerprint(self.path)
 
+    @cached_property
+    def public(self) -> ec.EllipticCurvePublicKey:
+        """As `sha256`."""
+        return _load_public(self.path)
+
 
 def public_key(output: Path) -> Path:
     """Where the public key of an output directory lies."""
@@ -89,6 +131,15 @@ def fingerprint(public: Path) -> str:
         ValueError: it is not there, or no elliptic-curve public key.
     """
     from cryptography.hazmat.primitives import serialization
+
+    key = _load_public(public)
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key_digest(key.public_bytes(serialization.Encoding.PEM, form))
+
+
+def _load_public(public: Path) -> ec.EllipticCurvePublicKey:
+    """Raises ValueError."""
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
@@ -97,8 +148,7 @@ def fingerprint(public: Path) -> str:
         raise ValueError(f"{public}: not a public key in PEM ({str(error).splitlines()[0]})") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError(f"{public}: not an elliptic-curve public key")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return key_digest(key.public_bytes(serialization.Encoding.PEM, form))
+    return key
 
 
 def key_digest(pem: bytes) -> str:
@@ -124,14 +174,31 @@ def envelope(payload: bytes, payload_type: str, private: Path) -> str:
     keyid = key_digest(public_bytes(private))
     key = serialization.load_pem_private_key(private.read_bytes(), password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    signed = b"DSSEv1 %d %b %d %b" % (len(payload_type), payload_type.encode(), len(payload), payload)
-    signature = key.sign(signed, ec.ECDSA(hashes.SHA256()))
+    signature = key.sign(_signed_bytes(payload, payload_type), ec.ECDSA(hashes.SHA256()))
     content = {
         "payload": base64.b64encode(payload).decode(),
         "payloadType": payload_type,
         "signatures": [{"keyid": keyid, "sig": base64.b64encode(signature).decode()}],
     }
     return json.dumps(content, sort_keys=True)
+
+
+def _signed_bytes(payload: bytes, payload_type: str) -> bytes:
+    kind = payload_type.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+
+
+def signer_of(signature: Path) -> str:
+    """The `fingerprint` of the key that a signature names; only `Verifier` says whether it holds.
+
+    Raises:
+        ValueError: it cannot be read.
+        OSError: there is none.
+    """
+    try:
+        return str(json.loads(read_bounded(signature))["verificationMaterial"]["publicKey"]["hint"])
+    except (KeyError, TypeError, RecursionError):
+        raise ValueError(f"{signature}: not a signature") from None
 
 
 class Verifier:
@@ -173,10 +240,38 @@ class Verifier:
         except Exception as error:
             lines = str(error).splitlines()
             raise SignatureProblem("invalid", lines[0] if lines else "the signature is not valid") from None
-        if key.until is not None and not _not_after(made, key.until):
-            text = f"key {hint[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
-            raise SignatureProblem("retired", text)
+        _check_retired(key, made)
         return hint
+
+    def check_envelope(self, text: bytes, made: str | None = None) -> str:
+        """As `check`, of a DSSE envelope as `envelope` writes it."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        try:
+            content = json.loads(text)
+            [signature] = content["signatures"]
+            hint, payload_type = str(signature["keyid"]), str(content["payloadType"])
+            payload, given = base64.b64decode(content["payload"]), base64.b64decode(signature["sig"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise SignatureProblem("malformed", f"the signature cannot be read ({type(error).__name__})") from None
+        if hint not in self._keys:
+            raise SignatureProblem("foreign", f"it was signed with another key ({hint[:12]}…)")
+        key = self._keys[hint]
+        try:
+            key.public.verify(given, _signed_bytes(payload, payload_type), ec.ECDSA(hashes.SHA256()))
+        except InvalidSignature:
+            raise SignatureProblem("invalid", "the signature is not valid") from None
+        _check_retired(key, made)
+        return hint
+
+
+def _check_retired(key: TrustedKey, made: str | None) -> None:
+    """Raises SignatureProblem where the key had been taken over from when this was made."""
+    if key.until is not None and not _not_after(made, key.until):
+        text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
+        raise SignatureProblem("retired", text)
 
 
 def _not_after(made: str | None, until: datetime) -> bool:

@@ -17,6 +17,7 @@ import accelerate
 import torch
 import transformers
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import named_template
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase
 
 ATTENTION = "sdpa"
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+"""Config fields by which families name their context."""
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 
@@ -67,6 +70,9 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
     # Never a .bin, which is a pickle.
     weights: dict[str, Any] = {} if gguf else {"use_safetensors": True}
     try:
+        if not gguf:
+            # Before the weights are read, which may be many.
+            check_publishable(skeleton(model))
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         # A config may name an attention that is fetched from a hub, so it is not left to it.
         lm, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -181,6 +187,26 @@ def without_weights(config: Any) -> Any:
         )
 
 
+def published(lm: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter of `lm` as `save_pretrained` writes it: in memory transformers keeps the experts of a layer in one
+    tensor, which on disk, and for generators, are one each."""
+    return dict(revert_weight_conversion(lm, {name: tensor}))
+
+
+def check_publishable(lm: Any) -> None:
+    """See on paper, of names and shapes alone, that what is trained one tensor at a time can be saved so and read back.
+
+    Raises:
+        ValueError: transformers saves a tensor of `lm` under another name or shape where it stands by itself.
+    """
+    whole = {name: tensor.shape for name, tensor in revert_weight_conversion(lm, dict(lm.state_dict())).items()}
+    for name, parameter in lm.named_parameters():
+        for saved, tensor in published(lm, name, parameter.detach()).items():
+            if whole.get(saved) != tensor.shape:
+                family = lm.config.model_type
+                raise ValueError(f"a {family!r} model is not supported: {name} cannot be saved by itself (as {saved})")
+
+
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
     """Deterministic algorithms write to what `torch.empty` gives, here memory that a meta tensor at once replaces."""
@@ -231,6 +257,18 @@ def stops_of(directory: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ..
     path = Path(directory) / "generation_config.json"
     recommended = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return stop_tokens(tokenizer, recommended)
+
+
+def max_positions(directory: str | os.PathLike[str]) -> int | None:
+    """The context of a checkpoint directory's model, in tokens; None where its config does not say."""
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    # A model that also reads images keeps what its language model is in a section of its own.
+    for section in (config, config.get("text_config") or {}):
+        for name in CONTEXT:
+            if isinstance(section.get(name), int) and section[name] > 0:
+                return int(section[name])
+    return None
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

@@ -32,7 +32,7 @@ class LikelihoodObjective:
         }
 
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        raise TypeError("what is only asked is never trained")
+        raise TypeError("a model that is only scored is never trained")
 
 
 def _likeliest(module: HeadedLM, hidden: Tensor) -> Tensor:

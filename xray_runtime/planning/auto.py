@@ -119,8 +119,9 @@ def _model(base: FreshBase | PretrainedBase) -> str | None:
 def _fitting(plan: Plan) -> Plan:
     if not plan.fits:
         raise ConfigError(
-            f'runtime.parallel: "auto" is not allowed: nothing fits; nearest is {_words(plan)} (`xray plan` says what '
-            "would fit)"
+            f'runtime.parallel: "auto" is not allowed: nothing fits; the nearest is {_words(plan)} (see `xray '
+            f"plan` for "
+            "what would fit)"
         )
     return plan
 

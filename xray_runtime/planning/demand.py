@@ -84,9 +84,11 @@ def check_graph(graph: Graph, device: str, nodes: Sequence[Resources]) -> None:
 def check_call(call: StageCall, runtime: RuntimeConfig, device: str, nodes: Sequence[Resources]) -> None:
     """`check_graph` for one stage."""
     if runtime.generator_sleeps and device == "cpu":
-        raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA gives memory back")
+        raise ConfigError(
+            "runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA can release its memory"
+        )
     if runtime.trainer_sleeps and device == "cpu":
-        raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be given away")
+        raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be released")
     if isinstance(call.config, PPOStageConfig):
         try:
             call.config.check_runtime(runtime)
@@ -129,12 +131,12 @@ def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> N
         # Ray counts in ten-thousandths.
         if total > has + 1e-4:
             raise ConfigError(
-                f"{what}: its models ask for {total:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
-                "or engine.num_workhorses, or give it more"
+                f"{what}: its models need {total:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
+                "or engine.num_workhorses, or add nodes"
             )
         most = max((each for _, each in asked.values()), default=0.0)
         largest = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if most > largest + 1e-4:
             raise ConfigError(
-                f"{what}: one Workhorse asks for {most:g} {name}s and the largest node has {largest:g}: lower {field}"
+                f"{what}: one Workhorse needs {most:g} {name}s and the largest node has {largest:g}: lower {field}"
             )

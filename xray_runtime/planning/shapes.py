@@ -14,6 +14,7 @@ from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.models.location import NO_CODE, locate
+from xray_runtime.store.hub import check_on_hub
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""
@@ -81,7 +82,9 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     if absent:
         raise ValueError(f"a {family!r} model cannot be planned: its config has no {absent[0]}; plan with --params")
     if any(config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"a {family!r} model cannot be planned: mixtures of experts are not; plan with --params")
+        raise ValueError(
+            f"a {family!r} model cannot be planned: mixtures of experts are not supported; plan with --params"
+        )
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
@@ -118,6 +121,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
     Raises:
         ValueError: it cannot be found or read, or is no Llama-like model.
     """
+    check_on_hub(config.model, field, "model")
     name, gguf = locate(config.model, field)
     try:
         if gguf is not None:

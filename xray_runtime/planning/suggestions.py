@@ -62,7 +62,10 @@ class Suggestion:
     machine: Machine
 
 
-def suggest(plan: Callable[[Changes, Machine], Plan], changes: Changes, nearest: Plan) -> Iterator[Suggestion]:
+Planner = Callable[[Changes, Machine], Plan]
+
+
+def suggest(plan: Planner, changes: Changes, nearest: Plan) -> Iterator[Suggestion]:
     """Every kind of change that alone makes a plan fit, by as little as it takes.
 
     Args:

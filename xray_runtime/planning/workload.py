@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +14,10 @@ from xray_runtime.config.base import CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.lifecycle import BaseModelConfig, LifecycleConfig
 from xray_runtime.config.preferences import GoldPreferences
+from xray_runtime.config.prepare import PROMPT_TOKENS
+from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import usable_cores
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -233,7 +233,7 @@ def from_config(config: LifecycleConfig, device: str) -> Workload:
             generator,
         ),
         evaluated=(frozen("before"), frozen("after"), *judges, *of_its_own, generator),
-        sequence_tokens=config.data.max_prompt_tokens + response,
+        sequence_tokens=_longest_prompt(config, response) + response,
         response_tokens=response,
         batch_size=min(
             [s.batch_size for s in (config.sft, config.reward, config.dpo) if s is not None]
@@ -253,9 +253,27 @@ def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
     return from_pretrained(PretrainedBase(model=model), field)
 
 
+def _longest_prompt(config: LifecycleConfig, response: int) -> int:
+    """`data.max_prompt_tokens`, or what stages take where it is null; of a context that is not known, the most."""
+    if config.data.max_prompt_tokens is not None:
+        return config.data.max_prompt_tokens
+    return (
+        min(PROMPT_TOKENS, config.base.max_positions - response)
+        if isinstance(config.base, FreshBase)
+        else PROMPT_TOKENS
+    )
+
+
+def _longest_learned(config: LifecycleConfig) -> int:
+    """`sft.max_response_tokens`, or what the stage takes where it is null."""
+    if config.sft is not None and config.sft.max_response_tokens is not None:
+        return config.sft.max_response_tokens
+    return min(REPLY_TOKENS, config.base.max_positions // 3) if isinstance(config.base, FreshBase) else REPLY_TOKENS
+
+
 def _longest_reply(config: LifecycleConfig) -> int:
     replies = [config.evaluate.max_new_tokens, *(stage.max_response_tokens for stage in config.ppo_stages)]
-    replies += [config.sft.max_response_tokens] if config.sft is not None else []
+    replies += [_longest_learned(config)] if config.sft is not None else []
     replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
     return max(replies)
 
@@ -334,15 +352,6 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
             )
     count = max(usable_cores() // threads, 1)
     return Machine(num_devices=count, memory_bytes=psutil.virtual_memory().total // count, device="cpu")
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
-    return cores
 
 
 def local_node(machine: Machine) -> dict[str, float]:

@@ -34,6 +34,10 @@ class Number(NamedTuple):
         return f"{self.value:.4g}{between}"
 
 
+LINE_INCHES = 0.16
+"""Height of a policy in a figure."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One evaluation or benchmark."""
@@ -121,18 +125,22 @@ def figure(table: SideBySide) -> Figure | None:
         return None
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    drawn = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows), layout="constrained")
+    # A line for each policy, so that names of any length and number stay apart.
+    policies = [policy for policy, _ in table.rows]
+    height = max(PANEL_INCHES[1], 0.7 + LINE_INCHES * len(policies))
+    drawn = Figure(figsize=(PANEL_INCHES[0] * columns, height * rows), layout="constrained")
     drawn.patch.set_alpha(0.0)
     for number, (name, points) in enumerate(shown):
         axes = drawn.add_subplot(rows, columns, number + 1)
         style(axes, name)
-        for place, (_, found) in enumerate(points):
+        for policy, found in points:
             assert found is not None
-            axes.plot(place, found.value, "o", color=COLORS[0], markersize=4)
+            place = policies.index(policy)
+            axes.plot(found.value, place, "o", color=COLORS[0], markersize=4)
             if found.low is not None and found.high is not None:
-                axes.plot([place, place], [found.low, found.high], color=COLORS[0], linewidth=1.6)
-        axes.set_xticks(range(len(points)), [policy for policy, _ in points])
-        axes.margins(x=0.2)
+                axes.plot([found.low, found.high], [place, place], color=COLORS[0], linewidth=1.6)
+        axes.set_yticks(range(len(policies)), policies if number % columns == 0 else [""] * len(policies))
+        axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn
 
 

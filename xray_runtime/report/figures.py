@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ INK, GRID = "#7d8694", "#8b94a366"
 """Read on light pages and on Prefect's dark ones alike."""
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
+
+FIGURE = ".svg"
+"""The suffix under which the curves of a stage are kept beside its metrics."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
         if title.startswith("seconds"):
             _stack(axes, names, series)
         else:
-            for color, name in zip(COLORS, names, strict=False):
+            for color, name in zip(itertools.cycle(COLORS), names, strict=False):
                 steps, values = zip(*series[name], strict=True)
                 marker = "o" if len(steps) < 15 else ""
                 label = _label(name) if len({n.split("/")[0] for n in names}) == 1 else name.replace("/", " ", 1)
@@ -98,7 +102,7 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
 
 def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float]]]) -> None:
     bottom: dict[int, float] = {}
-    for color, name in zip(COLORS, names, strict=False):
+    for color, name in zip(itertools.cycle(COLORS), names, strict=False):
         steps = [step for step, _ in series[name]]
         values = [value for _, value in series[name]]
         axes.bar(steps, values, bottom=[bottom.get(s, 0.0) for s in steps], width=0.8, color=color, label=_label(name))

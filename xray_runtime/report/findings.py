@@ -24,13 +24,82 @@ EVEN = 0.55
 """Win rate up to which a policy is no better, as far as an evaluation can tell."""
 
 
+WHY = {
+    "empty": "empty",
+    "too_long": "longer than max_chars",
+    "too_short": "shorter than min_chars",
+    "heldout_prompt_seen_in_training": "held out, to prompts that are trained on",
+    "validation_prompt_seen_in_training": "for validation, to prompts that are trained on or held out",
+    "same_or_empty": "with two equal or empty replies",
+    "unmatched_transcripts": "whose transcripts begin differently or end without a reply",
+    "prompt_held_out": "to prompts that are held out for evaluation",
+}
+"""Reason to drop a reply, as metrics name it → in words."""
+LISTED = "dropped.jsonl in its checkpoint lists them"
+
+
+def data_findings(series: Series) -> list[str]:
+    """Of conversations: what was dropped, and why."""
+    counts = _counts(series, "data/")
+    dropped = _dropped(counts)
+    found = [f"dropped {sum(n for n, _ in dropped):,} of {counts['read_pairs']:,} replies: "] if dropped else []
+    found = [line + ", ".join(f"{n:,} {why}" for n, why in dropped) for line in found]
+    if counts.get("dropped_without_reply"):
+        found.append(f"{counts['dropped_without_reply']:,} of {counts['read_records']:,} rows without a reply to learn")
+    return [f"{'; '.join(found)}; {LISTED}"] if found else []
+
+
+def preferences_findings(series: Series) -> list[str]:
+    """Of preference pairs: what was dropped, and why."""
+    counts = _counts(series, "preferences/")
+    dropped = _dropped(counts)
+    read = counts.get("pairs", 0) + sum(n for n, _ in dropped)
+    reasons = ", ".join(f"{n:,} {why}" for n, why in dropped)
+    return [f"dropped {read - counts['pairs']:,} of {read:,} pairs: {reasons}"] if dropped else []
+
+
+def sft_findings(series: Series) -> list[str]:
+    """Of fine-tuning: replies that were too long to be learned."""
+    counts = _counts(series, "sft/")
+    prompts, replies = (counts.get(f"dropped_{which}_too_long", 0) for which in ("prompt", "reply"))
+    if not prompts + replies:
+        return []
+    return [
+        f"dropped {prompts + replies:,} of {counts['pairs'] + prompts + replies:,} replies: {prompts:,} behind more "
+        f"than {counts['max_prompt_tokens']:,} tokens (data.max_prompt_tokens), {replies:,} of more than "
+        f"{counts['max_response_tokens']:,} (sft.max_response_tokens); {LISTED}"
+    ]
+
+
+def prompt_findings(series: Series) -> list[str]:
+    """Of a stage that samples replies: prompts too long to be asked."""
+    counts = _counts(series, "prompts/")
+    if not counts.get("too_long"):
+        return []
+    return [
+        f"asks no prompt of more than {counts['max_tokens']:,} tokens (data.max_prompt_tokens): {counts['too_long']:,} "
+        f"rows are left out, {counts['different']:,} different prompts stay"
+    ]
+
+
+def _counts(series: Series, group: str) -> dict[str, int]:
+    return {n.removeprefix(group): round(p[-1][1]) for n, p in series.items() if n.startswith(group) and p}
+
+
+def _dropped(counts: Mapping[str, int]) -> list[tuple[int, str]]:
+    """(how many, why), most first."""
+    return sorted(
+        ((counts[f"dropped_{key}"], why) for key, why in WHY.items() if counts.get(f"dropped_{key}")), reverse=True
+    )
+
+
 def policy_findings(series: Series) -> list[str]:
     """Of a stage of policy gradients: rewards that teach nothing, a policy that stays where it was, or that learned to
     please its reward (`hacking/…`, as the stage saw it while it trained)."""
-    found = []
+    found = prompt_findings(series)
     deviations, tied = _values(series, "reward/std"), _values(series, "rollout/tied_groups")
     if deviations and max(deviations) <= SAME:
-        found.append("every reply had the same reward: there was nothing to learn from")
+        found.append("every reply had the same reward: there was nothing to learn")
     elif tied and min(tied) >= 1.0:
         found.append("all replies to each prompt had the same reward: no group taught anything")
     elif tied and _mean(tied) >= MOST:
@@ -38,12 +107,12 @@ def policy_findings(series: Series) -> list[str]:
     moved = _values(series, "policy/approx_kl")
     if moved and sum(moved) < STILL:
         found.append(
-            f"the policy hardly moved: {sum(moved):.1g} nats a token over all updates; a larger lr or more iterations "
-            "would move it"
+            f"the policy hardly changed: {sum(moved):.1g} nats a token over all updates; try a larger lr or more "
+            "iterations"
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few come to an end")
+        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few replies end by themselves")
     return found + _hacking(series)
 
 
@@ -89,17 +158,19 @@ def evaluation_findings(series: Series) -> list[str]:
     """Of an evaluation: a learned reward that rose while the gold score, or another judge, says that nothing got
     better."""
     last = {name.removeprefix("evaluate/"): points[-1][1] for name, points in series.items() if points}
+    found = prompt_findings(series)
     if any(name not in last for name in ("reward_before", "reward_after", "win_rate")):
-        return []
+        return found
     before, after, rate = (last[name] for name in ("reward_before", "reward_after", "win_rate"))
     if not after - before >= ROSE or rate > EVEN:
-        return []
+        return found
     judged = "its judge found it no better"
     if "gold_before" in last and "gold_after" in last:
         judged = f"the gold score went from {last['gold_before']:+.2f} to {last['gold_after']:+.2f}"
     return [
+        *found,
         f"the learned reward rose from {before:+.2f} to {after:+.2f} while {judged} (win rate {rate:.2f}): the policy "
-        "learned to please the reward, not what it stands for"
+        "learned to please the reward, not what it stands for",
     ]
 
 

@@ -12,7 +12,8 @@ from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
 from xray_runtime.report.evaluations import SideBySide, figure
-from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
+from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
+from xray_runtime.report.stages import computed_text, run_text
 from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StageRecord", "write_report"]
 
-NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
+"""Of a stage's name in a box; the rest is shown where a pointer rests on it."""
 
 
 def write_report(
@@ -45,6 +48,9 @@ def write_report(
     environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
     html = environment.get_template("report.html").render(
         run=lifecycle,
+        ended=run_text(lifecycle),
+        computed=[computed_text(stage) for stage in lifecycle["stages"]],
+        address=lifecycle["mlflow_page"] if lifecycle["mlflow_page"].startswith("http") else None,
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
         figures=[(name, figure) for name, figure in drawn if figure],
@@ -59,7 +65,7 @@ def write_report(
 
 def _drawn(record: StageRecord) -> Markup:
     """The curves of a stage, empty where it has none. Drawing them takes most of a second: they are kept beside it."""
-    kept = record.metrics_path.with_suffix(".svg")
+    kept = record.metrics_path.with_suffix(FIGURE)
     if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
         return Markup(kept.read_text(encoding="utf-8"))
     figure = training_figure(record.panels, read_metrics(record.metrics_path))
@@ -88,6 +94,10 @@ def _svg(figure: Figure) -> Markup:
     return Markup(text[text.index("<svg") :])
 
 
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 13]}…{name[-12:]}"
+
+
 def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     """Places of boxes and arrows: each stage right of its parents.
 
@@ -95,6 +105,8 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     """
     by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
     parents = [[by_sha[p] for p in stage["parents"] if p in by_sha] for stage in stages]
+    names = [_shortened(stage["name"]) for stage in stages]
+    node_width = max([MIN_NODE_WIDTH, *(24 + CHAR_WIDTH * len(name) for name in names)])
     depth: list[int] = []
     rows: dict[int, int] = {}
     nodes = []
@@ -104,9 +116,10 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
         rows[depth[i]] = row + 1
         nodes.append(
             {
-                "x": 4 + depth[i] * (NODE_WIDTH + GAP_X),
+                "x": 4 + depth[i] * (node_width + GAP_X),
                 "y": 4 + row * (NODE_HEIGHT + GAP_Y) + 12 * (depth[i] % 2),
-                "name": stage["name"],
+                "name": names[i],
+                "title": stage["name"],
                 "sha": stage["checkpoint"]["sha256"][:12],
                 "cached": stage["cached"],
             }
@@ -115,7 +128,7 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
     lowest = 0.0
     for i, of in enumerate(parents):
         for p in of:
-            x1, y1 = nodes[p]["x"] + NODE_WIDTH, nodes[p]["y"] + NODE_HEIGHT / 2
+            x1, y1 = nodes[p]["x"] + node_width, nodes[p]["y"] + NODE_HEIGHT / 2
             x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
             bend = max((x2 - x1) / 2, 12)
             # An arrow over several columns bows below the boxes between.
@@ -124,10 +137,10 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
             lowest = max(lowest, max(y1, y2) + 0.75 * sag)
             edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
     return {
-        "width": max(n["x"] for n in nodes) + NODE_WIDTH + 8 if nodes else 0,
+        "width": max(n["x"] for n in nodes) + node_width + 8 if nodes else 0,
         "height": max(lowest, *(n["y"] + NODE_HEIGHT for n in nodes)) + 8 if nodes else 0,
         "nodes": nodes,
         "edges": edges,
-        "node_width": NODE_WIDTH,
+        "node_width": node_width,
         "node_height": NODE_HEIGHT,
     }

@@ -54,12 +54,12 @@ def json_schema(reply: str, schema: Any) -> float:
     try:
         validator.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"no JSON Schema ({error.message})") from error
+        raise ValueError(f"not a JSON Schema ({error.message})") from error
     try:
         value = json.loads(last_block(reply), parse_constant=_no_json)
     except ValueError:
         return 0.0
-    # A registry of its own: nothing is fetched from where a schema points to.
+    # A registry of its own: nothing is downloaded from where a schema points to.
     return float(validator(schema, registry=referencing.Registry()).is_valid(value))
 
 

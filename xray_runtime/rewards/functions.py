@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
+from xray_runtime.data.score_list import FormError, score_list
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rewards.source import Batch, Score, as_number, described, failure, is_infinite
 
@@ -16,10 +17,55 @@ log = logging.getLogger(__name__)
 
 GIVEN = ("messages", "columns", "metadata")
 """Keywords a function may take beside the dataset's columns."""
+PARTS = 8
+"""Where a function fails for each of so many parts of a batch, it is the function that fails, not a reply."""
+
+
+class Arguments:
+    """What a function `f(prompts, replies, ...)` takes beside the first two.
+
+    Args:
+        where: names it in errors.
+
+    Raises:
+        ValueError: it cannot be called with prompts and replies.
+    """
+
+    def __init__(self, function: Callable[..., Any], where: str) -> None:
+        self._where = where
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []  # of a builtin: it takes prompts and replies, or fails when it is called
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+        rest = [p for p in parameters if p not in by_position and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._takes = {p.name for p in rest if p.kind is not p.POSITIONAL_ONLY}
+        self._needs = [p.name for p in rest if p.default is p.empty and p.name not in GIVEN]
+        if parameters and len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise ValueError(f"{where}: must take the arguments prompts and replies, in this order")
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raises ValueError where it needs what is none of a dataset's `columns`."""
+        for name in self._needs:
+            if name not in columns:
+                raise ValueError(
+                    f"{self._where}: takes {name!r}, which is not a column of the dataset: there are "
+                    f"{', '.join(columns) or 'none'}; add it to data.columns"
+                )
+
+    def of(self, batch: Batch) -> dict[str, Any]:
+        """Those it takes of a batch."""
+        self.check(batch.columns)
+        offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN}
+        return {name: value for name, value in offered.items() if self._takes_all or name in self._takes}
 
 
 class FunctionSource:
     """A function `f(prompts, replies, ...)` that returns one number a reply, None where it has none.
+
+    A reply for which it raises costs that reply its score: the batch is halved until such replies are found, and what
+    counts is a last call with all the others.
 
     Args:
         where: names it in errors.
@@ -34,40 +80,60 @@ class FunctionSource:
 
     def __init__(self, function: Callable[..., Any], where: str, timeout_s: float, retries: int) -> None:
         self._function, self._where, self._timeout_s, self._retries = function, where, timeout_s, retries
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []  # of a builtin: it takes prompts and replies, or fails when it is called
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-        rest = [p for p in parameters if p not in by_position and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self._takes = {p.name for p in rest if p.kind is not p.POSITIONAL_ONLY}
-        self._needs = [p.name for p in rest if p.default is p.empty and p.name not in GIVEN]
-        if parameters and len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise ValueError(f"{where}: must take prompts and replies, in this order")
+        self._arguments = Arguments(function, where)
 
     def score(self, batch: Batch) -> list[Score]:
-        missing = [name for name in self._needs if name not in batch.columns]
-        if missing:
-            raise ValueError(
-                f"{self._where}: takes {missing[0]!r}, which is no column of the dataset: name it in data.columns"
-            )
-        offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN}
-        keywords = {name: value for name, value in offered.items() if self._takes_all or name in self._takes}
+        rows = list(range(len(batch.replies)))
+        found = self._tried(batch, rows, self._retries)
+        if isinstance(found, list):
+            return found
+        failed = self._failing(batch, rows, found)
+        rest = [row for row in rows if row not in failed]
+        scores = self._tried(batch, rest, self._retries) if rest else []
+        if not isinstance(scores, list):
+            failed, rest, scores = dict.fromkeys(rows, scores), [], []
+        for first in list(failed.values())[:1]:
+            log.warning("%s: failed for %d of %d replies", self._where, len(failed), len(rows), exc_info=first)
+        by_row = dict(zip(rest, scores, strict=True)) | {r: failure(described(e)) for r, e in failed.items()}
+        return [by_row[row] for row in rows]
+
+    def _failing(self, batch: Batch, rows: list[int], error: BaseException) -> dict[int, BaseException]:
+        """Row → why the function fails for it; all of them where it fails for every part of so many."""
+        parts, failed, has_worked = [(rows, error)], dict[int, BaseException](), False
+        while parts:
+            if len(parts) >= PARTS and not has_worked:
+                return dict.fromkeys(rows, error)
+            halves: list[list[int]] = []
+            for part, why in parts:
+                # Each half of what takes too long may take as long.
+                if len(part) == 1 or isinstance(why, TimeoutError):
+                    failed |= dict.fromkeys(part, why)
+                else:
+                    halves += [part[: len(part) // 2], part[len(part) // 2 :]]
+            found = [(half, self._tried(batch, half, 0)) for half in halves]
+            has_worked = has_worked or any(isinstance(answer, list) for _, answer in found)
+            parts = [(half, answer) for half, answer in found if not isinstance(answer, list)]
+        return failed
+
+    def _tried(self, batch: Batch, rows: list[int], retries: int) -> list[Score] | BaseException:
+        """The scores of `rows`, or why there are none after the last retry."""
+        some = batch.take(rows)
+        keywords = self._arguments.of(some)
         error: BaseException | None = None
-        for attempt in range(self._retries + 1):
-            answer, error = self._call(list(batch.prompts), list(batch.replies), keywords)
+        for _ in range(retries + 1):
+            answer, error = self._call(list(some.prompts), list(some.replies), keywords)
             if error is None:
-                return self._scores(answer, len(batch.replies))
-            log.warning("%s: call %d failed", self._where, attempt + 1, exc_info=error)
+                return self._scores(answer)
+            if isinstance(error, FormError):
+                raise ValueError(f"{self._where}: {error}") from error
         assert error is not None
-        return [failure(described(error))] * len(batch.replies)
+        return error
 
     def _call(
         self, prompts: list[str], replies: list[str], keywords: dict[str, Any]
-    ) -> tuple[Any, BaseException | None]:
-        """(answer, error), one of them None."""
-        found: list[tuple[Any, BaseException | None]] = []
+    ) -> tuple[list[Any], BaseException | None]:
+        """(answer, error), one of them none."""
+        found: list[tuple[list[Any], BaseException | None]] = []
 
         async def limited(answer: Any) -> Any:
             return await asyncio.wait_for(answer, self._timeout_s)
@@ -77,29 +143,19 @@ class FunctionSource:
                 answer = self._function(prompts, replies, **keywords)
                 if inspect.isawaitable(answer):
                     answer = asyncio.run(limited(answer))
-                found.append((answer, None))
+                found.append((score_list(answer, len(replies)), None))
             except BaseException as error:  # also what a user's code raises to end the process
-                found.append((None, error))
+                found.append(([], error))
 
         thread = threading.Thread(target=call, name=f"reward {self._where}", daemon=True)
         thread.start()
         thread.join(self._timeout_s)
         late = TimeoutError(f"no answer within timeout_s = {self._timeout_s:g}")
-        answer, error = found[0] if found else (None, late)
+        answer, error = found[0] if found else ([], late)
         return answer, late if isinstance(error, TimeoutError) and not str(error) else error
 
-    def _scores(self, answer: Any, num_replies: int) -> list[Score]:
-        try:
-            values: Sequence[Any] = list(answer)
-        except TypeError as error:
-            raise ValueError(f"{self._where}: must return a list of numbers ({error})") from error
-        if len(values) != num_replies:
-            raise ValueError(
-                f"{self._where}: must return one number a reply; for {num_replies} replies it returned {len(values)}"
-            )
+    def _scores(self, values: list[Any]) -> list[Score]:
         for value in values:
-            if isinstance(value, str | bytes):
-                raise ValueError(f"{self._where}: must return a list of numbers; {value!r} is in it")
             if is_infinite(value):
                 raise NonFiniteError(
                     f"{self._where}: returned {value!r}; a score must be finite, None where there is none"

@@ -1,11 +1,11 @@
 """What sources answered, on disk before it is used: an attempt that goes on asks nobody twice, and gets the same bytes.
 
-    answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …}
-                     {"key": …, "source": "environment", "step": …, "answer": {…}} or with "failure": why
+    answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …, "seal": …}
+                     {"key": …, "source": "environment", "step": …, "answer": {…}, "seal": …} or with "failure": why
 
 A key is a digest of source, step, row, prompt and reply, or of an episode so far. A line that a kill cut short is
-dropped. With a shared store the lines lie there first, an object for each time some were written: an attempt on another
-machine finds them too.
+dropped, and so is one that is not sealed with the run's key: what it answers is asked for again. With a shared store
+the lines lie there first, an object for each time some were written: an attempt on another machine finds them too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.files import sync
 from xray_runtime.rewards.source import Batch, Score
+from xray_runtime.store.seal import Seal, process_seal
 
 if TYPE_CHECKING:
     from xray_runtime.store.shared import SharedFolder
 
 log = logging.getLogger(__name__)
 
-ANSWERS = "answers.jsonl"
+ANSWERS, SEAL = "answers.jsonl", "seal"
 
 
 class Journal:
@@ -37,36 +38,36 @@ class Journal:
     Args:
         directory: None: nothing is kept.
         shared: where they are kept too.
+        seal: makes answers, and says which are read.
 
     Raises:
         StorageError: the shared store stayed away.
     """
 
-    def __init__(self, directory: Path | None, shared: SharedFolder | None = None) -> None:
+    def __init__(self, directory: Path | None, shared: SharedFolder | None = None, seal: Seal | None = None) -> None:
         self._path, self._shared = None if directory is None else directory / ANSWERS, shared
         self._known: dict[str, dict[str, Any]] = {}
         """What attempts before this one left."""
         self._lock = threading.Lock()
+        self._seal = seal or process_seal()
+        self._purpose = purpose_of_answers(directory) if directory is not None else ""
         if self._path is not None and self._path.exists():
-            os.truncate(self._path, self._read(self._path.read_bytes()))
+            os.truncate(self._path, self._read(self._path.read_bytes(), str(self._path)))
         if shared is not None:
             for name, content in shared.read().items():
-                if name.endswith(_ending(content)):
-                    self._read(content)
-                else:
-                    log.warning("%s/%s was changed; its answers are asked for again", shared.name, name)
+                self._read(content, f"{shared.name}/{name}")
 
-    def _read(self, content: bytes) -> int:
-        """Take in the lines of `content`; returns the bytes of those that are whole."""
+    def _read(self, content: bytes, where: str) -> int:
+        """Take in the lines of `content` that are sealed; returns the bytes of those that are whole."""
         whole = 0
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
-            try:
-                entry = json.loads(line)
+            entry = read_entry(line, self._purpose, self._seal)
+            if entry is None:
+                log.warning("%s: a line is not sealed with this run's key; its answer is asked for again", where)
+            else:
                 self._known.setdefault(entry["key"], entry)
-            except (ValueError, KeyError, TypeError):
-                break
             whole += len(line)
         return whole
 
@@ -99,10 +100,11 @@ class Journal:
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
-        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        content = b"".join(json.dumps(self._sealed(line)).encode() + b"\n" for line in lines)
         if self._shared is not None:
             # Equal answers have one name: a kill in between, and another attempt, add nothing.
-            self._shared.write(f"{step:010d}{_ending(content)}", content)
+            name = hashlib.sha256(content).hexdigest()[:32]
+            self._shared.write(f"{step:010d}-{name}.jsonl", content)
         with self._lock:
             created = not self._path.exists()
             with self._path.open("ab") as file:
@@ -112,9 +114,28 @@ class Journal:
             if created:
                 sync(self._path.parent)
 
+    def _sealed(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return entry | {SEAL: self._seal.sign(self._purpose, _digest(entry))}
 
-def _ending(content: bytes) -> str:
-    return f"-{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
+
+def _digest(entry: dict[str, Any]) -> str:
+    # Environments may answer NaN, and half a character.
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+def purpose_of_answers(directory: Path) -> str:
+    """What answers in a directory are sealed for: its name says stage and key, on every machine."""
+    return f"{ANSWERS}/{directory.name}"
+
+
+def read_entry(line: bytes, purpose: str, seal: Seal) -> dict[str, Any] | None:
+    """The answer in a line; None where it is not sealed."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        sealed = entry.pop(SEAL)
+        return entry if seal.holds(purpose, _digest(entry), sealed) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _line(key: str, source: str, step: int, score: Score) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def said_in(answer: Any) -> str:
     except (KeyError, IndexError, TypeError):
         said = None
     if not isinstance(said, str):
-        raise AnswerError(f"the answer is no chat completion: {str(answer)[:200]}")
+        raise AnswerError(f"the answer is not a chat completion: {str(answer)[:200]}")
     return said
 
 

@@ -1,41 +1,33 @@
-"""Processes that are limited from within before they run anything: for code that nobody vouches for.
+"""Processes that are limited from within, answer one question at a time, and can be ended while they do.
 
-A sandboxed process is the leader of a session of its own, in an empty temporary directory, with next to no environment,
-no file of ours open, no processes or threads of its own, and limits on processor time, address space, open files and
-the size of a file. Code that is not trusted changes no file, signals no process and opens no socket; where we are root
-it works as nobody, who reads what root does. Whoever starts it ends its group.
-
-It is no jail: code in it can read what its user may read, it runs in one process with the tests that judge it, and what
-the filter of its system calls (`seccomp`) does not name is allowed.
+Each is the leader of a session of its own, in an empty temporary directory, with next to no environment and no file of
+ours open. Whoever starts it ends its group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import shutil
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.processes import TAG
-from xray_runtime.rewards.seccomp import seccomp_filter
 
-NOBODY = 65534
 FILE_BYTES = 2**24
 OPEN_FILES = 64
-STARTED = "started"
-START_S, POLL_S = 60.0, 0.005
+START_S = 60.0
+READY = {"ready": True}
+"""The first line of a process that answers."""
 
 LIMITED = """
 import json, resource, sys
@@ -45,47 +37,6 @@ for name, value in limits.items():
 sys.path[:] = path or sys.path
 """
 """What each begins with."""
-
-AS_NOBODY = f"""
-import ctypes, os
-if os.geteuid() == 0:
-    libc = ctypes.CDLL(None, use_errno=True)
-    kept = libc.prctl(8, 1, 0, 0, 0)
-    os.setgroups([])
-    os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
-    os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(1 << 2, 1 << 2)
-    if kept or libc.capset(header, sets):
-        sys.exit("root's rights cannot be given up")
-"""
-"""Root's rights are given up, but for CAP_DAC_READ_SEARCH: Python's library may lie where root alone reads."""
-
-FILTERED = """
-class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
-def refuse(steps):
-    libc = ctypes.CDLL(None)
-    program = Program(len(steps) // 8, steps)
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program), 0, 0):
-        sys.exit("the kernel takes no filter of system calls")
-"""
-"""Nothing more can be gained by what is run, and calls of `seccomp_filter` are refused."""
-
-JUDGED = f"""{LIMITED}{AS_NOBODY}{FILTERED}
-def judge():
-    secret, steps, *sources = json.load(sys.stdin)
-    verdict, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    refuse(bytes.fromhex(steps))
-    os.write(verdict, b"{STARTED}")
-    space = dict(__name__="__main__")
-    for source in sources:
-        exec(compile(source, "<reply>", "exec"), space)
-    os.write(verdict, secret.encode())
-judge()
-"""
-"""Runs the reply and then the tests; only where both end well it says the secret."""
 
 
 @contextmanager
@@ -104,7 +55,8 @@ def sandboxed(
         OSError: it cannot be started.
     """
     # Without a tag of the run it would outlive a run that is killed; without a seed sets would differ in order.
-    environment = {name: os.environ[name] for name in (TAG,) if name in os.environ} | {"PYTHONHASHSEED": "0"}
+    environment = {name: os.environ[name] for name in (TAG,) if name in os.environ}
+    environment |= {"PYTHONHASHSEED": "0", "TZ": "UTC0"}
     options = ["-B", "-s", "-P", *(["-S"] if path is None else [])]
     process = subprocess.Popen(
         [sys.executable, *options, "-c", program, json.dumps([limits, path])],
@@ -112,7 +64,6 @@ def sandboxed(
         env=environment,
         start_new_session=True,
         close_fds=True,
-        stderr=subprocess.DEVNULL,
         **streams,
     )
     try:
@@ -127,55 +78,114 @@ def sandboxed(
                     stream.close()
 
 
-def limits_of(memory_mb: int, cpu_s: float | None = None) -> dict[str, int]:
+def limits_of(memory_mb: int) -> dict[str, int]:
     """The limits of a process without children of its own."""
-    limits = {
+    return {
         "RLIMIT_AS": memory_mb * 2**20,
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_NOFILE": OPEN_FILES,
         "RLIMIT_NPROC": 0,
         "RLIMIT_CORE": 0,
     }
-    return limits if cpu_s is None else limits | {"RLIMIT_CPU": math.ceil(cpu_s)}
 
 
-def passes(code: str, tests: str, limit_s: float, memory_mb: int) -> bool:
-    """Whether `code` and then `tests` run to their end within the limits.
+@dataclass(frozen=True)
+class Answerer:
+    """A program that answers questions: how it is started."""
 
-    Raises:
-        OSError: the sandbox could not be set up.
-    """
-    secret, filter = uuid.uuid4().hex, seccomp_filter().hex()
-    directory = Path(tempfile.mkdtemp(prefix="xray-sandbox-"))
-    try:
-        if os.geteuid() == 0:
-            os.chown(directory, NOBODY, NOBODY)
-        limits = limits_of(memory_mb, limit_s)
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE}
-        with (
-            tempfile.TemporaryFile() as verdict,
-            sandboxed(JUDGED, limits, directory, stdout=verdict, **streams) as process,
-        ):
-            task = json.dumps([secret, filter, code, tests]).encode()
-            # In a thread of its own: what does not read must not hold us up.
-            threading.Thread(target=_feed, args=(process, task), daemon=True).start()
-            # The limit is the code's: on a busy machine Python alone may take seconds to start.
-            end = time.monotonic() + START_S
-            while not os.fstat(verdict.fileno()).st_size and process.poll() is None and time.monotonic() < end:
-                time.sleep(POLL_S)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(limit_s)
-            verdict.seek(0)
-            said = verdict.read(2 * len(STARTED) + len(secret)).decode("ascii", "replace")
-        if not said.startswith(STARTED):
-            raise OSError(f"the sandbox did not start (exit {process.returncode})")
-        return said == STARTED + secret
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    program: str
+    limits: dict[str, int]
+    path: list[str] | None
+    warm_up: bytes
+    """A question that makes it load what it needs, which is not to count against the first one."""
+    pass_fds: Sequence[int] = ()
 
 
-def _feed(process: subprocess.Popen[Any], task: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError, ValueError):
-        process.stdin.write(task)
-        process.stdin.close()
+class LimitedProcess:
+    """An `Answerer` at work, started when it is needed and again after it was ended."""
+
+    def __init__(self, answerer: Answerer, directory: Path) -> None:
+        self._answerer, self._directory = answerer, directory
+        self._stack = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, question: bytes, limit_s: float) -> dict[str, Any] | None:
+        """The answer, None where it takes too long; the process is then ended.
+
+        Raises:
+            RuntimeError: the process does not start, ends by itself, or says that it cannot answer.
+            OSError: it cannot be started.
+        """
+        if self._process is None:
+            self._start()
+        return self._exchange(question, limit_s)
+
+    def end(self) -> None:
+        """End the process; the next question starts another."""
+        self._stack.close()
+        self._process = None
+
+    def _start(self) -> None:
+        one = self._answerer
+        self._errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        started = sandboxed(one.program, one.limits, self._directory, one.path, pass_fds=one.pass_fds, **streams)
+        self._process = self._stack.enter_context(started)
+        if self._answer(START_S) != READY:
+            why = self._ending() or f"it is not ready within {START_S:g} s"
+            self.end()
+            raise RuntimeError(f"the verifier's process did not start: {why}")
+        try:
+            is_warm = self._exchange(one.warm_up, START_S) is not None
+        except RuntimeError:
+            self.end()
+            raise
+        if not is_warm:
+            raise RuntimeError(f"the verifier's process was not ready within {START_S:g} s")
+
+    def _exchange(self, question: bytes, limit_s: float) -> dict[str, Any] | None:
+        assert self._process is not None
+        stdin = self._process.stdin
+        assert stdin is not None
+        # One that ends before it has read all may have said why.
+        with contextlib.suppress(OSError):
+            stdin.write(question)
+            stdin.flush()
+        answer = self._answer(limit_s)
+        if answer is None:
+            ending = self._ending()
+            self.end()
+            if ending is None:
+                return None
+            raise RuntimeError(f"the verifier's process ended unexpectedly: {ending}")
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def _ending(self) -> str | None:
+        """How the process ended, and the last line it wrote to stderr; None: it runs."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
+        return ": ".join([f"exit code {code}", *lines[-1:]])
+
+    def _answer(self, limit_s: float) -> dict[str, Any] | None:
+        """The next line; None where it does not come."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line, end, out = b"", time.monotonic() + limit_s, self._process.stdout.fileno()
+        ready = select.poll()
+        ready.register(out, select.POLLIN)
+        while not line.endswith(b"\n"):
+            if not ready.poll(max(end - time.monotonic(), 0.0) * 1000):
+                return None
+            part = os.read(out, 65536)
+            if not part:
+                self._process.wait()
+                return None
+            line += part
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,8 +47,8 @@ class Score:
 
 
 def failure(why: str) -> Score:
-    """No score, and why."""
-    return Score(math.nan, " ".join(why.split())[:500])
+    """No score, and why: in one line, without addresses in memory, so that the same failure has the same text."""
+    return Score(math.nan, re.sub(r"\b0x[0-9a-f]{6,}", "0x…", " ".join(why.split()))[:500])
 
 
 def described(error: BaseException) -> str:

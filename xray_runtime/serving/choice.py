@@ -50,7 +50,9 @@ def followed(reference: str, output: Path | None) -> str | None:
         raise ConfigError(f"REF: {reference!r} needs --output DIR, where it was promoted")
     names = sorted(known for known, decided in current(output) if decided == CHAMPION and name in ("", known))
     if not names:
-        raise ConfigError(f"REF: {reference!r} is not allowed: {output} has no such champion (`xray promote`)")
+        raise ConfigError(
+            f"REF: {reference!r} is not allowed: {output} has no such champion; promote one with `xray promote`"
+        )
     if len(names) > 1:
         choices = ", ".join(f"{known}@{CHAMPION}" for known in names)
         raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(names)} models: {choices}")

@@ -17,6 +17,8 @@ SHA256_HEADER = "x-xray-model-sha256"
 PROXY_HEADER = "x-xray-front"
 OPEN_PATHS = ("/health",)
 """Load balancers ask them, and have no key."""
+MAX_BODY_BYTES = 4 * 2**20
+"""Of a request: a million tokens of text, which no served context holds."""
 
 
 def key_digest(key: str) -> str:
@@ -45,18 +47,42 @@ class Tagged:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
         async def tagged(message: Message) -> None:
+            nonlocal begun
+            if refused:
+                # The application says that its client has left.
+                return
             if message["type"] == "http.response.start":
+                begun = True
                 tag = (SHA256_HEADER.encode(), self._sha256.encode())
                 message = {**message, "headers": [*message.get("headers", []), tag]}
             await send(message)
 
-        given = dict(scope["headers"]).get(PROXY_HEADER.encode(), b"")
+        refused, size = False, 0
+
+        async def bounded() -> Message:
+            nonlocal refused, size
+            message = await receive()
+            size += len(message.get("body", b""))
+            refused = size > MAX_BODY_BYTES
+            return {"type": "http.disconnect"} if refused else message
+
+        headers = dict(scope["headers"])
         allowed = self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key)
-        if allowed and secrets.compare_digest(given, self._secret):
-            await self._app(scope, receive, tagged)
-        else:
-            await _refuse(tagged)
+        if not (allowed and secrets.compare_digest(headers.get(PROXY_HEADER.encode(), b""), self._secret)):
+            await _refuse(tagged, 401, "Unauthorized", "the API key is missing or not the right one")
+            return
+        # HAProxy lets no length through that is none.
+        refused = int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES
+        if not refused:
+            await self._app(scope, bounded, tagged)
+        if refused and not begun:
+            refused = False
+            await _refuse(
+                tagged, 413, "RequestTooLarge", f"a request of more than {MAX_BODY_BYTES:,} bytes is not allowed"
+            )
 
 
 def _bears(scope: Message, key: str) -> bool:
@@ -67,8 +93,10 @@ def _bears(scope: Message, key: str) -> bool:
     return False
 
 
-async def _refuse(send: Send) -> None:
-    error = {"message": "the API key is missing or not the right one", "type": "Unauthorized", "code": 401}
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
+    error = {"message": message, "type": kind, "code": status}
+    headers = [(b"content-type", b"application/json")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

@@ -44,6 +44,7 @@ class Replica:
 
     def __init__(self, model: ServedModel, secret: str, front_node: str) -> None:
         self._model, self._secret, self._front_node = model, secret, front_node
+        self._engine: VLLMServer | None = None
 
     async def start(self) -> tuple[str, int]:
         """Load the model; returns (host, port).
@@ -60,8 +61,8 @@ class Replica:
         options = arguments(
             model.directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
         )
-        self._engine = VLLMServer(options, model.runtime, model.device)
-        app = Tagged(await self._engine.start(), model.sha256, model.key, self._secret)
+        self._engine = engine = VLLMServer(options, model.runtime, model.device)
+        app = Tagged(await engine.start(), model.sha256, model.key, self._secret)
         host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_SECONDS, log_level="warning", access_log=False)
@@ -73,10 +74,12 @@ class Replica:
 
     async def check(self) -> None:
         """Raises where the engine has died, or nothing listens any more."""
+        assert self._engine is not None, "it is asked only once it has started"
         await self._engine.check()
         if self._serving.done():
-            raise RuntimeError("its HTTP server has ended")
+            raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
-        """End the engine, which is a process of its own."""
-        self._engine.stop()
+        """End the engine, which is a process of its own; a model that was refused has none."""
+        if self._engine is not None:
+            self._engine.stop()

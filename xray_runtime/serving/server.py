@@ -97,7 +97,7 @@ class Server:
 
     def _tend(self) -> None:
         if self._front.restart_if_dead():
-            log.warning("HAProxy had died; it was started again")
+            log.warning("HAProxy stopped; it was restarted")
         if self._served is not None:
             self._served.tend()
         drained = self._drained
@@ -184,7 +184,7 @@ class _Life:
         elif ray.wait([self._call], timeout=0)[0]:
             self._go_on()
         elif late:
-            raise NotServedError("it does not answer" if self._placed else "the cluster has no room for it")
+            raise NotServedError("it does not answer" if self._placed else "the cluster has no free devices for it")
 
     def _go_on(self) -> None:
         try:

@@ -36,7 +36,7 @@ from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, tokenizing
+from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, max_reply_tokens, tokenizing
 from xray_runtime.stages.episodes import episode_means, open_episodes
 from xray_runtime.stages.sampled_replies import sample_replies, sampling_of
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -88,9 +88,11 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
 def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> Found:
     config, (dataset, side) = stage.config, _side(stage)
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    tokens, pairs = Tokens(side, Example, tokenizer, tokenizing(recorder)), Pairs(side, Example)
+    tokens, pairs = Tokens(side, Example, tokenizer, stage.seal, tokenizing(recorder)), Pairs(side, Example)
     replies = tokens.lengths["input_ids"] - tokens.prompt_lengths
-    fits = (tokens.prompt_lengths <= max_prompt_tokens(dataset)) & (replies <= config.max_response_tokens)
+    longest = max_reply_tokens(config.max_response_tokens, stage.inputs.policy.path)
+    fits = tokens.prompt_lengths <= max_prompt_tokens(dataset, stage.inputs.policy.path, longest)
+    fits &= replies <= longest
     rows = _chosen(stage, np.flatnonzero(fits), config.num_rows)
     nll, counts = [], []
     spec = ModelSpec(stage.inputs.policy.path, SFTObjective(), frozen=config.frozen)
@@ -120,7 +122,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
     column = config.verifier.column
     if column is not None and column not in columns:
         raise ValueError(
-            f"{stage.name}.verifier.column: {column!r} is no column of the dataset: name it in data.columns"
+            f"{stage.name}.verifier.column: {column!r} is not a column of the dataset: add it to data.columns"
         )
     each = [messages for messages in prompts for _ in range(config.samples)]
     values = {name: [value for value in of for _ in range(config.samples)] for name, of in columns.items()}
@@ -164,8 +166,8 @@ def _words(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> Fou
 
 def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> Found:
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, side, limit)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
+    found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     rows = [prompt for prompt in chosen for _ in range(config.samples)]
     sampling = sampling_of(config, policy, tokenizer)
@@ -245,8 +247,8 @@ def _sampled(
     """(prompts, columns that the dataset carries for them, `samples` replies to each, those to one prompt in a row)."""
     config: SampledSuite = stage.config
     policy, (dataset, side) = stage.inputs.policy.path, _side(stage)
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, side, limit)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
+    found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     asked = [found[i] for i in chosen]
     ids = [tokens for _, tokens in asked for _ in range(samples)]

@@ -37,7 +37,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     stats = groups.stats | skipped | {"kept": float(len(rows))}
     if not rows:
         reasons = {name: count for name, count in stats.items() if name.startswith(("skipped", "left_out")) and count}
-        raise ValueError(f"{stage.name}: no reply to any of {len(best)} prompts is kept ({reasons})")
+        raise ValueError(f"{stage.name}: no reply to any of the {len(best)} prompts was kept ({reasons})")
     examples = [
         Example(f"{stage.name}-{row}", f"{stage.name}-{row}", groups.prompts[row], groups.replies[row][best[row]])
         for row in rows

@@ -6,7 +6,7 @@ Each takes the config and the handles by role, and raises ValueError with one li
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from xray_runtime.config.preferences import (
 )
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.rewards.functions import Arguments
 from xray_runtime.stages.harness_files import read_tasks
 from xray_runtime.stages.independence import check_judges
 
@@ -35,7 +36,7 @@ def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
     if not any(term.weight for term in config.rewards):
-        raise ValueError("rewards: one must have a weight other than 0: the others are only logged")
+        raise ValueError("rewards: one must have a weight other than 0: sources of weight 0 are only logged")
     _check_terms(config, inputs)
 
 
@@ -46,35 +47,53 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> Non
 
 
 def _check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
-    prompts = inputs.get("prompts")
-    # Of a checkpoint nothing is known before it is opened.
-    data = prompts.call.config if prompts is not None and prompts.call is not None else None
+    data = _dataset(inputs)
     # What judges, a validation or an evaluation, has one reply to a prompt.
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
     replies = groups if where == "rewards" else 1
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"{where}.{number}.judge.opponents: is not allowed where each prompt has one reply: there is no other "
-                "to compare it with"
+                f"{where}.{number}.judge.opponents: is not allowed where each prompt has a single reply: there is "
+                "nothing to compare it with"
             )
         for role in term.roles:
             if role not in inputs:
                 field = "model" if term.model is not None else "models"
                 raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
-            if isinstance(data, DataConfig) and column not in data.columns:
+            if data is not None and column not in data.columns:
                 raise ValueError(
                     f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
-                    f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+                    f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
                 )
+
+
+def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Functions that were handed over as sources of reward take prompts, replies and columns that the dataset has."""
+    if not isinstance(config, JudgingConfig):
+        return
+    data = _dataset(inputs)
+    for where in ("rewards", "judges"):
+        for number, term in enumerate(getattr(config, where, ())):
+            if term.function in functions:
+                arguments = Arguments(functions[term.function], f"{where}.{number}.function {term.function!r}")
+                if data is not None:
+                    arguments.check(data.columns)
+
+
+def _dataset(inputs: Mapping[str, Any]) -> DataConfig | None:
+    """How the dataset whose prompts are asked is made; of a checkpoint nothing is known before it is opened."""
+    handle = inputs.get("prompts", inputs.get("data"))
+    config = handle.call.config if handle is not None and handle.call is not None else None
+    return config if isinstance(config, DataConfig) else None
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
     check_rewards(config, inputs)
     _check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:
-        raise ValueError("judges: are not allowed without validation: nothing asks them")
+        raise ValueError("judges: are not allowed without validation: they would not be used")
     _check_validation(config, inputs["prompts"])
 
 
@@ -123,7 +142,7 @@ def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
     if column is not None and isinstance(data, DataConfig) and column not in data.columns:
         raise ValueError(
             f"verifier.column: {column!r} is not allowed: the dataset carries "
-            f"{', '.join(data.columns) or 'no column'}; name it in data.columns"
+            f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
         )
 
 

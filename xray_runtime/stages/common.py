@@ -13,11 +13,15 @@ import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.config.engines import TrainingConfig
+from xray_runtime.config.prepare import PROMPT_TOKENS
+from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.data.pairs import VALIDATION, Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokens import Report, Tokens
+from xray_runtime.models.causal_lm import max_positions
 from xray_runtime.stages.artifacts import VALUE_HEAD
 from xray_runtime.stages.finite import naming
+from xray_runtime.store.seal import Seal
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -29,9 +33,27 @@ def is_in_order(dataset: Path) -> bool:
     return bool(json.loads((dataset / "dataset.json").read_text()).get("in_order"))
 
 
-def max_prompt_tokens(dataset: Path) -> int:
-    """The longest prompt that stages take from a dataset, in tokens."""
-    return int(json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"])
+def max_prompt_tokens(dataset: Path, model: Path, reply_tokens: int) -> int:
+    """The longest prompt that stages take from a dataset, in tokens: `data.max_prompt_tokens`, or `PROMPT_TOKENS`, or
+    what the context of `model` leaves beside a reply of `reply_tokens` where that is less.
+
+    Raises:
+        ValueError: it leaves nothing.
+    """
+    given, context = json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"], max_positions(model)
+    if given is not None:
+        return int(given)
+    limit = PROMPT_TOKENS if context is None else min(PROMPT_TOKENS, context - reply_tokens)
+    if limit < 1:
+        raise ValueError(f"replies of {reply_tokens} tokens are not allowed: the model's context holds {context}")
+    return limit
+
+
+def max_reply_tokens(given: int | None, model: Path) -> int:
+    """The longest reply that is learned: `given`, or `REPLY_TOKENS`, or a third of the context of `model` where that is
+    less."""
+    context = max_positions(model)
+    return given or (REPLY_TOKENS if context is None else min(REPLY_TOKENS, max(context // 3, 2)))
 
 
 def lr_at(config: TrainingConfig, step: int, total: int, peak: float | None = None) -> float:
@@ -52,13 +74,16 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     Args:
         pairs: a side of a dataset.
         max_prompt: tokens that fit.
+        seal: of the run, whose tokens are read.
     """
 
-    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int) -> None:
+    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
-        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer)
+        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
         self.rows = self._tokens.different_prompts(max_prompt)
         """Where each prompt stands first."""
+        self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
+        """Rows whose prompts do not fit."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,6 +93,13 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = int(self.rows[index])
         return self._pairs[row].prompt, self._tokens.prompt(row)
+
+    def report(self, recorder: Recorder) -> None:
+        """What is left out because it does not fit; once, before the first step."""
+        if not self.num_too_long:
+            return
+        counts = {"different": len(self), "too_long": self.num_too_long, "max_tokens": self.max_prompt}
+        recorder.metrics({f"prompts/{name}": float(count) for name, count in counts.items()}, step=0)
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Column that the dataset carries → its values where those prompts first appear, None where there is none."""

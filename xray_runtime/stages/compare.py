@@ -47,7 +47,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     if inputs.verdicts is not None:
         people[PEOPLE] = judged_by_people(inputs.verdicts.path, paths, inputs.prompts.path, seen)
     asked = [prompt_text(messages) for messages in prompts]
-    limit = max_prompt_tokens(inputs.prompts.path)
+    limit = _max_prompt(stage)
     replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
         tokenizer, path = tokenizers[side], paths[side]
@@ -76,21 +76,26 @@ def seen_by_champion(inputs: CompareInputs) -> TextSet:
     return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
 
 
+def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
+    inputs, reply = stage.inputs, stage.config.max_response_tokens
+    return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
+
+
 def asked_prompts(
     stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], seen: TextSet
 ) -> tuple[list[Messages], dict[str, list[Any]]]:
     """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
     the dataset carries for them."""
     dataset = stage.inputs.prompts.path
-    limit = max_prompt_tokens(dataset)
-    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit)
+    limit = _max_prompt(stage)
+    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
     fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
     if len(fit) < MIN_PROMPTS:
         raise ValueError(
-            f"{len(fit)} held-out prompts are left that the champion was not trained on; {MIN_PROMPTS} are needed: "
-            "evaluate both on a dataset that neither has seen, or set promotion.max_regression=null"
+            f"{len(fit)} held-out prompts are left that the champion was not trained on, and {MIN_PROMPTS} are needed: "
+            "evaluate both on a dataset neither has seen, or set promotion.max_regression=null"
         )
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
     chosen = [fit[i] for i in order[: stage.config.num_prompts]]

@@ -44,7 +44,8 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
     )
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
     prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if validation is not None else ()

@@ -133,7 +133,7 @@ class Episodes:
         self._generator, self._stage, self._sampling, self._pool = generator, stage, sampling, pool
         self._config: EnvironmentConfig = stage.config.environment
         self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
-        self._journal = Journal(stage.kept, stage.kept_shared)
+        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One at a time: their episodes have the same numbers.
         self._rollouts = ThreadPoolExecutor(1)
         # What no template can write is refused before anything is sampled.

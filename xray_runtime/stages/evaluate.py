@@ -41,8 +41,9 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
     tokenizer = load_tokenizer(before)
     stops = stops_of(before, tokenizer)
-    limit = max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit)
+    limit = min(max_prompt_tokens(dataset, model, config.max_response_tokens) for model in (before, policy))
+    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
+    found.report(recorder)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)

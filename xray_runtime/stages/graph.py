@@ -22,6 +22,7 @@ from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.stages.artifacts import Artifact, RewardModel
+from xray_runtime.stages.checks import check_functions
 from xray_runtime.stages.kind import KINDS, Role, StageKind, find_kind
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -199,6 +200,7 @@ class Graph:
             config = kind.shorten(config)
         try:
             kind.check(config, bound.parents)
+            check_functions(config, bound.parents, bound.functions)
             for function in kind.functions(config):
                 if function not in bound.functions:
                     check_import(function)
@@ -208,7 +210,7 @@ class Graph:
         before = self.calls.get(stage)
         if before is not None:
             if before != call:
-                raise ConfigError(f"{stage}: two stages of this name; give one of them another: name=…")
+                raise ConfigError(f"{stage}: two stages have this name; rename one with name=…")
             return self._handles[stage]
         self.calls[stage] = call
         handle = self._handles[stage] = Handle(self, stage, kind.output, call)
@@ -228,7 +230,8 @@ class Graph:
             raise ConfigError(f"{where}: {shown} is not allowed: {wanted} that a stage makes")
         if value.graph is not self:
             raise ConfigError(
-                f"{where}: {value!r} is of another workspace: take its checkpoint, xray.checkpoint('DIR#{value.name}')"
+                f"{where}: {value!r} belongs to another workspace: use its checkpoint, "
+                f"xray.checkpoint('DIR#{value.name}')"
             )
         # A checkpoint that a plan did not open has no type yet.
         if not issubclass(value.output, type) and (value.call is not None or value.output is not Artifact):
@@ -263,7 +266,7 @@ def current_graph() -> Graph:
     """The graph of the innermost `with`. Raises ConfigError outside of one."""
     graph = _CURRENT.get(None)
     if graph is None:
-        raise ConfigError('a stage can be called inside of `with xray.workspace("DIRECTORY"):` alone')
+        raise ConfigError('a stage can be called only inside `with xray.workspace("DIRECTORY"):`')
     return graph
 
 
@@ -298,7 +301,7 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     known = sorted({name for kind in KINDS.values() for name in kind.all_field_names})
     for name in defaults:
         if name not in known:
-            raise ConfigError(f"{name}: unknown field{_hint(name, known)}: no stage kind has one of this name")
+            raise ConfigError(f"{name}: unknown field{_hint(name, known)}: no stage kind has a field of this name")
 
 
 def _a(type: type[Artifact]) -> str:
@@ -391,6 +394,6 @@ class _Bound:
             known = self.functions.setdefault(source.name, source.source)
             if known is not source.source:
                 raise ConfigError(
-                    f"{self._stage}.{where}: two functions are called {source.name!r}; give one of them another name"
+                    f"{self._stage}.{where}: two functions are called {source.name!r}; rename one of them"
                 )
         return source.name

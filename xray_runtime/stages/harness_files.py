@@ -79,9 +79,9 @@ def _read(directory: Path) -> HarnessTasks:
         elif path.resolve() in included:
             continue
         else:
-            raise ValueError(f"{path.name} must say what its `task` is called")
+            raise ValueError(f"{path.name} must name its `task`")
         if name in tasks or name in groups:
-            raise ValueError(f"{path.name} has the name of another one: {name!r}")
+            raise ValueError(f"{path.name} has the same name as another: {name!r}")
         named[name] = content
     for name, group in groups.items():
         # A list also where there is one: the harness leaves out what stands alone.
@@ -100,7 +100,7 @@ def _content(path: Path, directory: Path, included: set[Path], within: Sequence[
         # Also where it has the tag `!function`.
         raise ValueError(f"{path.name} cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must say what its `task` is called")
+        raise ValueError(f"{path.name} must name its `task`")
     found: dict[str, Any] = {}
     for name in _listed(content.pop("include", None)):
         other = Path(_inside(name, directory, "included"))
@@ -114,11 +114,11 @@ def _content(path: Path, directory: Path, included: set[Path], within: Sequence[
 def _data_files(task: Mapping[str, Any], directory: Path, name: str) -> Any:
     for code in CODE:
         if code in task:
-            raise ValueError(f"`{code}` in {name} is not allowed: a task here has no code")
+            raise ValueError(f"`{code}` in {name} is not allowed: tasks may not run code")
     if task.get("dataset_path") not in FORMATS:
         raise ValueError(
             f"dataset_path {task.get('dataset_path')!r} in {name} is not allowed: must be one of {', '.join(FORMATS)}, "
-            "with data_files in the task's directory; nothing is fetched"
+            "with data_files in the task's directory; nothing is downloaded"
         )
     given = task.get("dataset_kwargs") or {}
     if not isinstance(given, dict) or set(given) != {"data_files"}:
@@ -143,9 +143,9 @@ def _inside(file: Any, directory: Path, what: str) -> str:
 
 def _check_group(group: Mapping[str, Any], name: str) -> None:
     if not isinstance(group["group"], str):
-        raise ValueError(f"{name} must say what its `group` is called, not {group['group']!r}")
+        raise ValueError(f"{name} must name its `group`, not {group['group']!r}")
     for other in sorted(set(group) - GROUP_FIELDS):
-        raise ValueError(f"`{other}` in {name} is not allowed: a group here names its tasks, and changes none")
+        raise ValueError(f"`{other}` in {name} is not allowed: a group may only list its tasks, not change them")
     for member in _listed(group.get("task")):
         if not isinstance(member, str):
             raise ValueError(f"`task` in {name} must name tasks, groups or tags of the directory, not {member!r}")
@@ -157,13 +157,15 @@ def _whole(tasks: Mapping[str, Any], groups: Mapping[str, dict[str, Any]]) -> st
     try:
         TopologicalSorter(parts).prepare()
     except CycleError as error:
-        raise ValueError(f"the group {error.args[1][0]!r} is a part of itself") from None
+        raise ValueError(f"the group {error.args[1][0]!r} contains itself") from None
     tops = sorted({*tasks, *groups}.difference(*parts.values()))
     if len(tops) != 1:
         raise ValueError(f"must hold one task, or one group with all others; it has {', '.join(tops)}")
     [top] = tops
     if top in groups and not groups[top].get("aggregate_metric_list"):
-        raise ValueError(f"the group {top!r} must have an aggregate_metric_list: what its tasks come to")
+        raise ValueError(
+            f"the group {top!r} must have an aggregate_metric_list: how the scores of its tasks are combined"
+        )
     return top
 
 
@@ -180,7 +182,7 @@ def _members(
         elif member in tagged:
             yield from tagged[member]
         else:
-            raise ValueError(f"the group {name!r} names {member!r}, which is no task, group or tag of the directory")
+            raise ValueError(f"the group {name!r} names {member!r}, which is not a task, group or tag of the directory")
 
 
 def _listed(value: Any) -> list[Any]:

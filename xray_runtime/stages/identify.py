@@ -11,6 +11,7 @@ from xray_runtime.stages.kind import StageKind
 from xray_runtime.store.code_digest import callable_digests, callable_libraries, library_versions_of, module_digests
 from xray_runtime.store.content_digest import Outside, outside_digest
 from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
@@ -67,6 +68,12 @@ def identify(
         versions=versions,
     )
     return identity, outside
+
+
+def check_hub_names(kind: StageKind, name: str, config: Any) -> None:
+    """Raises ConfigError where a stage names something on a hub that is not there, or that cannot be asked for."""
+    for field, value in kind.outside(config).items():
+        check_on_hub(value, f"{name}.{field}", "model" if field == "model" else "dataset")
 
 
 def code_of(kind: StageKind) -> dict[str, str]:

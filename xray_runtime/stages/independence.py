@@ -171,8 +171,8 @@ def check_judges(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> None
     for number, name in enumerate(source_names(config.judges)):
         if name in dependent and config.judges[number].weight:
             raise ValueError(
-                f"judges.{number}: {name!r} is not allowed: {dependent[name]}; put it among rewards, which are shown "
-                "and do not judge"
+                f"judges.{number}: {name!r} is not allowed: {dependent[name]}; list it under rewards, which are shown "
+                "but do not judge"
             )
     if "gold" in dependent:
-        raise ValueError(f"gold: {config.gold!r} is not allowed: {dependent['gold']}; another must judge")
+        raise ValueError(f"gold: {config.gold!r} is not allowed: {dependent['gold']}; use another judge")

@@ -17,6 +17,7 @@ import torch
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config.evaluate import GOLD
 from xray_runtime.data.gold import load_gold
+from xray_runtime.data.verdicts import outcomes
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.reward_sources import RewardSources
 from xray_runtime.workers.protocols import ModelHandle, get_all
@@ -125,7 +126,7 @@ def judge(
     """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
 
     `judges` has them by judge. `win_rate` is that of the strictest, whose interval begins lowest and whom `judge`
-    names; null where nothing judges.
+    names; null where nothing judges. Ties count half in it, and are counted.
 
     Args:
         others: judges that are none of the panel, and what they found.
@@ -141,11 +142,13 @@ def judge(
     judges: dict[str, dict[str, Any]] = dict(others or {})
     for name, of_judge in panel.judges.items():
         scores = _both_scored(of_judge, stage, f"score of {name}")
-        rate, rate_ci = interval(wins(scores[better], scores[worse]), f"win_rate/{name}")
+        won = wins(scores[better], scores[worse])
+        rate, rate_ci = interval(won, f"win_rate/{name}")
         delta, delta_ci = interval(scores[better] - scores[worse], f"delta/{name}")
         judges[name] = {
             "judges": name in config.judging,
-            "samples": len(scores[better]),
+            "samples": len(won),
+            **outcomes(won.tolist()),
             "win_rate": rate,
             "win_rate_ci95": rate_ci,
             "delta": delta,

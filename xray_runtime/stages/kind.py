@@ -28,6 +28,7 @@ from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, Section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.stages.artifacts import TYPES, Artifact, RewardModel
+from xray_runtime.store.seal import Seal, process_seal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,6 +105,8 @@ class Stage(Generic[C, I]):
     """A directory that stays, beside the snapshots, for the attempts after this one, until the stage is published."""
     kept_shared: SharedFolder | None = None
     """The same where attempts may be on other machines: in the shared store."""
+    seal: Seal = field(default_factory=process_seal)
+    """What was kept is read only where it is sealed with it."""
 
 
 Body = Callable[[Stage[Any, Any], Path, Recorder], int]
@@ -142,6 +145,8 @@ class StageKind:
     """The same config with a step or two, for the determinism check."""
     panels: Panels = ()
     """Training curves on its page and in the report."""
+    headline: Mapping[str, str] = field(default_factory=dict)
+    """What to say of it in one line: metric, or number in `results` → word for it."""
     findings: Callable[[Series], Sequence[str]] = lambda series: ()
     """What its metrics say in plain words, where it cannot have learnt; in the summary."""
     results: str | None = None

@@ -28,7 +28,13 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD, is_function
-from xray_runtime.report.findings import evaluation_findings, policy_findings
+from xray_runtime.report.findings import (
+    data_findings,
+    evaluation_findings,
+    policy_findings,
+    preferences_findings,
+    sft_findings,
+)
 from xray_runtime.stages import checks
 from xray_runtime.stages.artifacts import (
     REWARD_HEAD,
@@ -150,6 +156,8 @@ PREPARE = register(
         "xray_runtime.stages.prepare:run",
         computes=False,
         outside=_data_read,
+        headline={"train_pairs": "training pairs", "heldout_pairs": "held-out pairs"},
+        findings=data_findings,
         results="stats.json",
     )
 )
@@ -189,6 +197,8 @@ SFT = register(
             ("gradient norm", ["sft/grad_norm"]),
             ("tokens a second", ["speed/train_tokens_per_s"]),
         ],
+        headline={"sft/loss": "loss"},
+        findings=sft_findings,
         title="supervised fine-tuning on people's replies",
     )
 )
@@ -203,7 +213,9 @@ PREFERENCES = register(
         outside=_preferences_read,
         functions=_judges,
         check=checks.check_preferences,
+        findings=preferences_findings,
         shorten=_fewer_preferences,
+        headline={"pairs": "pairs"},
         results="stats.json",
     )
 )
@@ -235,6 +247,7 @@ REWARD_MODEL = register(
             ),
             ("gradient norm", ["reward_model/grad_norm"]),
         ],
+        headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
         results="reward.json",
         title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
     )
@@ -276,6 +289,7 @@ PPO = register(
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],
+        headline={"reward/mean": "reward", "kl/reference_k1": "KL"},
         findings=policy_findings,
         title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
     )
@@ -297,6 +311,7 @@ DPO = register(
             ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),
             ("gradient norm", ["dpo/grad_norm"]),
         ],
+        headline={"dpo/loss": "loss", "dpo/heldout_accuracy": "held-out accuracy"},
         title="a policy after learning from preference pairs",
     )
 )
@@ -317,6 +332,7 @@ KTO = register(
             ("held-out pairs in the right order", ["kto/heldout_accuracy"]),
             ("gradient norm", ["kto/grad_norm"]),
         ],
+        headline={"kto/loss": "loss", "kto/heldout_accuracy": "held-out accuracy"},
         title="a policy after learning from desirable and undesirable replies",
     )
 )
@@ -346,6 +362,7 @@ EVALUATE = register(
         functions=_judges,
         check=checks.check_evaluation,
         shorten=_fewer_prompts,
+        headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},
         findings=evaluation_findings,
         results="evaluation.json",
         sides=("policy", "against"),
@@ -393,6 +410,7 @@ COMPARE = register(
         models=lambda config: {"generator": config.generator} | _frozen(config),
         functions=_judges,
         check=checks.check_evaluation,
+        headline={"win_rate": "win rate"},
         results="comparison.json",
         sides=("policy", "champion"),
     )

@@ -131,7 +131,7 @@ def _data(
     parts: dict[str, Replies] = {}
     if inputs.preferences is not None:
         train, heldout = (
-            Tokens(inputs.preferences.path / side, PreferenceExample, tokenizer, tokenizing(recorder))
+            Tokens(inputs.preferences.path / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
             for side in (TRAIN, HELDOUT)
         )
         sources.append(both_sides(train))

@@ -20,6 +20,7 @@ import torch
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.ledger import (
     ANSWERS,
+    FAILURE,
     GOLD,
     NUMBERS,
     SCORE,
@@ -149,7 +150,8 @@ class Ledger:
         """The same without lists: who has the policy could tell tokens by their log-probabilities."""
         columns: dict[str, Any] = {}
         for name in table.column_names:
-            if name == ANSWERS:
+            # A reason may quote what was said.
+            if name == ANSWERS or name.startswith(FAILURE):
                 continue
             if name not in (*TOKENS, *NUMBERS):
                 columns[name] = table[name].combine_chunks()
@@ -206,7 +208,7 @@ def _scores(sources: SourceScores) -> dict[str, pa.Array]:
     return {
         SCORE + source: pa.array(values.float().numpy(), pa.float32(), mask=~sources.applies[source].numpy())
         for source, values in sources.values.items()
-    }
+    } | {FAILURE + source: pa.array(whys, pa.string()) for source, whys in sources.failures.items()}
 
 
 def _turns(sampled: Rows) -> dict[str, Any]:

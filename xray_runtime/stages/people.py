@@ -13,7 +13,7 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.verdicts import SHARES, mean_share
+from xray_runtime.data.verdicts import SHARES, mean_share, outcomes
 from xray_runtime.stages.artifacts import VERDICTS
 from xray_runtime.store.checkpoints import read_manifest
 
@@ -46,13 +46,15 @@ def judged_by_people(
                 shares.setdefault(prompt, []).append(share if models == judged else 1.0 - share)
     if not shares:
         raise ValueError(
-            f"verdicts: {verdicts.name} has none on replies of {better.name} and {worse.name} to a held-out prompt of "
-            f"{prompts.name}: judge them with `xray compare`, and publish with `xray preferences`"
+            f"verdicts: {verdicts.name} has no verdict on replies of {better.name} and {worse.name} to held-out "
+            f"prompts "
+            f"of {prompts.name}: make some with `xray compare` and publish them with `xray preferences`"
         )
     rate, (low, high) = mean_share(shares.values())
     return {
         "judges": True,
         "samples": len(shares),
+        **outcomes(sum(values) / len(values) for values in shares.values()),
         "win_rate": rate,
         "win_rate_ci95": [low, high],
         "delta": 2 * rate - 1,

@@ -25,7 +25,9 @@ RECORD = "validation.json"
 
 
 class PolicyVersions:
-    """Versions by the number of updates they have learned from.
+    """Versions by the number of updates they have learned from: those this attempt wrote, or took from its snapshot.
+
+    What else lies in the directory was left by an attempt whose snapshot does not count, or put there by somebody.
 
     Args:
         directory: that of the stage; it outlives an attempt.
@@ -34,20 +36,22 @@ class PolicyVersions:
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._prefix = directory, f"{name}-"
+        self._own: set[int] = set()
 
     def numbers(self) -> list[int]:
         """Those that are there, in order."""
-        names = (path.name.removeprefix(self._prefix) for path in self._directory.glob(f"{self._prefix}*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(self._own)
 
     def write(self, models: Mapping[str, ModelHandle], updates: int) -> None:
         """Keep the policy as it is, after `updates`."""
         with self._writing(self._name(updates)) as temporary:
             save_policy(models, temporary)
+        self._own.add(updates)
 
     def remove(self, updates: int) -> None:
         """Keep this one no longer."""
         shutil.rmtree(self._directory / self._name(updates))
+        self._own.remove(updates)
 
     def copy(self, updates: int, out: Path) -> None:
         """Put the files of a version into `out`."""
@@ -63,6 +67,7 @@ class PolicyVersions:
         for place in sorted(directory.glob(f"{self._prefix}*")):
             with self._writing(place.name) as temporary:
                 shutil.copytree(place, temporary, copy_function=_link)
+            self._own.add(int(place.name.removeprefix(self._prefix)))
 
     def _name(self, updates: int) -> str:
         return f"{self._prefix}{updates:06d}"

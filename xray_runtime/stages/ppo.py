@@ -68,7 +68,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     a hacked reward."""
     config, dataset = stage.config, stage.inputs.prompts.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    prompts = UniquePrompts(tokenizer, dataset / TRAIN, max_prompt_tokens(dataset))
+    limit = max_prompt_tokens(dataset, stage.inputs.policy.path, config.max_response_tokens)
+    prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     kl = make_kl_controller(config.kl)
@@ -82,14 +83,12 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     sampling = Sampling(
         config.max_new_tokens, config.temperature, stops, tokenizer.pad_token_id, stop=tuple(config.stop)
     )
-    validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir)
-    specs = _models(stage, rewards)
+    validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
+    specs = _models(stage, rewards, limit)
 
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(
-            stage, models["generator"], sampling, tokenizer, max_prompt_tokens(dataset), recorder.log_dir
-        ) as episodes,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
     ):
         trained = {role: models[role] for role in ("policy", "critic") if role in models}
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
@@ -97,7 +96,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
         state = Resumable(recorder, trained, keep_files, cursor=cursor, kl=kl, moments=moments, **remembered)
-        for iteration in range(state.restore(), config.iterations):
+        begun = state.restore()
+        if not begun:
+            prompts.report(recorder)
+        for iteration in range(begun, config.iterations):
             clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None
             with clock.phase("sync"):
                 if iteration:
@@ -163,14 +165,15 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         return watch.finish(out) or validation.finish(models, out, config.iterations, episodes)
 
 
-def _models(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources) -> dict[str, ModelSpec | GeneratorSpec]:
+def _models(
+    stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_prompt: int
+) -> dict[str, ModelSpec | GeneratorSpec]:
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
     layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
     head = policy / VALUE_HEAD
-    max_length = max_prompt_tokens(stage.inputs.prompts.path) + config.max_response_tokens
     models: dict[str, ModelSpec | GeneratorSpec] = {
-        "generator": GeneratorSpec(policy, max_length, config.generator),
+        "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
             policy,
             PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),

@@ -17,12 +17,13 @@ from xray_runtime.config.preferences import (
     RewardedPreferences,
     SampledPreferences,
 )
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
-from xray_runtime.data.sources import chitchat_conversations, read_records
+from xray_runtime.data.sources import Where, chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -39,23 +40,29 @@ if TYPE_CHECKING:
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow, heldout.arrow (no prompt on both sides) and stats.json. Gold scores are in none of them."""
+    """Writes train.arrow, heldout.arrow (no prompt on both sides), stats.json and dropped.jsonl (which rows of your own
+    pairs were left out, and why). Gold scores are in none of them."""
     config = stage.config
     sided: Iterable[tuple[bool, PreferenceExample]]
-    if isinstance(config, RatingPreferences):
-        sided, stats = _from_ratings(stage, config)
-    else:
-        pairs: Iterable[PreferenceExample]
-        if isinstance(config, SampledPreferences):
-            pairs, stats = _from_gold(stage, config, recorder)
-        elif isinstance(config, RewardedPreferences):
-            pairs, stats = _from_rewards(stage, recorder)
+    with (
+        PairsWriter(out / TRAIN, PreferenceExample) as train,
+        PairsWriter(out / HELDOUT, PreferenceExample) as heldout,
+        DroppedRows(out) as left_out,
+    ):
+        if isinstance(config, RatingPreferences):
+            sided, stats = _from_ratings(stage, config)
         else:
-            pairs, stats = _from_dataset(stage, config)
-        sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
-    with PairsWriter(out / TRAIN, PreferenceExample) as train, PairsWriter(out / HELDOUT, PreferenceExample) as heldout:
+            pairs: Iterable[PreferenceExample]
+            if isinstance(config, SampledPreferences):
+                pairs, stats = _from_gold(stage, config, recorder)
+            elif isinstance(config, RewardedPreferences):
+                pairs, stats = _from_rewards(stage, recorder)
+            else:
+                pairs, stats = _from_dataset(stage, config, left_out), {}
+            sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
         for held_out, pair in sided:
             (heldout if held_out else train).append(pair)
+    stats |= {"pairs": train.count + heldout.count} | {f"dropped_{why}": n for why, n in left_out.counts.items()}
     if not train.count or not heldout.count:
         dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
         raise ValueError(
@@ -86,29 +93,23 @@ def _from_ratings(
 
 
 def _from_dataset(
-    stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences
-) -> tuple[Iterator[PreferenceExample], dict[str, float]]:
+    stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences, dropped: DroppedRows
+) -> Iterator[PreferenceExample]:
     """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
-    records: Iterable[tuple[str, dict[str, Any]]]
+    records: Iterable[tuple[Where, dict[str, Any]]]
     if isinstance(config, JudgedPreferences):
         assert stage.inputs.judgements is not None
         judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)
-        records = ((f"pair {number}", pair._asdict()) for number, pair in enumerate(judged, start=1))
+        records = ((Where("judgements", "pair", number), pair._asdict()) for number, pair in enumerate(judged, start=1))
     else:
         _, records = read_records("preferences.path", config.path, config.split)
     data = stage.inputs.data
     asked = held_out_prompts(data.path) if data is not None else TextSet()
-    stats: dict[str, float] = {"dropped_prompt_held_out": 0}
-
-    def kept() -> Iterator[PreferenceExample]:
-        for pair in from_dataset(records, config.max_pairs, stats):
-            if prompt_text(pair.prompt) in asked:
-                stats["dropped_prompt_held_out"] += 1
-            else:
-                yield pair
-        stats["pairs"] -= stats["dropped_prompt_held_out"]
-
-    return kept(), stats
+    for row, pair in from_dataset(records, config.max_pairs, dropped):
+        if prompt_text(pair.prompt) in asked:
+            dropped.add("prompt_held_out", {"row": row})
+        else:
+            yield pair
 
 
 def _from_gold(
@@ -119,8 +120,8 @@ def _from_gold(
     policy, data = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(policy)
     gold = load_gold(config.gold, stage.functions)
-    limit = max_prompt_tokens(data)
-    found = UniquePrompts(tokenizer, data / TRAIN, limit)
+    limit = max_prompt_tokens(data, policy, config.max_new_tokens)
+    found = UniquePrompts(tokenizer, data / TRAIN, limit, stage.seal)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     prompts = [found[i] for i in order[: config.num_pairs]]
     if len(prompts) < config.num_pairs:

@@ -7,26 +7,24 @@ search compute them once.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
-from xray_runtime.data.derived import derived_directory, derived_file, find_derived
+from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.replies import Replies
 from xray_runtime.data.rows import Rows, load_rows, save_rows
 from xray_runtime.seeding import derive_seed
-from xray_runtime.store.identity import environment_digest, file_sha256
+from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
-    from xray_runtime.config.engines import TrainingConfig
     from xray_runtime.models.objectives import Objective
     from xray_runtime.stages.kind import Recorder, Stage
 
@@ -54,11 +52,20 @@ class ReferenceLogprobs:
         self._parts, self._recorder = parts, recorder
         self.model: Path = (stage.inputs.reference or stage.inputs.policy).path
         """The checkpoint of the reference."""
-        self._folder, self._key = derived_directory(dataset), f"reference-{_key(stage, self.model, parts)}"
+        key = computed_key(
+            stage,
+            # It is spread as the policy is.
+            {"engine", "lora", "trainable_layers"},
+            replies={name: _digest(part) for name, part in parts.items()},
+            reference=file_sha256(self.model / MANIFEST),
+            # Which replies go through together shows in the last bits.
+            chunk=CHUNK,
+        )
+        self._derived, self._name = Derived(dataset, stage.seal), f"reference-{key}{ENDING}"
 
     def load(self) -> dict[str, np.ndarray] | None:
         """Part → log-probabilities [size], float32, where they are there."""
-        path = find_derived(self._folder, self._key, ENDING)
+        path = self._derived.find(self._name)
         return load_rows(path) if path is not None else None
 
     def compute(self, model: ModelHandle) -> dict[str, np.ndarray]:
@@ -73,7 +80,7 @@ class ReferenceLogprobs:
                 done += len(numbers)
             found[name] = np.concatenate(scores).astype(np.float32)
         # Where another process was faster, it is its bytes that count.
-        return load_rows(derived_file(self._folder, self._key, ENDING, lambda path: save_rows(path, found)))
+        return load_rows(self._derived.make(self._name, lambda path: save_rows(path, found)))
 
 
 @contextmanager
@@ -107,23 +114,8 @@ def open_policy(
         yield models["policy"], known
 
 
-def _key(stage: Stage[Any, Any], reference: Path, parts: Mapping[str, Replies]) -> str:
-    config: TrainingConfig = stage.config
-    content = {
-        "replies": {name: _digest(part) for name, part in parts.items()},
-        "reference": file_sha256(reference / MANIFEST),
-        # It is spread as the policy is.
-        "layout": config.model_dump(mode="json", include={"engine", "lora", "trainable_layers"}),
-        "runtime": [stage.runtime.device, stage.runtime.threads],
-        # Which replies go through together shows in the last bits.
-        "chunk": CHUNK,
-        "software": environment_digest(),
-    }
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
 def _digest(part: Replies) -> str:
-    digest = xxhash.xxh3_128(str(part.size).encode())
+    digest = hashlib.sha256(str(part.size).encode())
     for numbers in _chunks(part.size):
         rows = part.take(numbers)
         for array in (rows["input_ids"].values, rows["input_ids"].offsets, rows["prompt_lengths"]):

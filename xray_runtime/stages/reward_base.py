@@ -17,7 +17,7 @@ from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import max_prompt_tokens
+from xray_runtime.stages.common import max_prompt_tokens, max_reply_tokens
 from xray_runtime.stages.reward_reader import CONVERSATION, READS, RewardReader
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -48,7 +48,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
         scores = _heldout_scores(stage, out, tokenizer, stage.inputs.data.path)
         if len(scores) > 1 and not scores.std() > 0:
             raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
             )
         summary |= {"mean": float(scores.mean()), "std": float(scores.std()) or 1.0, "heldout_replies": len(scores)}
         (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
@@ -62,7 +62,7 @@ def _heldout_scores(
     stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Any, dataset: Path
 ) -> np.ndarray:
     """Scores [n] of people's held-out replies, to prompts that fit the dataset's limit."""
-    examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset)
+    examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset, out, max_reply_tokens(None, out))
     batches = (encode_prompts(tokenizer, [e.prompt for e in batch]) for batch in examples.batches())
     fit = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
     if not fit:

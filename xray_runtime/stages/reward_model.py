@@ -39,7 +39,8 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
     train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
     )
     heldout_rows = _both_sides(heldout, range(len(heldout)))
     steps = max(1, config.epochs * len(train) // config.batch_size)
@@ -82,7 +83,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         scores = np.concatenate([chosen, rejected])
         if not scores.std() > 0:
             raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it tells nothing"
+                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
             )
         summary = {
             "mean": float(scores.mean()),

@@ -72,7 +72,7 @@ class RewardSources:
         terms: list[RewardTerm] = getattr(config, field)
         self._field = field
         self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
-        self._journal = Journal(stage.kept, stage.kept_shared)
+        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         self._terms: dict[str, RewardTerm] = {}
         self._fields: dict[str, str] = {}
         self._external: dict[str, Source] = {}
@@ -206,7 +206,12 @@ class RewardSources:
         else:
             failures = {}
         apart = {source: given.std(0, correction=0) for source, given in members.items()}
-        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart)
+        whys = {
+            source: [_why(by_row.get(row)) for row in range(len(replies))]
+            for source, by_row in (found | failures).items()
+            if source in self.weights
+        }
+        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
         self._check_models(answered, prompts, replies)
         self._check(scores, found | failures)
         for source, by_row in found.items():
@@ -233,7 +238,7 @@ class RewardSources:
         for field, column in term.columns.items():
             if column not in batch.columns:
                 raise ValueError(
-                    f"{self._fields[source]}.{field}: {column!r} is no column of the dataset: name it in data.columns"
+                    f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
                 )
         if term.when is None:
             return torch.ones(len(batch.replies), dtype=torch.bool)
@@ -271,7 +276,7 @@ class RewardSources:
                 raise NonFiniteError(f"{self._stage}: the reward model {role}: {wrong} are not finite")
             if texts >= TELLING and (given == given[0]).all():
                 same = f"gave {texts} different replies the same score, {given[0]:g}"
-                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it tells nothing")
+                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it is not informative")
 
     def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
         """Raises RuntimeError where too many replies have no reward, or one is infinite."""
@@ -299,3 +304,8 @@ class RewardSources:
         if lost == total or lost / total > self._max_failed:
             raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
         log.warning("%s", message)
+
+
+def _why(score: Score | None) -> str | None:
+    """Why a source has no score of a reply; None where it has one."""
+    return None if score is None or not math.isnan(score.value) else score.why or "its score is not a number"

@@ -62,10 +62,10 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
         ValueError: the dataset has no prompt that fits.
     """
     config: GroupsConfig = stage.config
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset)
-    found = UniquePrompts(tokenizer, dataset / TRAIN, limit)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
+    found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
-        raise ValueError(f"{stage.name}: there is no prompt of at most {limit} tokens")
+        raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
     random = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts"))
     order = random.permutation(len(found))[: config.num_prompts]
     num_replies = len(order) * config.samples

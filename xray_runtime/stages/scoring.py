@@ -79,7 +79,12 @@ class ScoredRollout:
             take(self.sampled, places),
             take(self.rows, places),
             take(self.scores, places),
-            SourceScores(*({name: of[index] for name, of in part.items()} for part in (values, applies, apart))),
+            SourceScores(
+                {name: of[index] for name, of in values.items()},
+                {name: of[index] for name, of in applies.items()},
+                {name: of[index] for name, of in apart.items()},
+                {name: [whys[place] for place in places] for name, whys in self.sources.failures.items()},
+            ),
         )
 
     def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
@@ -92,19 +97,22 @@ class ScoredRollout:
         def column(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             return old.index_copy(0, torch.tensor(places), new)
 
-        prompts, replies = list(self.prompts), list(self.replies)
-        for place, prompt, reply in zip(places, by.prompts, by.replies, strict=True):
-            prompts[place], replies[place] = prompt, reply
+        def listed(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+            given = dict(zip(places, new, strict=True))
+            return [given.get(place, value) for place, value in enumerate(old)]
+
+        prompts, replies = listed(self.prompts, by.prompts), listed(self.replies, by.replies)
         values = {name: column(old, by.sources.values[name]) for name, old in self.sources.values.items()}
         applies = {name: column(old, by.sources.applies[name]) for name, old in self.sources.applies.items()}
         apart = {name: column(old, by.sources.disagreements[name]) for name, old in self.sources.disagreements.items()}
+        failures = {name: listed(old, by.sources.failures[name]) for name, old in self.sources.failures.items()}
         return ScoredRollout(
             prompts,
             replies,
             rows(self.sampled, by.sampled),
             rows(self.rows, by.rows),
             rows(self.scores, by.scores),
-            SourceScores(values, applies, apart),
+            SourceScores(values, applies, apart, failures),
             (*self.dropped, self.at(places)),
         )
 

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import is_in_order, lr_at, max_prompt_tokens, tokenizing, validation_file
+from xray_runtime.stages.common import (
+    is_in_order,
+    lr_at,
+    max_prompt_tokens,
+    max_reply_tokens,
+    tokenizing,
+    validation_file,
+)
 from xray_runtime.stages.finite import SkippedSteps
 from xray_runtime.stages.policy_versions import BestVersion
 from xray_runtime.stages.resumable import Resumable
@@ -31,13 +39,16 @@ HELDOUT_ROWS = 256
 
 
 def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the tuned model in Hugging Face form; with `validation` the version that is kept, and validation.json."""
+    """Writes the tuned model in Hugging Face form, and dropped.jsonl (which replies were too long to be learned); with
+    `validation` the version that is kept, and validation.json."""
     config, validation = stage.config, stage.config.validation
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
-    limits = (max_prompt_tokens(dataset), config.max_response_tokens)
+    longest = max_reply_tokens(config.max_response_tokens, base)
+    limits = (max_prompt_tokens(dataset, base, longest), longest)
     train, heldout = (
-        ConversationTokens(dataset / side, tokenizer, *limits, tokenizing(recorder)) for side in (TRAIN, HELDOUT)
+        ConversationTokens(dataset / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
     )
     if not len(train) or not len(heldout):
         raise ValueError(
@@ -66,8 +77,9 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
         if not done:
-            counts = {"sft/pairs": train.num_replies, "sft/dropped_too_many_tokens": train.num_dropped}
-            recorder.metrics(counts | {"sft/conversations": len(train)}, step=0)
+            limited = {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
+            counts = {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
+            recorder.metrics({"sft/pairs": train.num_replies, "sft/conversations": len(train)} | limited | counts, 0)
         for step in range(done, config.steps):
             start = time.perf_counter()
             index = cursor.take(config.batch_size)
@@ -91,10 +103,14 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)
+        done = config.steps
         if validation_rows is not None:
-            return best.save(models, out, config.steps, {"conversations": num_rows(validation_rows)})
-        get(policy.save.remote(out))
-    return config.steps
+            done = best.save(models, out, config.steps, {"conversations": num_rows(validation_rows)})
+        else:
+            get(policy.save.remote(out))
+    with DroppedRows(out) as dropped:
+        train.list_dropped(dropped)
+    return done
 
 
 def _validation_rows(
@@ -105,7 +121,7 @@ def _validation_rows(
     recorder: Recorder,
 ) -> Rows:
     found = ConversationTokens(
-        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, tokenizing(recorder)
+        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, stage.seal, tokenizing(recorder)
     )
     if not len(found):
         raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")

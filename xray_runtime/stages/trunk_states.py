@@ -3,11 +3,12 @@
 So every epoch runs the trained layers alone, and so does every later stage that has the same trunk and the same rows:
 trials of a search, a run with another learning rate. Their key (`data.derived`) is a digest of all that decides them:
 the rows' tokens, the trunk's weights, how it is spread, the device, X-ray's code and the libraries. An interrupted
-stage goes on with the same bytes.
+stage goes on with the same bytes. They are hashed once by each stage that reads them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
-import xxhash
 
-from xray_runtime.data.derived import derived_directory, derived_file
+from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.rows import Ragged, Rows, join
 from xray_runtime.models.tensor_file import trunk_digest
-from xray_runtime.store.identity import environment_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class TrunkStates:
             return
         self._names = [name for name in COLUMNS if name in rows.take(used[:1])]
         self._hidden: int = json.loads((start / "config.json").read_text())["hidden_size"]
-        digest = xxhash.xxh3_128()
+        digest = hashlib.sha256()
         lengths: list[np.ndarray] = []
         total, limit = 0, MAX_BYTES // (self._hidden * self._dtype.itemsize)
         for part in _parts(used, max(len(used) // CHUNK_ROWS, 1)):
@@ -83,22 +82,20 @@ class TrunkStates:
                 return
         self._wanted = True
         self._bounds = np.cumsum(np.concatenate([[0], *lengths]))
-        content = {
-            "rows": [digest.hexdigest(), xxhash.xxh3_128_hexdigest(self._bounds.tobytes())],
-            "trunk": trunk_digest(start, config.trainable_layers),
-            "layout": config.model_dump(mode="json", include={"engine", "trainable_layers"}),
-            "runtime": [stage.runtime.device, stage.runtime.threads],
+        key = computed_key(
+            stage,
+            {"engine", "trainable_layers"},
+            rows=[digest.hexdigest(), hashlib.sha256(self._bounds.tobytes()).hexdigest()],
+            trunk=trunk_digest(start, config.trainable_layers),
             # Which rows go through together shows in the last bits.
-            "chunk": CHUNK_BYTES,
-            "software": environment_digest(),
-        }
-        self._folder = derived_directory(dataset)
-        self._key = f"trunk-{xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())}"
+            chunk=CHUNK_BYTES,
+        )
+        self._derived, self._name = Derived(dataset, stage.seal), f"trunk-{key}{ENDING}"
 
     def compute(self, model: ModelHandle) -> None:
         """Have `model` compute them, where they are not there yet."""
         if self._wanted:
-            path = derived_file(self._folder, self._key, ENDING, lambda path: self._write(path, model))
+            path = self._derived.make(self._name, lambda path: self._write(path, model))
             # Read, not mapped: pages of a map would count as this process's memory.
             self._file = path.open("rb", buffering=0)
 

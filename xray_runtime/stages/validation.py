@@ -21,7 +21,6 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 from xray_runtime.stages.common import (
     UniquePrompts,
-    max_prompt_tokens,
     save_policy,
     text_rows,
     validation_file,
@@ -59,6 +58,7 @@ class Validation:
         sampling: Sampling,
         stops: tuple[int, ...],
         directory: Path,
+        max_prompt: int,
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
         self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
@@ -68,7 +68,7 @@ class Validation:
         if self._config is None:
             return
         dataset = stage.inputs.prompts.path
-        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt_tokens(dataset))
+        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt, stage.seal)
         order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
         chosen = order[: self._config.num_prompts].tolist()
         if len(chosen) < stage.config.frozen.data_parallel:

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ class Watch:
     def _keeps(self) -> bool:
         return self._config.action in ("pause", "stop")
 
-    @property
+    @cached_property
     def _versions(self) -> PolicyVersions:
         return PolicyVersions(self._directory, "kept")
 
@@ -74,7 +75,8 @@ class Watch:
     def _directory(self) -> Path:
         if self._stage.kept is None:
             raise RuntimeError(
-                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that stays"
+                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that outlives "
+                f"the attempt"
             )
         return self._stage.kept
 
@@ -121,14 +123,15 @@ class Watch:
 
     def _asked(self, iteration: int, shown: list[Sign]) -> Answer | None:
         """A person's answer; that of an earlier attempt where there is one."""
-        path = self._directory / ANSWERS
-        answers = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path, seal = self._directory / ANSWERS, self._stage.seal
+        answers = json.loads(path.read_text(encoding="utf-8")) if seal.is_sealed(path) else {}
         key = f"{iteration}: {', '.join(sign.name for sign in shown)}"
         if key not in answers:
             answer = self._recorder.ask(self._question(iteration, shown))
             if answer is None:
                 return None
             write_atomic(path, json.dumps(answers | {key: asdict(answer)}))
+            seal.seal_file(path)
             return answer
         return Answer(**answers[key])
 

@@ -15,13 +15,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.models.location import PACKAGED_MODELS
 from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
+from xray_runtime.store.hub import PACKAGED_DATA, OutsideError, commit, is_hub_name
 
 __all__ = [
     "DigestMemory",
@@ -34,36 +34,10 @@ __all__ = [
     "outside_digest",
 ]
 
-PACKAGED_DATA = {"chitchat": "chitchat_dataset"}
-"""Data sources that an installed package carries."""
-
 BESIDE_GGUF = re.compile(
     r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|tekken|tiktoken).*|.*\.jinja|.*config\.json"
 )
 """Files next to a .gguf file that transformers reads with it: a tokenizer.json there replaces the tokenizer in it."""
-
-FILES = (
-    ".jsonl",
-    ".parquet",
-    ".gguf",
-    ".safetensors",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".arrow",
-    ".gz",
-    ".zst",
-    ".jinja",
-)
-"""Endings by which files are told from names on a hub, which is not asked for them."""
-
-HUB_TIMEOUT_S = 20.0
-HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
-
-
-class OutsideError(ConfigError):
-    """What a config names cannot be found or read; one line that names the field."""
 
 
 class Outside(BaseModel):
@@ -141,9 +115,9 @@ def outside_digest(
         raise OutsideError(f"{field}: {value!r} cannot be read ({error.strerror or error})") from error
     except (OutsideChangedError, OutsideError) as error:
         raise type(error)(f"{field}: {error}") from error
-    if not HUB_NAME.fullmatch(value) or value.startswith(".") or path.suffix in FILES:
+    if not is_hub_name(value):
         raise OutsideError(f"{field}: {value!r} is neither a file nor a directory, nor a name on a hub")
-    return found("hub", _commit(field, value, holds))
+    return found("hub", commit(value, field, holds))
 
 
 def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
@@ -200,35 +174,3 @@ def _package(field: str, value: str, package: str) -> str:
         return f"{distribution}=={importlib.metadata.version(distribution)}"
     except importlib.metadata.PackageNotFoundError:
         raise OutsideError(f"{field}: {value!r} needs the package {distribution}") from None
-
-
-def _commit(field: str, name: str, holds: Literal["model", "dataset"]) -> str:
-    """The commit a hub name stands for: as the hub says, or where it cannot be asked, as it was last downloaded."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    hub: Any = HfApi()
-    try:
-        info = (hub.model_info if holds == "model" else hub.dataset_info)(name, timeout=HUB_TIMEOUT_S)
-        if info.sha:
-            return str(info.sha)
-        reason = "the hub names no commit"
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise OutsideError(
-            f"{field}: {name!r} is neither a file nor a directory, and the hub has no such {holds} "
-            f"({_first_line(error)})"
-        ) from error
-    except Exception as error:  # every transport below the hub's client has exceptions of its own
-        reason = _first_line(error)
-    folder = "--".join([f"{holds}s", *name.split("/")])
-    main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
-    try:
-        return main.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise OutsideError(
-            f"{field}: {name!r} cannot be asked for on the hub ({reason}) and was not downloaded before"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

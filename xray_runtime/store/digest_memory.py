@@ -90,7 +90,7 @@ class DigestMemory:
             with contextlib.suppress(FileNotFoundError):
                 self.path.rename(self.path.with_name(f"{self.path.name}.damaged"))
             self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
-            logger.warning("%s was damaged and is begun anew", self.path)
+            logger.warning("%s was damaged and is started anew", self.path)
             return self._once(statement, rows)
         except (OSError, sqlite3.DatabaseError) as error:
             logger.warning("%s cannot be used (%s): files are read each time", self.path, error)

@@ -102,7 +102,7 @@ class _Walk:
             return self._reached(value.__module__, value.__qualname__)
         if isinstance(value, FunctionType):
             return self._function(value)
-        raise CodeDigestError(f"{where}: {what} is a {type(value).__name__}, of which no digest can be made; {REMEDY}")
+        raise CodeDigestError(f"{where}: {what} is a {type(value).__name__}, which cannot be digested; {REMEDY}")
 
     def _reached(self, module: str, name: str) -> Any:
         self.modules.add(module)
@@ -160,16 +160,16 @@ def _source(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | 
         source = inspect.getsource(function.__code__)
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError) as error:
-        raise CodeDigestError(f"{name}: its source cannot be had; {REMEDY}") from error
+        raise CodeDigestError(f"{name}: its source is not available; {REMEDY}") from error
     if function.__code__.co_name == "<lambda>":
         lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
         if len(lambdas) != 1:
-            raise CodeDigestError(f"{name}: which of {len(lambdas)} lambdas on its line it is cannot be told; use def")
+            raise CodeDigestError(f"{name}: its line has {len(lambdas)} lambdas, which cannot be told apart; use def")
         return lambdas[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function.__code__.co_name:
             return node
-    raise CodeDigestError(f"{name}: its source cannot be had; {REMEDY}")
+    raise CodeDigestError(f"{name}: its source is not available; {REMEDY}")
 
 
 def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -138,7 +138,7 @@ def _imported(module: str, place: Place, syntax: Syntax, finder: Finder) -> Iter
         )
     for name in syntax.uses or ():
         if finder.find(name) is None and top_of(name) not in sys.stdlib_module_names:
-            raise CodeDigestError(f"{module}: {DECLARATION} names {name!r}, and there is no such module")
+            raise CodeDigestError(f"{module}: {DECLARATION} names {name!r}, which does not exist")
         yield name
     for statement in syntax.imports:
         yield from targets(statement, module, place.folders is not None, finder)

@@ -96,7 +96,7 @@ class SharedStore:
         try:
             self._write(probe, content)
             if self._fs.cat_file(probe) != content:
-                raise StorageError(f"{self.url!r} is not allowed: it does not give back what was written")
+                raise StorageError(f"{self.url!r} is not allowed: it does not return the bytes that were written")
             self._fs.rm_file(probe)
         except StorageError:
             raise
@@ -146,7 +146,7 @@ class SharedStore:
         try:
             return None if content is None else Index.model_validate_json(content)
         except ValidationError:
-            log.warning("%s/%s/%s: not an index; the directory counts as not there", self.url, name, INDEX)
+            log.warning("%s/%s/%s: not an index; the directory is treated as missing", self.url, name, INDEX)
             return None
 
     def put(self, name: str, directory: Path) -> None:

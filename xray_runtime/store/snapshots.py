@@ -1,8 +1,9 @@
 """Snapshots of a stage at work: from the newest whole one another attempt goes on as if nothing had happened.
 
 They lie under the stage's key, so only the same computation ever finds them. A snapshot is written beside its place,
-fsynced, its list of digests last, and renamed; the one before goes only then. Each attempt takes the directory over
-with a token of its own: what an older attempt still does (on a lost node, say) is refused.
+fsynced, its list of digests and the seal over it last, and renamed; the one before goes only then. One that is not as
+it was sealed is skipped. Each attempt takes the directory over with a token of its own: what an older attempt still
+does (on a lost node, say) is refused.
 
 With a shared store every snapshot is brought there too, before the one before goes in either place, and an attempt on
 any machine goes on from the newest one it finds, here or there; the token lies there as well. What else a stage keeps
@@ -12,6 +13,7 @@ from attempt to attempt goes to `kept`, and with the snapshots.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -25,12 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.files import sync, write_atomic
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import DamagedError, SharedFolder, SharedStore
 
 log = logging.getLogger(__name__)
 
 FILES = "files.json"
+SEAL = "files.seal"
 STATE = "state.json"
 OWNER = "owner"
 SNAPSHOTS = "snapshots"
@@ -58,11 +63,12 @@ class Snapshots:
 
     Args:
         every: steps between periodic snapshots.
+        seal: makes snapshots, and says which are read.
         shared: where they are kept too, below `snapshots/` and the name of `directory`.
     """
 
-    def __init__(self, directory: Path, every: int, shared: SharedStore | None = None) -> None:
-        self.directory, self._every = directory, every
+    def __init__(self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None) -> None:
+        self.directory, self._every, self._seal = directory, every, seal
         self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
         self.kept = SharedFolder(shared, f"{self._folder}/{KEPT}") if shared is not None else None
         directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +88,7 @@ class Snapshots:
         except FileNotFoundError:
             owner = ""
         if owner != self._token:
-            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
 
     def due(self, step: int) -> bool:
         """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
@@ -103,7 +109,7 @@ class Snapshots:
     def _sound(self) -> Iterator[Path]:
         """The whole snapshots that lie here, newest first."""
         for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
-            problem = _problem(place)
+            problem = snapshot_problem(place, self._purpose(place.name), self._seal)
             if problem is None:
                 yield place
             else:
@@ -123,6 +129,9 @@ class Snapshots:
             try:
                 temporary.mkdir()
                 if self._shared.get(f"{self._folder}/{name}", temporary) is not None:
+                    problem = snapshot_problem(temporary, self._purpose(name), self._seal)
+                    if problem is not None:
+                        raise DamagedError(f"{self._shared.url}/{self._folder}/{name}: {problem}")
                     shutil.rmtree(place, ignore_errors=True)
                     os.rename(temporary, place)
                     sync(self.directory)
@@ -153,7 +162,10 @@ class Snapshots:
             paths = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
             with ThreadPoolExecutor() as pool:
                 digests = list(pool.map(lambda path: _synced_sha256(temporary / path), paths))
-            write_atomic(temporary / FILES, json.dumps(dict(zip(paths, digests, strict=True))))
+            listed = json.dumps(dict(zip(paths, digests, strict=True))).encode()
+            write_atomic(temporary / FILES, listed)
+            seal = self._seal.sign(self._purpose(place.name), hashlib.sha256(listed).hexdigest())
+            write_atomic(temporary / SEAL, seal)
             self.check()
             if place.exists():
                 # The same steps were done before, by an attempt whose snapshot did not pass.
@@ -178,11 +190,14 @@ class Snapshots:
             self._shared.remove(self._folder)
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _purpose(self, name: str) -> str:
+        return snapshot_purpose(self.directory / name)
+
     def _share(self, place: Path) -> None:
         if self._shared is None:
             return
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
-            raise FencedError(f"{self.directory.name}: another attempt at this stage has begun; this one stops")
+            raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
         self._shared.put(f"{self._folder}/{place.name}", place)
         # Not the later ones: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
@@ -190,13 +205,26 @@ class Snapshots:
                 self._shared.remove(f"{self._folder}/{name}")
 
 
-def _problem(place: Path) -> str | None:
+def snapshot_purpose(place: Path) -> str:
+    """What a snapshot is sealed for: its step, in the directory of its stage and key."""
+    return f"{SNAPSHOTS}/{place.parent.name}/{place.name}"
+
+
+def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:
+    """Why a snapshot is not to be gone on from; None where every byte is what was sealed for this purpose."""
     try:
-        digests = json.loads((place / FILES).read_text())
+        listed = read_bounded(place / FILES)
+        if not seal.holds(purpose, hashlib.sha256(listed).hexdigest(), read_bounded(place / SEAL).decode()):
+            return "not sealed with this run's key"
+        digests = json.loads(listed)
+        present = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
+        differing = present ^ {*digests, FILES, SEAL}
+        if differing:
+            return f"{min(differing)} was added or is missing"
         for path, sha256 in digests.items():
-            if file_sha256(place / path) != sha256:
+            if (place / path).is_symlink() or file_sha256(place / path) != sha256:
                 return f"{path} was changed"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         return f"torn ({error})"
     return None
 

@@ -12,24 +12,23 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.registry import TRAINING, Registry
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
+ARTIFACTS = "mlartifacts"
+"""Where an output directory's own MLflow keeps artifacts, by run."""
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
 """Metrics in one request (MLflow allows 1,000)."""
 
 PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
-SHA256_TAG = "xray.sha256"
-"""Of a registered version: the checkpoint it is."""
+STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG = "xray.stage", "xray.cached", "xray.attempts"
 TABLES_TAG = "mlflow.loggedArtifacts"
 """Which artifacts of a run MLflow's pages show as tables."""
 
@@ -59,10 +58,11 @@ class Tracker:
             try:
                 self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
             except MlflowException:
-                # Somebody else made it in the meantime.
+                # Another process made it in the meantime.
                 found = self.client.get_experiment_by_name(experiment)
         if found is not None:
             self.experiment_id = found.experiment_id
+        self.registry = Registry(self.client)
         self.experiment = experiment
         # People see it: on Prefect's pages.
         self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None
@@ -76,10 +76,10 @@ class Tracker:
             run_id: the run of a lifecycle that was interrupted; it goes on where this store knows it.
         """
         if run_id is not None and self._reopen(run_id):
-            self._tags(run_id, tags)
+            self.tag(run_id, tags)
             return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
-        self._params(run.info.run_id, flatten(config))
+        self._params(run.info.run_id, params_of(config))
         self.client.log_text(run.info.run_id, config_yaml, "config.yaml")
         made: str = run.info.run_id
         return made
@@ -119,18 +119,21 @@ class Tracker:
         if found:
             run = found[0]
             self.client.update_run(run.info.run_id, status="RUNNING")
-            self._tags(run.info.run_id, more_tags or {})
+            self.tag(run.info.run_id, more_tags or {})
         else:
-            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, "xray.stage": stage, **(more_tags or {})}
+            tags = {PARENT_TAG: parent_run_id, KEY_TAG: key, STAGE_TAG: stage, **(more_tags or {})}
             run = self.client.create_run(self.experiment_id, run_name=stage, tags=tags)
-            self._params(run.info.run_id, flatten(config) | {"key": key})
+            self._params(run.info.run_id, params_of(config) | {"key": key})
         return StageRun(self, run.info.run_id)
+
+    def address(self, run_id: str) -> str:
+        """Where people see the run; without a server, what follows the address of `mlflow ui`."""
+        page = f"#/experiments/{self.experiment_id}/runs/{run_id}{TRAINING}"
+        return f"{self._shown}/{page}" if self._shown else page
 
     def page(self, run_id: str) -> str | None:
         """Where people see the run; None where no server shows it."""
-        # Its pages for training, which lead to models and the registry; those for agents, its default, do not.
-        page = f"#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
-        return f"{self._shown}/{page}" if self._shown else None
+        return self.address(run_id) if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
         """Address of a figure of the run; None where no server shows it."""
@@ -146,41 +149,15 @@ class Tracker:
             return False
         return True
 
-    def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
-        """Register `ref` as a version of `name` and set `alias` to it; returns the version.
-
-        The same checkpoint is registered once: again only moves the alias.
-        """
-        from mlflow.exceptions import MlflowException
-
-        version = _version_of(self.client, name, ref.sha256)
-        # MLflow reads all versions of a name to say that it is there.
-        if version is None and not self.client.search_model_versions(f"name = '{name}'", max_results=1):
-            try:
-                self.client.create_registered_model(name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-        if version is None:
-            made = self.client.create_model_version(
-                name,
-                source=f"models:/{ref.mlflow_model_id}",
-                run_id=run_id,
-                model_id=ref.mlflow_model_id,
-                tags={SHA256_TAG: ref.sha256, "xray.uri": ref.uri},
-            )
-            version = made.version
-        self.client.set_registered_model_alias(name, alias, version)
-        return str(version)
-
-    def _tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+    def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a run."""
         for name, value in tags.items():
             self.client.set_tag(run_id, name, value)
 
     def _params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        entries = [Param(k, v[:MAX_PARAM_CHARS]) for k, v in params.items()]
+        entries = [Param(k, v) for k, v in params.items()]
         for start in range(0, len(entries), 100):
             self.client.log_batch(run_id, params=entries[start : start + 100])
 
@@ -198,6 +175,10 @@ class StageRun:
         metrics = [Metric(name, value, ms, step) for step, ms, values in points for name, value in values.items()]
         for start in range(0, len(metrics), MAX_BATCH):
             self._tracker.client.log_batch(self.run_id, metrics=metrics[start : start + MAX_BATCH])
+
+    def points(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Log points as a file of metrics has them (`recorder.read_points`)."""
+        self.metrics([(line["step"], line["time_ms"], line["metrics"]) for line in lines])
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         # In the form of MLflow's `log_table`, which would add to the rows of an attempt before.
@@ -264,13 +245,31 @@ class StageRun:
 
     def link_cached(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
         """Nothing was computed in this run: it shows the model that was there, with the same parents."""
-        self._tracker.client.set_tag(self.run_id, "xray.cached", "true")
+        self._tracker.client.set_tag(self.run_id, CACHED_TAG, "true")
         self.link(ref, manifest, parents)
 
     def finish(self, status: str, attempts: int = 0) -> None:
         """End the run as `status` after so many attempts (0: nothing was computed)."""
-        self._tracker.client.set_tag(self.run_id, "xray.attempts", str(attempts))
+        self._tracker.client.set_tag(self.run_id, ATTEMPTS_TAG, str(attempts))
         self._tracker.client.set_terminated(self.run_id, status)
+
+
+def abandon_run(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set FAILED a run whose process was lost, and its stages that were at work; `tags`: of the run."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    query = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
+    stages = client.search_runs([client.get_run(run_id).info.experiment_id], filter_string=query)
+    for name, value in tags.items():
+        client.set_tag(run_id, name, value)
+    for lost in (*(run.info.run_id for run in stages), run_id):
+        client.set_terminated(lost, "FAILED")
+
+
+def params_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The params of a run with this config."""
+    return {name: value[:MAX_PARAM_CHARS] for name, value in flatten(config).items()}
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -285,27 +284,3 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[name] = str(item)
     return flat
-
-
-def registered_version(uri: str, name: str, sha256: str) -> str | None:
-    """The version of the registered model `name` that is the checkpoint `sha256`."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    # A name with a quote in it cannot be asked for; ours have none.
-    return _version_of(client, name, sha256) if "'" not in name else None
-
-
-def _version_of(client: MlflowClient, name: str, sha256: str) -> str | None:
-    # Asked for by its tag: all versions of a name may be thousands, of which one answer does not hold all.
-    versions = client.search_model_versions(f"name = '{name}' and tags.`{SHA256_TAG}` = '{sha256}'")
-    return next((str(v.version) for v in versions), None)
-
-
-def set_aliases(uri: str, name: str, aliases: Mapping[str, str]) -> None:
-    """Point each alias of the registered model `name` to its version."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    for alias, version in aliases.items():
-        client.set_registered_model_alias(name, alias, version)

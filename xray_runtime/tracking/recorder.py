@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError
 from xray_runtime.files import write_atomic
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedStore
 from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
 
@@ -33,13 +34,18 @@ OnProgress = Callable[[str, int, int, str, str], None]
 """(stage, done, total, unit, note)."""
 
 PROGRESS_SECONDS = 0.2
-METRICS = "metrics.jsonl"
+METRICS, ATTEMPTS = "metrics.jsonl", "attempts"
 RECORDS = "records"
 
 
 def records_directory(output: Path, stage: str, key: str) -> Path:
     """Where the records of a stage lie: metrics.jsonl, tables, figures. Nothing in there enters a checkpoint."""
     return output / RECORDS / f"{stage}-{key[:12]}"
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """The points of a file of metrics: `step`, `time_ms`, `metrics`."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
@@ -52,6 +58,7 @@ class StageRecorder:
 
     Args:
         every: steps between periodic snapshots.
+        seal: what was kept is read only where it is sealed with it.
         shared: where snapshots are kept too.
         ask: puts a question to a person; None where nobody can be asked.
     """
@@ -64,17 +71,18 @@ class StageRecorder:
         run: StageRun | None,
         on_progress: OnProgress,
         every: int,
+        seal: Seal,
         shared: SharedStore | None = None,
         ask: Callable[[str], Answer | None] | None = None,
     ) -> None:
-        self._ask = ask
+        self._ask, self.seal = ask, seal
         self.log_dir = output / "logs" / stage
         self._interrupted: type[StageInterruptedError | WorkerEndedError] | None = None
         self._stage, self._run, self._on_progress = stage, run, on_progress
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self._directory / METRICS
-        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, shared)
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, seal, shared)
         self.kept = self._snapshots.directory
         """A directory that stays from attempt to attempt until the stage is published."""
         self.kept_shared = self._snapshots.kept
@@ -87,7 +95,7 @@ class StageRecorder:
         self._reported = 0.0
 
     def _count_attempt(self) -> int:
-        path = self._directory / "attempts"
+        path = self._directory / ATTEMPTS
         attempt = int(path.read_text()) + 1 if path.exists() else 1
         write_atomic(path, str(attempt))
         return attempt
@@ -118,7 +126,7 @@ class StageRecorder:
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
-            log.warning("%s: nobody can be asked: no page of Prefect shows this run", self._stage)
+            log.warning("%s: no one can be asked: the run is not on a Prefect page", self._stage)
             return None
         return self._ask(question)
 
@@ -155,7 +163,7 @@ class StageRecorder:
         except Exception:
             log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
         if self._interrupted is not None:
-            raise self._interrupted(f"{self._stage}: stopped after step {step}; running again goes on from there")
+            raise self._interrupted(f"{self._stage}: stopped after step {step}; run it again to continue from there")
 
     def send(self) -> None:
         """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""
@@ -165,8 +173,7 @@ class StageRecorder:
         with self.metrics_path.open("rb") as file:
             file.seek(self._sent)
             lines = file.read().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines]
-        self._run.metrics([(r["step"], r["time_ms"], r["metrics"]) for r in records])
+        self._run.points([json.loads(line) for line in lines])
         self._sent += sum(map(len, lines))
 
     def finished(self) -> None:

@@ -57,7 +57,7 @@ def choose(
         "generator and trainer on the same GPUs" if wanted == "ipc" else "generator and trainer on GPUs of their own"
     )
     raise ValueError(
-        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and {needs}; here works {possible!r}"
+        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and {needs}; available here: {possible!r}"
     )
 
 

@@ -97,7 +97,7 @@ class VersionedWeights:
     def revert(self) -> None:
         """Go back to what was held before the last `load`; only until the engine was used since."""
         if self._before is None:
-            raise StaleWeightsError(f"nothing to go back to from policy version {self.version}")
+            raise StaleWeightsError(f"there is no version before policy version {self.version}")
         (self._kept_version, self._arrived), self._before = self._before, None
         self._restore()
         self._let_go()
@@ -121,7 +121,7 @@ class VersionedWeights:
         """
         if not self._whole or self.version != version:
             state = f"version {self.version}" if self._whole else "nothing usable (a load failed half-way)"
-            raise StaleWeightsError(f"asked to generate with policy version {version}, but the generator holds {state}")
+            raise StaleWeightsError(f"policy version {version} was requested, but the generator holds {state}")
         self._before = None
         self._let_go()
 

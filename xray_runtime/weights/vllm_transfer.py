@@ -23,8 +23,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.vllm_reload import Reloader, close, record
@@ -83,6 +85,12 @@ class XrayWeightTransferEngine(WeightTransferEngine):
         # vLLM counts the elements that arrive: what an update broken off left open would be counted twice.
         close(self.model)
         self._reloading = False
+        if current_platform.is_cpu():
+            # A layer of experts packs its weights only while it has no kernel: it would go on with the old ones.
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, UnquantizedFusedMoEMethod):
+                    method.moe_kernel = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.direct is None and self._reloader is not None:

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import load
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.planning.demand import Demand, check
 from xray_runtime.progress import find_progress
@@ -39,9 +40,9 @@ RETRY_SECONDS = 1.0
 EVICTED_SECONDS = 3.0
 """How long Ray takes at most to count the CPUs of ended processes as free."""
 GROUP_SECONDS = 30.0
-"""For Ray to reserve placement groups that should fit."""
+"""For Ray to reserve placement groups that should fit, on a machine with a core for each."""
 START_SECONDS = 120.0
-"""For processes to start that should fit."""
+"""For processes to start that should fit, there."""
 NODE_SECONDS = 1.0
 ROUNDING = 1e-4
 """Ray counts in ten-thousandths."""
@@ -144,13 +145,13 @@ class Acquisition:
         wanted = "; ".join(f"{d.role} {amount_text(_total([d]))}" for d in self._demands)
         holders = holders_text(get(self._reservations.holders.remote()))
         seconds = f"{self._runtime.wait_timeout_s:g} s (runtime.wait_timeout_s)"
-        return BusyClusterError(f"waited {seconds} for {wanted}, which others hold: {holders}")
+        return BusyClusterError(f"waited {seconds} for {wanted}, which are in use by {holders}")
 
     def _reserve(self) -> dict[str, list[WorkhorseHandle]] | None:
         """Everything, or None, with nothing held."""
         if not self._is_left():
             return None
-        if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS)):
+        if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS * load())):
             return None
         try:
             found = self._all()
@@ -188,7 +189,7 @@ class Acquisition:
             if demand.each() and demand.grouped():
                 name = f"{self._run_id} {self._log_dir} {demand.role}"
                 self._groups[demand.role] = request_group(demand, name)
-        if not are_ready(self._groups.values(), GROUP_SECONDS):
+        if not are_ready(self._groups.values(), GROUP_SECONDS * load()):
             return None
         found: dict[str, list[WorkhorseHandle]] = {}
         for request in self._requests:
@@ -207,7 +208,7 @@ class Acquisition:
         # Those in a placement group have their devices; the others have them when their process is up.
         singles = [w for d in self._demands if not d.grouped() for w in found[d.role]]
         calls = [request_heartbeat(workhorse) for workhorse in singles]
-        up = ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS)[0] if calls else []
+        up = ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS * load())[0] if calls else []
         return found if len(up) == len(calls) else None
 
 
@@ -227,10 +228,10 @@ def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
                 raise
             if time.monotonic() > deadline:
                 raise BusyClusterError(
-                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node in place of one that was lost: {error}"
+                    f"waited {timeout_s:g} s (runtime.wait_timeout_s) for a node to replace one that was lost: {error}"
                 ) from None
             if not warned:
-                log.warning("waiting for a node in place of one that was lost: %s", error)
+                log.warning("waiting for a node to replace one that was lost: %s", error)
                 warned = True
             time.sleep(NODE_SECONDS)
         else:

@@ -3,7 +3,8 @@
 Three things may go wrong, each noticed in its own way:
 
     a process dies                      Ray reports it at once
-    a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a busy process answers heartbeats
+    a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a busy process answers heartbeats, if
+                                        later on a busy machine: this limit and the next grow with the machine's load
     a rank does not join a collective   its peers wait there for `runtime.collective_timeout_s`. (The groups that
                                         DeepSpeed makes have torch's own limits: half an hour on gloo, ten minutes on
                                         NCCL.)
@@ -15,6 +16,7 @@ the others have a moment to fail too, and what cannot be a consequence is report
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,7 @@ from typing import TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
 
+from xray_runtime.cores import load
 from xray_runtime.errors import root_cause
 from xray_runtime.workers.heartbeat import Heartbeat, request_heartbeat
 from xray_runtime.workers.protocols import Ref, WorkhorseHandle, get
@@ -98,8 +101,9 @@ class HealthMonitor:
         for rank in ranks:
             ref, since = asked.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
-                if time.monotonic() - since > self._hang_timeout_s:
-                    failures[rank] = WorkhorseError(f"gave no sign of life for {self._hang_timeout_s:g} s")
+                limit = self._hang_timeout_s * self._load(rank)
+                if time.monotonic() - since > limit:
+                    failures[rank] = WorkhorseError(f"gave no sign of life for {limit:.0f} s")
                 continue
             # Where a heartbeat fails, the call at hand fails too, and says why.
             with contextlib.suppress(RayError):
@@ -107,8 +111,10 @@ class HealthMonitor:
                     self._heartbeats[rank] = get(ref)
             asked[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
         waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
-        if not failures and max(waits.values(), default=0.0) > self._collective_timeout_s:
-            error = _CollectiveTimeoutError(f"given up after {self._collective_timeout_s:g} s")
+        # The slowest machine is the one that is waited for.
+        limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
+        if not failures and max(waits.values(), default=0.0) > limit:
+            error = _CollectiveTimeoutError(f"given up after {limit:.0f} s")
             failures = {rank: error for rank, seconds in waits.items() if seconds}
         return failures
 
@@ -130,6 +136,12 @@ class HealthMonitor:
         at = self._heartbeats.get(rank)
         process = f" ({at.host}, pid {at.pid})" if at is not None else ""
         return f"Workhorse {rank} of {len(self._workhorses)} of {self._role!r}{process}"
+
+    def _load(self, rank: int) -> float:
+        """Of the machine of a rank: as it said last, or by now as this one is."""
+        at = self._heartbeats.get(rank)
+        here = at is None or at.host == socket.gethostname()
+        return max(at.load if at is not None else 1.0, load() if here else 1.0)
 
     def _doing(self, rank: int) -> str:
         return self._heartbeats[rank].doing if rank in self._heartbeats else "an unknown line"

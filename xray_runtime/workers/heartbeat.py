@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from xray_runtime.cores import load
+
 if TYPE_CHECKING:
     from xray_runtime.workers.protocols import Ref, WorkhorseHandle
 
@@ -28,6 +30,8 @@ class Heartbeat:
     """How long it has been waiting in one and the same collective; 0: it is not waiting."""
     doing: str
     """File, line and function where it is."""
+    load: float
+    """Of its machine (`cores.load`)."""
 
 
 class HeartbeatSource:
@@ -50,7 +54,7 @@ class HeartbeatSource:
         if self.work_thread in frames:
             frame = frames[self.work_thread]
             code, line = f"{frame.f_code.co_qualname} in {frame.f_code.co_filename}", frame.f_lineno
-        return Heartbeat(socket.gethostname(), os.getpid(), waits_s, f"{code}:{line}")
+        return Heartbeat(socket.gethostname(), os.getpid(), waits_s, f"{code}:{line}", load())
 
 
 def request_heartbeat(workhorse: WorkhorseHandle) -> Ref[Heartbeat]:

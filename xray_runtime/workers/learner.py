@@ -59,7 +59,7 @@ class Learner(Workhorse):
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.training.zero import init_collectives
         from xray_runtime.models.adapters import Adapters
-        from xray_runtime.models.causal_lm import load_model
+        from xray_runtime.models.causal_lm import load_model, published
         from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
@@ -74,6 +74,7 @@ class Learner(Workhorse):
         self.spec = spec
         # A frozen trunk is compared with the branches' while both are whole.
         lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
+        self._published = functools.partial(published, lm)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
             lm,
@@ -349,7 +350,9 @@ class Learner(Workhorse):
         for name, tensor in self.engine.weights():
             if not all_finite(tensor):
                 raise NonFiniteError(f"{self._who}: the weight {name} has numbers that are not finite")
-            if head or not name.startswith(HEAD_PREFIX):
+            if not name.startswith(HEAD_PREFIX):
+                yield from self._published(name, tensor).items()
+            elif head:
                 yield name, tensor
 
 

@@ -159,5 +159,7 @@ def only_node(root: Path) -> str | None:
     """
     if is_on_all_nodes(root):
         return None
-    log.warning("%s is not on a disk that all nodes share: stages run on this node, which sends the others files", root)
+    log.warning(
+        "%s is not on a disk that all nodes share: stages run on this node, which sends files to the others", root
+    )
     return current_node()

@@ -12,6 +12,7 @@ import ray
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cores import load
 from xray_runtime.planning.demand import demand
 from xray_runtime.store.identity import environment_digest
 from xray_runtime.workers.acquisition import Acquisition, Request
@@ -47,7 +48,7 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
         nonlocal is_open
         if is_open:
             # Two stages that each wait for more while they hold something could wait for each other for ever.
-            raise RuntimeError(f"{log_dir.name}: a stage must open all models that live together in one call")
+            raise RuntimeError(f"{log_dir.name}: a stage must open all models it uses together in one call")
         is_open = True
         try:
             with _open(specs, runtime, log_dir, run_id) as models:
@@ -128,7 +129,7 @@ def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
         # Of a dead one Ray knows nothing; nor of one that lived in another cluster.
         with contextlib.suppress(Exception):
             idle = _idle_proxies.pop()
-            if answered(idle.ping.remote(), PING_SECONDS):
+            if answered(idle.ping.remote(), PING_SECONDS * load()):
                 return idle
             ray.kill(idle)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": same_node()}
@@ -139,5 +140,5 @@ def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
 def _unload(models: Mapping[str, WholeModelHandle], requests: Mapping[str, Request]) -> list[WholeModelHandle]:
     """Unload the models; those that did in time, and whose Workhorses can be used again."""
     calls = {role: model.unload.remote(not requests[role].demand.grouped()) for role, model in models.items()}
-    done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=UNLOAD_SECONDS)[0])
+    done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=UNLOAD_SECONDS * load())[0])
     return [models[role] for role, call in calls.items() if call in done and answered(call)]

@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cores import load
 from xray_runtime.workers.heartbeat import CONCURRENCY_GROUP, request_heartbeat
 from xray_runtime.workers.liveness import Liveness, answered
 from xray_runtime.workers.named import NamedActor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PREFIX = "xray-worker-pool-"
 PING_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
-"""Idle workers only answer heartbeats."""
+"""Idle workers only answer heartbeats, if late on a busy machine."""
 EVICT_SECONDS = 10.0
 
 Kind = tuple[str, str]
@@ -87,7 +88,7 @@ class WorkerPool:
             if len(found) == count:
                 break
             self._idle.remove(entry)
-            if answered(request_heartbeat(entry[1]), HEARTBEAT_SECONDS):
+            if answered(request_heartbeat(entry[1]), HEARTBEAT_SECONDS * load()):
                 found.append(entry[1])
             else:
                 ray.kill(entry[1])

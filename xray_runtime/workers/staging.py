@@ -41,7 +41,7 @@ class FileReceiver:
             root = Path(tempfile.gettempdir()) / f"xray-staged-{os.getuid()}"
             root.mkdir(mode=0o700, exist_ok=True)
             if root.lstat().st_uid != os.getuid():
-                raise PermissionError(f"{root}: is another user's; name another directory in TMPDIR")
+                raise PermissionError(f"{root}: belongs to another user; set TMPDIR to another directory")
             self._own = own_directory(root)
         return Path(tempfile.mkdtemp(dir=self._own))
 

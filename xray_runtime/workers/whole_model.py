@@ -253,9 +253,7 @@ class WholeModel:
         """The answer of each replica: all its Workhorses get the same rows, one of them answers for it."""
         replicas = self._topology.data
         if num_rows(rows) < replicas:
-            raise ValueError(
-                f"{self._role}: {num_rows(rows)} rows are fewer than the {replicas} replicas to share them"
-            )
+            raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
         # References; Ray hands the rows over.
         shards = [ray.put(each) for each in shard(rows, replicas)]
         ranks = enumerate(self._workhorses)

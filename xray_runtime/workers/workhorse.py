@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cores import give_way
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
 from xray_runtime.workers.staging import FileReceiver
@@ -62,6 +63,7 @@ class Workhorse(FileReceiver):
     """What all Workhorses share: device, threads, log file, rendezvous, heartbeat."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
+        give_way(runtime.niceness)
         # OpenMP reads these once, when torch is first imported. Waiting threads must sleep: several models share cores.
         os.environ |= {
             "OMP_NUM_THREADS": str(runtime.threads),

@@ -16,7 +16,7 @@ import xray
 def short_replies(output: str = "runs/short-replies", seed: int = 0, steps: int = 8) -> None:
     """SFT on short replies alone, held against SFT on all of them."""
     with xray.workspace(output, project="short-replies", seed=seed):
-        chats = xray.prepare(source="chitchat", max_conversations=300)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=300)
         base = xray.fresh_base(chats, vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
         everything = xray.sft(base, data=chats, steps=steps, name="sft-all")
         short = xray.sft(base, data=keep_shortest(chats, share=0.3), steps=steps, name="sft-short")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from fractions import Fraction
 
 import pytest
@@ -15,6 +16,7 @@ from xray_runtime.algorithms.statistics import (
     distinct_n,
     explained_variance,
     pass_at_k,
+    trials_needed,
     variety,
     wilson_interval,
     wins,
@@ -155,3 +157,33 @@ def test_wilson_interval() -> None:
     assert wilson_interval(0.0, 10) == (pytest.approx(0.0), pytest.approx(1 - 0.72247, abs=1e-5))
     # 5 of 10: ½ ± z √(0.025 + z²/400) / (1 + z²/10) = ½ ± 1.96 · 0.18602 / 1.38415.
     assert wilson_interval(0.5, 10) == (pytest.approx(0.23659, abs=1e-4), pytest.approx(0.76341, abs=1e-4))
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(0.6, 0.5), (0.51, 0.5), (0.9, 0.5), (0.45, 0.4), (1.0, 0.99)])
+def test_trials_needed_are_the_first_whose_interval_begins_above_the_bound(mean: float, bound: float) -> None:
+    needed = trials_needed(mean, bound)
+    assert needed is not None
+    # An independent implementation of the interval, on fractional successes.
+    low = proportion_low(mean, needed)
+    assert low > bound
+    assert needed == 1 or proportion_low(mean, needed - 1) <= bound
+
+
+def proportion_low(mean: float, num: int) -> float:
+    """The root p < mean of |mean - p| = z sqrt(p (1 - p) / num), by bisection."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    below, above = 0.0, mean
+    for _ in range(200):
+        middle = (below + above) / 2
+        if mean - middle > z * math.sqrt(middle * (1 - middle) / num):
+            below = middle
+        else:
+            above = middle
+    return below
+
+
+def test_no_number_of_trials_shows_what_is_not_so() -> None:
+    assert trials_needed(0.5, 0.5) is None
+    assert trials_needed(0.3, 0.5) is None
+    # 1.96² / 4 / 0.1² = 96.04
+    assert trials_needed(0.6, 0.5) == 97

@@ -60,7 +60,7 @@ def test_explaining_changes_nothing(config: Path, output: Path) -> None:
     ("options", "message"),
     [
         (("--fresh", "--until", "stf"), "--until: 'stf' is not allowed: must be one of prepare, base, sft,"),
-        (("--fresh", "--explain"), "--explain: does not go with --fresh, which computes every stage"),
+        (("--fresh", "--explain"), "--explain: cannot be combined with --fresh, which computes every stage"),
         (("--fresh", "--set", "seed=x"), 'seed: "x" is not allowed: must be a whole number'),
         (("--verify-determinism", "--until", "stf"), "--until: 'stf' is not allowed"),
     ],
@@ -76,3 +76,38 @@ def test_what_runs_is_written_down(config: Path, output: Path) -> None:
     assert isinstance(called(config, "--output", output, "--fresh").exception, AssertionError)
     assert yaml.safe_load((output / "config.yaml").read_text())["seed"] == 3
     assert (output.with_name("out.before-1") / "config.yaml").read_text() == "seed: 1\n"
+
+
+SCRIPT = """
+import xray
+from prefect import flow
+
+@flow(task_runner=xray.task_runner())
+def two_judges(seed: int = 0):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("graphs/mine.py", "must be a YAML file or MODULE:FLOW, such as graphs.mine:two_judges; a script that opens"),
+        ("graphs/mine.py:other", "must be a YAML file or MODULE:FLOW, such as graphs.mine:other; a script that opens"),
+        (
+            "graphs/broken.py",
+            "such as graphs.broken:FLOW; a script that opens a workspace of its own runs as `python graphs/",
+        ),
+        ("graphs/absent.py", "error: graphs/absent.py: no such file"),
+        ("graphs.mine", "error: graphs.mine: no such file; a flow of your own is named as MODULE:FLOW"),
+    ],
+)
+def test_a_script_is_told_how_it_is_run(
+    target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "mine.py").write_text(SCRIPT)
+    (tmp_path / "graphs" / "broken.py").write_text("def (")
+    result = called(target)
+    assert result.exit_code == 2
+    assert says in result.output

@@ -1,8 +1,10 @@
-"""When the supervisor starts a run again, and when its exit code is the run's own."""
+"""When the supervisor starts a run again, when its exit code is the run's own, and what the records say then."""
 
 from __future__ import annotations
 
 import io
+import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,34 +13,41 @@ import pytest
 from rich.console import Console
 
 from xray.cli import supervisor
-from xray.cli.supervisor import ENDED, FAILED, INTERRUPTED, supervise
+from xray.cli.job import FAILED, INTERRUPTED, Job
+from xray.cli.supervisor import supervise
+from xray.deployments.local_services import LOST
 
-Attempt = Callable[[Path], int]
-"""(directory of the job) → exit code of its process."""
+Attempt = Callable[[Job], int]
+"""Job → exit code of its process."""
 
 
-def by_itself(code: int) -> Attempt:
-    def end(place: Path) -> int:
-        (place / ENDED).touch()
+def by_itself(code: int, reason: str = "") -> Attempt:
+    def end(job: Job) -> int:
+        job.ended.write_text(reason)
         return code
 
     return end
 
 
-def supervised(attempts: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, str]:
-    """(exit code, attempts made, what was printed), with one restart allowed."""
+def supervised(
+    attempts: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int = 1
+) -> tuple[int, int, str]:
+    """(exit code, attempts made, what was printed)."""
     made = 0
 
-    def run_once(heartbeat: Path, *_: Any) -> int:
+    def run(self: Any) -> int:
         nonlocal made
         made += 1
-        return attempts[made - 1](heartbeat.parent)
+        self._job.ended.unlink(missing_ok=True)
+        return attempts[min(made, len(attempts)) - 1](self._job)
 
-    monkeypatch.setattr(supervisor, "_run_once", run_once)
-    monkeypatch.setattr(supervisor, "start_reaper", lambda: "tag")
-    monkeypatch.setattr(supervisor, "kill_tagged", lambda tag: None)
+    monkeypatch.setattr(supervisor._Attempts, "run", run)
+    monkeypatch.setattr(supervisor, "start_reaper", lambda *_: "tag")
+    for name in ("kill_tagged", "end_well"):
+        monkeypatch.setattr(supervisor, name, lambda tag: None)
     said = io.StringIO()
-    code = supervise(tmp_path, restarts=1, stall_timeout_s=60.0, console=Console(file=said), config={})
+    code = supervise(tmp_path, restarts=restarts, stall_timeout_s=60.0, console=Console(file=said), config={})
+    assert list((tmp_path / "jobs").iterdir()) == []
     return code, made, said.getvalue()
 
 
@@ -52,5 +61,56 @@ def test_a_process_that_ends_without_a_word_is_started_again(tmp_path: Path, mon
     assert "starting again (1 of 1)" in said
 
 
-def test_an_interrupted_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervised([lambda _: INTERRUPTED], tmp_path, monkeypatch)[:2] == (INTERRUPTED, 1)
+def test_servers_that_do_not_start_are_started_as_often_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attempt and the end are a line each; the last one says how to go on."""
+    lost = by_itself(LOST, "raylet of Ray ended as soon as it was started")
+    code, made, said = supervised([lost], tmp_path, monkeypatch, restarts=3)
+    assert (code, made) == (FAILED, 4)
+    lines = said.splitlines()
+    assert [line.partition("; ")[2][:22] for line in lines] == [
+        "starting again (1 of 3",
+        "starting again (2 of 3",
+        "starting again (3 of 3",
+        "giving up. Run the sam",
+    ]
+    assert all(line.startswith("the run was lost (raylet of Ray ended as soon as it was started)") for line in lines)
+
+
+def test_a_reason_of_the_attempt_before_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = supervised([by_itself(LOST, "no room"), lambda _: -9, by_itself(0)], tmp_path, monkeypatch, restarts=2)[2]
+    assert [line.partition(";")[0] for line in said.splitlines()] == [
+        "the run was lost (no room)",
+        "the run was lost (killed by SIGKILL)",
+    ]
+
+
+def test_an_interrupted_one_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Job) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return INTERRUPTED
+
+    code, made, said = supervised([interrupt], tmp_path, monkeypatch)
+    assert (code, made) == (INTERRUPTED, 1)
+    assert said == "interrupted; run the same command again to go on from the beginning\n"
+
+
+def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """…in the output directory, and in the one that a flow has chosen."""
+    chosen = tmp_path / "chosen"
+
+    def killed(job: Job) -> int:
+        for output in (job.output, chosen):
+            output.mkdir(exist_ok=True)
+            record = {"run_id": "0" * 32, "flow_run_id": None, "status": "running", "stages": []}
+            (output / "lifecycle.json").write_text(json.dumps(record))
+        job.outputs.write_text(f"{chosen}\n")
+        return -9
+
+    assert supervised([killed], tmp_path, monkeypatch)[:2] == (FAILED, 2)
+    for output in (tmp_path, chosen):
+        assert json.loads((output / "lifecycle.json").read_text())["status"] == "failed"
+        assert len(list((output / "attestations").glob("*.sig"))) == 1

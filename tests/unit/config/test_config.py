@@ -77,15 +77,15 @@ REFUSED = [
     ("gold: bleu", 'gold: "bleu" is not allowed: must match'),
     (
         "data: {source: 'https://me:s3cr3t@host/a'}",
-        "data.source: a login before 'https://host/a' is not allowed: the con",
+        "data.source: a login in 'https://host/a' is not allowed: the con",
     ),
-    ("gold: os:system", "gold: 'os:system' is not allowed: it would import os, and XRAY_ALLOWED_IMPORTS in the env"),
+    ("gold: os:system", "gold: 'os:system' is not allowed: it would import os, but XRAY_ALLOWED_IMPORTS in the env"),
     ("sft: {schedule: step}", "sft.schedule: \"step\" is not allowed: must be 'constant', 'linear' or 'cosine'"),
     ("ppo: {stages: [{kl: {estimator: k4}}]}", "ppo.stages.0.kl.estimator: \"k4\" is not allowed: must be 'k1', 'k2'"),
     ("ppo: {stages: [{critic: none}]}", "ppo.stages.0.critic: \"none\" is not allowed: must be 'shared' or 'separate'"),
     ("runtime: {device: tpu}", "runtime.device: \"tpu\" is not allowed: must be 'auto', 'cpu' or 'cuda'"),
     ("base: {kind: llama}", "base.kind: \"llama\" is not allowed: must be one of 'fresh', 'pretrained'"),
-    ("base: {vocab_size: 512}", "base.kind: nothing is not allowed: must be one of 'fresh', 'pretrained'"),
+    ("base: {vocab_size: 512}", "base.kind: is required: must be one of 'fresh', 'pretrained'"),
     ("preferences: {source: dpo}", 'preferences.source: "dpo" is not allowed: must be one of'),
     ("base: {kind: pretrained}", "base.model: is required"),
     ("preferences: {source: dataset}", "preferences.path: is required"),
@@ -202,7 +202,10 @@ REFUSED = [
     ),
     ("gold: null", "gold must be set when preferences.source is 'gold'"),
     ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
-    ("base: {kind: fresh, max_positions: 60}", "data.max_prompt_tokens + the longest reply = 64 must be at most"),
+    (
+        "data: {max_prompt_tokens: 45}\nbase: {kind: fresh, max_positions: 60}",
+        "data.max_prompt_tokens + the longest reply = 61 must be at most",
+    ),
     ("generator: {engine: mystery}", 'generator.engine: "mystery" is not allowed'),
     ("generator: {engine: transformers, tensor_parallel: 2}", "generator: tensor_parallel = 2 must be 1 with engine"),
     ("generator: {tensor_parallel: 2}", "generator.tensor_parallel = 2 must divide base.num_heads = 5"),
@@ -249,7 +252,7 @@ REFUSED = [
     ("reward_base: x", "reward_base: "),
     ("reward_base: {model: x, num_replies: 1}", "reward_base.num_replies: 1 is not allowed: must be greater than or"),
     ("reward_ref: DIR#reward", "reward must be null where reward_ref names a reward model"),
-    ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, and"),
+    ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, but"),
     (
         "rewards: [{verifier: {kind: math, column: answer}}]",
         "rewards.0.verifier.column = 'answer' must be one of data.columns",
@@ -268,7 +271,7 @@ REFUSED = [
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),
     ("seed: [1", "not valid YAML"),
-    ("seed: 1\nseed: 2", "key 'seed' stands twice"),
+    ("seed: 1\nseed: 2", "key 'seed' is given twice"),
     ("a: &x {}\nb: *x", "aliases are not supported"),
     ("!!python/object/apply:os.system ['true']", "not valid YAML"),
 ]
@@ -483,3 +486,26 @@ def test_a_zero_stage_left_out_is_the_lowest_that_has_what_is_asked_for(written:
     engine = EngineConfig(**written)
     assert engine.zero == zero
     engine.check_zero_stage()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ppo: {stages: [{rewards: []}]}",
+            "ppo.stages.0.rewards: unknown field (it belongs at the top level of the config)",
+        ),
+        ("lr: 0.1", "lr: unknown field (it belongs at sft.lr or reward.lr or dpo.lr)"),
+        (
+            "sft: {num_pairs: 3}",
+            "sft.num_pairs: unknown field (it belongs at preferences.num_pairs or dpo.validation.num_pairs)",
+        ),
+        ("stpes: 3", "stpes: unknown field (did you mean"),
+    ],
+)
+def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(message)

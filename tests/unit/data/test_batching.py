@@ -76,7 +76,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no rows"):
         Cursor(0, seed=0)
-    with pytest.raises(ValueError, match="saved cursor walks 5 rows, the data now has 6"):
+    with pytest.raises(ValueError, match="saved cursor is for 5 rows, but the data now has 6"):
         Cursor.from_state(Cursor(5, seed=0).state(), 6)
     with pytest.raises(ValueError, match="no position 5 of epoch 0 in 5 rows"):
         Cursor(5, seed=0, position=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from xray_runtime.data import conversations as module, tokens
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens, conversations
-from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.dropped import DroppedRows
+from xray_runtime.data.pairs import Example, Pairs, write_pairs
+from xray_runtime.data.records import prompt_and_replies
 from xray_runtime.data.rows import num_response_tokens
-from xray_runtime.data.sources import prompt_and_replies
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.store.seal import process_seal
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 SAID = [
@@ -75,8 +78,8 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> None:
-    found = ConversationTokens(dataset, tokenizer, 10_000, 10_000)
-    assert (len(found), found.num_replies, found.num_dropped) == (7, 13, 0)
+    found = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal())
+    assert (len(found), found.num_replies, sum(found.num_dropped.values())) == (7, 13, 0)
     rows = found.take([3, 6, 0])
     masks = list(rows["response_mask"])
     assert [len(mask) for mask in masks] == (rows["input_ids"].lengths - rows["prompt_lengths"]).tolist()
@@ -101,15 +104,21 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
 
 
 def test_what_has_too_many_tokens_is_not_learned(dataset: Path, tokenizer: Any) -> None:
-    whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000).take(range(7))
+    whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal()).take(range(7))
     first = int(whole["prompt_lengths"][1])
     # Only the first reply has so few tokens before it: rows end with it.
-    found = ConversationTokens(dataset, tokenizer, first, 10_000)
-    assert (len(found), found.num_replies, found.num_dropped) == (7, 7, 6)
+    found = ConversationTokens(dataset, tokenizer, first, 10_000, process_seal())
+    assert (len(found), found.num_replies, found.num_dropped) == (7, 7, {"prompt_too_long": 6, "reply_too_long": 0})
+    with DroppedRows(dataset.parent) as dropped:
+        found.list_dropped(dropped)
+    listed = [json.loads(line) for line in (dataset.parent / "dropped.jsonl").read_text().splitlines()]
+    names = [example.id for example in Pairs(dataset, Example) if len(example.prompt) > 2]
+    assert sorted(row["id"] for row in listed) == sorted(names)
+    assert {row["reason"] for row in listed} == {"prompt_too_long"}
     assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7))["input_ids"]} == {"<|end|>"}
     # The call is longer than any of the other replies; what follows it is learned with it in view.
     of_reply = len(tokenizer("sunny <|end|> it is", split_special_tokens=True)["input_ids"]) + 1
-    found = ConversationTokens(dataset, tokenizer, 10_000, of_reply)
-    assert (len(found), found.num_replies, found.num_dropped) == (7, 10, 3)
+    found = ConversationTokens(dataset, tokenizer, 10_000, of_reply, process_seal())
+    assert (len(found), found.num_replies, found.num_dropped["reply_too_long"]) == (7, 10, 3)
     assert found.take([1])["input_ids"].lengths.tolist() == whole["input_ids"].lengths[1:2].tolist()
-    assert len(ConversationTokens(dataset, tokenizer, 1, 10_000)) == 0
+    assert len(ConversationTokens(dataset, tokenizer, 1, 10_000, process_seal())) == 0

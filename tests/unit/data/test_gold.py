@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("short", "for 2 replies it returned 1 numbers"),
-        ("nan", "returned 2 numbers, 0 of them finite"),
+        ("short", "for 2 replies it returned 1"),
+        ("nan", "must return one finite number a reply; of 2 numbers 0 are finite"),
         ("words", "must return a list of numbers"),
     ],
 )
@@ -118,6 +119,15 @@ def test_a_function_that_was_handed_over_needs_no_import() -> None:
 
     gold = load_gold("__main__:test.<locals>.shorter", {"__main__:test.<locals>.shorter": shorter})
     assert gold(["p", "p"], ["a", "abc"]) == [-1.0, -3.0]
-    broken = load_gold("__main__:f", {"__main__:f": lambda prompts, replies: [1.0]})
-    with pytest.raises(ValueError, match="gold: '__main__:f' must return one finite number a reply; for 2 replies"):
-        broken(["p", "p"], ["a", "abc"])
+    for answer, why in {
+        (1.0,): "must return one number a reply; for 2 replies it returned 1",
+        (1.0, math.nan): "must return one finite number a reply; of 2 numbers 1 are finite",
+        "12": "must return a list of numbers, one a reply, not '12'",
+    }.items():
+        broken = load_gold("__main__:f", {"__main__:f": lambda prompts, replies, answer=answer: answer})
+        with pytest.raises(ValueError, match=f"^gold: '__main__:f' {why}$"):
+            broken(["p", "p"], ["a", "abc"])
+    # Its keys once became scores.
+    keyed = load_gold("__main__:f", {"__main__:f": lambda prompts, replies: {1: "a", 2: "b"}})
+    with pytest.raises(ValueError, match=r"one a reply, not \{1: 'a', 2: 'b'\}"):
+        keyed(["p", "p"], ["a", "abc"])

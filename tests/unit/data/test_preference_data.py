@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.config.preferences import RatingPreferences
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text
@@ -148,12 +149,16 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
 
     def read(rows: list[dict[str, Any]], max_pairs: int | None = None) -> tuple[list[PreferenceExample], Any]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        stats: dict[str, float] = {}
-        return list(from_dataset(read_records("preferences.path", str(path), "train")[1], max_pairs, stats)), stats
+        with DroppedRows(tmp_path) as dropped:
+            records = read_records("preferences.path", str(path), "train")[1]
+            found = [pair for _, pair in from_dataset(records, max_pairs, dropped)]
+        return found, dropped.counts
 
     pairs, stats = read(rows)
     assert [(prompt_text(p.prompt), p.chosen, p.rejected) for p in pairs] == [("a", "good", "bad"), ("q", "yes", "no")]
-    assert stats == {"pairs": 2, "dropped_same_or_empty": 2, "dropped_unmatched_transcripts": 1}
+    assert stats == {"same_or_empty": 2, "unmatched_transcripts": 1}
+    listed = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in listed] == [2, 3, 5]
     assert len(read([rows[0] | {"prompt": str(i)} for i in range(20)], max_pairs=8)[0]) == 8
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     calls, said = [{"role": "assistant", "content": "", "tool_calls": [call]}], {"role": "assistant", "content": "No."}
@@ -165,8 +170,8 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
         ]
     )
     assert [pair[2:] for pair in pairs] == [("", "No.", [call], None), ("No.", "No.", None, [call])]
-    assert stats["dropped_same_or_empty"] == 1
-    with pytest.raises(ValueError, match=r"p\.jsonl line 1: column 'rejected' is missing"):
+    assert stats["same_or_empty"] == 1
+    with pytest.raises(ValueError, match=r"p\.jsonl line 1: the columns 'chosen', 'prompt' are of no form"):
         read([{"prompt": "a", "chosen": "good"}])
 
 

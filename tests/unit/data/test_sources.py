@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.sources import (
-    Conversation,
-    chat_pairs,
-    chitchat_conversations,
-    conversation_id,
-    preference,
-    prompt_and_replies,
-    read_records,
-)
+from xray_runtime.data.records import conversation_id, preference, prompt_and_replies, usual
+from xray_runtime.data.sources import Conversation, Where, chat_pairs, chitchat_conversations, read_records
 
 
 def user(text: str) -> dict[str, str]:
@@ -100,8 +93,76 @@ def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str
     ],
 )
 def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list[Any]) -> None:
-    found = list(prompt_and_replies("row 1", record, context))
+    found = list(prompt_and_replies("row 1", usual("row 1", record), context))
     assert [(prompt, reply["content"]) for prompt, reply in found] == expected
+
+
+ASK, SAY = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
+CALLED = {"name": "weather", "arguments": {"city": "Pau", "days": None}}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"conversations": [ASK, SAY]}, [user("a"), assistant("b")]),
+        ({"conversations": [user("a"), assistant("b")], "system": "Be kind."}, [SYSTEM, user("a"), assistant("b")]),
+        (
+            {"conversations": [{"from": "system", "value": "Be kind."}, ASK, SAY, ASK, SAY], "system": ""},
+            [SYSTEM, user("a"), assistant("b"), user("a"), assistant("b")],
+        ),
+        (
+            {
+                "conversations": [
+                    ASK,
+                    {"from": "function_call", "value": json.dumps(CALLED)},
+                    {"from": "observation", "value": "rain"},
+                    SAY,
+                ]
+            },
+            [user("a"), CALLING, {"role": "tool", "content": "rain"}, assistant("b")],
+        ),
+        ({"instruction": "a", "output": "b"}, [user("a"), assistant("b")]),
+        (
+            {"instruction": "a", "input": "x", "output": "b", "system": "Be kind.", "history": [["q", "r"]]},
+            [SYSTEM, user("q"), assistant("r"), user("a\n\nx"), assistant("b")],
+        ),
+        ({"instruction": "a", "input": "", "output": "b", "history": []}, [user("a"), assistant("b")]),
+        (
+            {"messages": [{"role": "developer", "content": "Be kind."}, user("a"), assistant("b")]},
+            [SYSTEM, user("a"), assistant("b")],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "x"}]},
+                    {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+                ]
+            },
+            [user("a\nx"), assistant("b")],
+        ),
+    ],
+)
+def test_forms_of_other_projects(record: dict[str, Any], expected: list[Any]) -> None:
+    *_, (prompt, reply) = prompt_and_replies("row 1", usual("row 1", record), None)
+    assert [*prompt, reply] == expected
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [ASK], "chosen": SAY, "rejected": {"from": "gpt", "value": "c"}},
+        {"conversations": [ASK], "chosen": "b", "rejected": "c"},
+        {"instruction": "a", "chosen": "b", "rejected": "c"},
+    ],
+)
+def test_preferences_of_other_projects(record: dict[str, Any]) -> None:
+    assert preference("row 1", record) == ([user("a")], assistant("b"), assistant("c"))
+    assert list(prompt_and_replies("row 1", usual("row 1", record), None)) == [([user("a")], assistant("b"))]
+
+
+def test_an_empty_conversation_has_no_reply() -> None:
+    for record in ({"messages": []}, {"conversations": []}, {"conversations": [SAY]}):
+        assert not list(prompt_and_replies("row 1", usual("row 1", record), None))
 
 
 @pytest.mark.parametrize(
@@ -138,17 +199,48 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "x"}, r"file line 3: columns \['text'\] are not understood; expected messages, prompt \+ completion"),
+        (
+            {"text": "x", "id": 1},
+            r"file line 3: the columns 'id', 'text' are of no form that is read: messages; conversations \+ chosen \+",
+        ),
+        ({}, r"file line 3: the columns \(none\) are of no form"),
+        (
+            {"instruction": "x"},
+            r"file line 3: the columns 'instruction' are of no form .* \+ output \(Alpaca\)",
+        ),
+        ({"instruction": 3, "output": "x"}, "file line 3: instruction and input must be strings"),
+        (
+            {"instruction": "x", "output": "y", "history": [["a"]]},
+            r"file line 3: history must be a list of \[instruction, output\] pairs",
+        ),
+        ({"conversations": "x"}, "file line 3: messages must be a list of messages, not str"),
+        ({"conversations": [{"from": "human"}]}, "file line 3: messages must hold objects with role and content"),
+        (
+            {"conversations": [{"from": "judge", "value": "x"}]},
+            "file line 3: messages has role 'judge'; allowed: system",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "{"}]},
+            "file line 3: messages has a function_call that is not JSON",
+        ),
+        (
+            {"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "file line 3: messages has a content part of type 'image_url', which is not read; allowed: text",
+        ),
+        (
+            {"messages": [user("x") | {"content": ["x"]}]},
+            "file line 3: messages has a content part of type 'str', which is not read",
+        ),
         ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
-        ({"messages": []}, "file line 3: messages must be a list of messages, not an empty list"),
+        ({"prompt": [], "completion": "x"}, "file line 3: prompt must be a list of messages, not an empty list"),
         ({"messages": ["x"]}, "file line 3: messages must hold objects with role and content"),
         (
             {"messages": [{"role": "user", "content": 3}]},
             "file line 3: messages must hold objects with role and content",
         ),
         (
-            {"messages": [{"role": "human", "content": "x"}]},
-            "file line 3: messages has role 'human'; allowed: system, user, assistant, tool",
+            {"messages": [{"role": "judge", "content": "x"}]},
+            "file line 3: messages has role 'judge'; allowed: system, user, assistant, tool",
         ),
         ({"prompt": [assistant("x")], "completion": "y"}, "file line 3: prompt must end with a user message"),
         ({"prompt": "x\ud800", "completion": "y"}, r"file line 3: prompt has a lone surrogate \(U\+D800\)"),
@@ -191,13 +283,16 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         ({"messages": [user("x"), assistant("y") | {"weight": 2}]}, "file line 3: messages has weight 2; allowed: 0"),
         ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
-        ({"chosen": "lost\n\nHuman: a\n\nAssistant: b"}, "file line 3: chosen must be turns that begin with"),
-        ({"chosen": 1}, "file line 3: chosen must be a string or a list of messages, not int"),
+        (
+            {"chosen": "lost\n\nHuman: a\n\nAssistant: b", "rejected": "x"},
+            "file line 3: chosen must be turns that begin with",
+        ),
+        ({"chosen": 1, "rejected": "x"}, "file line 3: chosen must be a string or a list of messages, not int"),
     ],
 )
 def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        list(prompt_and_replies("file line 3", record, 1))
+        list(prompt_and_replies("file line 3", usual("file line 3", record), 1))
     assert "\n" not in str(caught.value)
 
 
@@ -276,7 +371,7 @@ def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_preference_needs_both_replies() -> None:
-    with pytest.raises(ValueError, match="row 7: column 'rejected' is missing"):
+    with pytest.raises(ValueError, match="row 7: the columns 'chosen', 'prompt' are of no form that is read: prompt"):
         preference("row 7", {"prompt": "x", "chosen": "y"})
 
 
@@ -285,7 +380,11 @@ def test_jsonl_reads_every_row_and_numbers_lines(tmp_path: Path) -> None:
     path.write_bytes('\ufeff{"a": 1, "b": null}\r\n\n{"a": "x\u2028y"}\n'.encode())
     total, records = read_records("data.source", str(path), "train")
     assert total == 2
-    assert list(records) == [(f"{path} line 1", {"a": 1}), (f"{path} line 3", {"a": "x\u2028y"})]
+    assert list(records) == [
+        (Where(str(path), "line", 1), {"a": 1}),
+        (Where(str(path), "line", 3), {"a": "x\u2028y"}),
+    ]
+    assert str(Where(str(path), "line", 3)) == f"{path} line 3"
 
 
 @pytest.mark.parametrize(
@@ -303,6 +402,24 @@ def test_damaged_jsonl(tmp_path: Path, content: bytes, message: str) -> None:
         list(read_records("data.source", str(path), "train")[1])
     assert str(path) in str(caught.value)
     assert str(caught.value).startswith("data.source: ")
+
+
+def test_an_array_and_lines_in_a_json_file_read_alike(tmp_path: Path) -> None:
+    rows = [{"prompt": "hi", "completion": "yo"}, {"prompt": "who", "completion": "me", "note": None}]
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    jsonl(tmp_path / "lines.json", *rows)
+    for name, unit in (("array", "row"), ("lines", "line")):
+        source = str(tmp_path / f"{name}.json")
+        total, records = read_records("data.source", source, "train")
+        assert total == 2
+        assert list(records) == [
+            (Where(source, unit, 1), rows[0]),
+            (Where(source, unit, 2), {"prompt": "who", "completion": "me"}),
+        ]
+    for content, message in (("[1]", "row 1: int found, an object is expected"), ("[{", "cannot be read")):
+        (tmp_path / "array.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_records("data.source", str(tmp_path / "array.json"), "train")
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet", "missing.json", "missing"])
@@ -336,7 +453,7 @@ def test_messages_survive_parquet(tmp_path: Path) -> None:
     _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
     where, record = next(records)
     assert list(prompt_and_replies(where, record, 1)) == [([user("a")], assistant("b"))]
-    assert where == f"{tmp_path / 'm.parquet'} row 1"
+    assert str(where) == f"{tmp_path / 'm.parquet'} row 1"
 
 
 def test_conversation_ids_follow_content_not_place() -> None:

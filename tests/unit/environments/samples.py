@@ -31,6 +31,22 @@ def calculator() -> Environment:
     return from_tools([add], lambda task, reply: float(task["prompt"] in reply))()
 
 
+async def add_later(a: int, b: int) -> int:
+    """Add two numbers, after a while.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    await asyncio.sleep(0.01)
+    return a + b
+
+
+def patient() -> Environment:
+    """As `calculator`, with a tool that is async."""
+    return from_tools([add_later], lambda task, reply: float(task["prompt"] in reply))()
+
+
 def examined() -> Environment:
     """Worth 1 where the last reply is what a column says."""
     return from_tools([add], lambda task, reply: float(task["answer"] == reply))()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,8 +87,8 @@ def test_tools() -> None:
 @pytest.mark.parametrize(
     ("reply", "name", "answer"),
     [
-        ("<tool_call>{a}</tool_call>", None, "Error: the call is no JSON (Expecting property name"),
-        ('<tool_call>{"name": "add", "arg', None, "Error: the call is no JSON ("),
+        ("<tool_call>{a}</tool_call>", None, "Error: the call is not JSON (Expecting property name"),
+        ('<tool_call>{"name": "add", "arg', None, "Error: the call is not JSON ("),
         ("<tool_call>[1]</tool_call>", None, 'Error: a call must be {"name": ..., "arguments": {...}}'),
         (call("sub", a=1), None, "Error: there is no tool 'sub'; there are: add, greet"),
         (call("add", b=1), "add", "Error: wrong arguments of 'add': 'a' is a required property"),
@@ -156,13 +158,51 @@ def test_environments_are_made_in_threads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_functions_that_are_no_tools() -> None:
-    async def later() -> None:
-        """Wait."""
-
-    with pytest.raises(ValueError, match="the tool 'later' is async"):
-        from_tools([later], judge)
     with pytest.raises(ValueError, match="the tool '<lambda>' has no schema"):
         from_tools([lambda x: x], judge)
+
+
+def test_tools_may_be_async() -> None:
+    """They wait at the same time as those of other episodes, on the loop; the others do so in threads."""
+
+    async def wait(seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return "waited" if threading.current_thread() is threading.main_thread() else "elsewhere"
+
+    def block(seconds: float) -> str:
+        """Wait too.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return "blocked" if threading.current_thread() is not threading.main_thread() else "the loop"
+
+    async def later(task: Any, reply: str) -> float:
+        return judge(task, reply)
+
+    make = from_tools([wait, block], later)
+    reply = call("wait", seconds=0.2) + call("block", seconds=0.2) + call("wait", seconds="x")
+
+    async def play() -> list[Step]:
+        environments = [make() for _ in range(8)]
+        for environment in environments:
+            environment.reset({"answer": "5"}, 0)
+        return [*await asyncio.gather(*(one.step(reply) for one in environments)), await environments[0].step("5")]  # type: ignore[misc]
+
+    start = time.monotonic()
+    *steps, last = asyncio.run(play())
+    assert time.monotonic() - start < 8 * 0.2
+    for step in steps:
+        assert [message["content"] for message in step.messages][:2] == ["waited", "blocked"]
+        assert "wrong arguments of 'wait'" in step.messages[2]["content"]
+        assert step.info == {"tool_errors": 1}
+    assert last == Step(reward=1.0, terminated=True)
 
 
 def test_tools_need_no_torch() -> None:

@@ -109,6 +109,15 @@ def test_async_episodes_run_side_by_side() -> None:
         assert max(future.result(20).info["most"] for future in steps) > 50
 
 
+def test_tools_that_are_async() -> None:
+    # Its tools' types are read by a library that takes seconds to load.
+    with EnvironmentPool(f"{samples.__name__}:patient", 1, timeout_s=60.0, memory_mb=1024) as pool:
+        pool.reset(0, TASK, 0).result(60)
+        ask = '<tool_call>{"name": "add_later", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        assert pool.step(0, ask).result(20).messages == [{"role": "tool", "name": "add_later", "content": "5"}]
+        assert pool.step(0, "p").result(20) == Step(reward=1.0, terminated=True)
+
+
 @pytest.mark.parametrize(
     ("reply", "cause"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,18 +20,20 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.decisions import decide
-from xray_runtime.lineage.run_statement import sign_run
+from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, mark
+from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.stages.artifacts import dataset_of
 from xray_runtime.stages.kind import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import Identity
+from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.tracking.recorder import records_directory
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker, params_of
+from xray_runtime.tracking.recorder import METRICS, read_points, records_directory
+from xray_runtime.tracking.registry import LOG_TAG
 
+CONFIG = {"seed": 0, "project": "synthetic"}
 NAME, ALIAS = "synthetic-policy", "candidate"
 
 
@@ -75,10 +78,16 @@ def ledger() -> dict[str, bytes]:
     return {f"ledger/{number:06d}.parquet": rollouts(number) for number in range(2)}
 
 
+JUDGED = 40
+"""Prompts that a judge of an evaluation says to have seen."""
+
+
 def judged(win_rate: float, delta: float) -> dict[str, Any]:
     """What one judge of an evaluation says."""
     interval = [round(win_rate - 0.2, 6), round(win_rate + 0.2, 6)]
-    return {"judges": True, "samples": 6, "win_rate": win_rate, "win_rate_ci95": interval, "delta": delta}
+    won = round(JUDGED * win_rate) if win_rate == win_rate else None
+    counts = {"samples": JUDGED, "won": won, "lost": JUDGED - (won or 0), "tied": 0}
+    return {"judges": True, **counts, "win_rate": win_rate, "win_rate_ci95": interval, "delta": delta}
 
 
 def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> dict[str, bytes]:
@@ -130,7 +139,22 @@ class Lifecycle:
         if self.tracking:
             uri = f"sqlite:///{self.output / 'mlflow.db'}"
             self.tracker = Tracker(uri, "synthetic", self.output / "mlartifacts")
-            self.run_id = self.tracker.start_lifecycle(None, "synthetic", {"seed": 0}, "seed: 0\n", {})
+            tags = {"xray.output": str(self.output)}
+            self.run_id = self.tracker.start_lifecycle(None, "synthetic", CONFIG, "seed: 0\n", tags)
+            began = RunBegan(
+                run_id=self.run_id,
+                place="",
+                facts=self.facts(),
+                tracking="",
+                experiment="synthetic",
+                name="synthetic",
+                params=digest(params_of(CONFIG)),
+                tags=tags,
+            )
+            append(self.output, self.key, began)
+
+    def facts(self) -> dict[str, Any]:
+        return {"project": "synthetic", "seed": 0, "config_digest": digest(CONFIG)}
 
     def add(
         self,
@@ -173,13 +197,23 @@ class Lifecycle:
                 dataset=dataset_of(refs.values()),
                 attest=record,
             )
+        numbers = json.loads(files[known.results]) if known is not None and known.sides else {"loss": 1.0, "lr": 0.5}
+        values = {f"{kind}/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
+        records = records_directory(self.output, stage, key)
+        records.mkdir(parents=True, exist_ok=True)
+        lines = [{"step": step, "time_ms": step + 1, "metrics": values} for step in range(3)]
+        (records / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (records / "training.png").write_text(f"a picture of {stage}")
         if run is not None:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
-            if known is not None and known.sides:
-                numbers = json.loads(files[known.results])
-                values = {f"{kind}/{k}": float(v) for k, v in numbers.items() if isinstance(v, int | float)}
-                run.metrics([(0, 1, values)])
-            run.finish("FINISHED")
+            run.points(read_points(records / METRICS))
+            run.picture(records / "training.png")
+            run.finish("FINISHED", 1)
+        result = self.output / "results" / f"{ref.path.name}.json"
+        result.parent.mkdir(exist_ok=True)
+        result.write_text(json.dumps({"name": stage, "seconds": 1.5, "attempts": 1}))
+        left = digests(self.output, [records, result, self.output / ARTIFACTS / str(run_id)])
+        log_checkpoints(self.output, self.key, {ref.path.name: ref.sha256}, left, here=True, renew=True)
         self.done[stage] = ref
         return ref
 
@@ -259,8 +293,9 @@ class Lifecycle:
             return
         ref = self.done[stage]
         run_id = self.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
-        version = self.tracker.register(NAME, ref, run_id, ALIAS)
-        decide(self.output, self.key, action="register", name=NAME, alias=ALIAS, version=version, checkpoint=ref.sha256)
+        judged = [r for r in self.done.values() if load_manifest(r.path).parents.get("policy") == ref.sha256]
+        evaluation = next((r for r in reversed(judged) if r.type == "Evaluation"), None)
+        register_policy(self.output, self.tracker.registry, NAME, ref, run_id, evaluation)
 
     def evaluate(
         self,
@@ -301,18 +336,36 @@ class Lifecycle:
         ]
         evaluation = json.loads((self.done["evaluate"].path / "evaluation.json").read_text())
         run_id = self.run_id or "untracked"
-        content = {"run_id": run_id, "status": "completed", "stages": stages, "evaluation": evaluation}
+        ended = {"run_id": run_id, "status": "completed", "seconds": 9.5}
+        content = ended | self.facts() | {"stages": stages, "evaluation": evaluation}
         policy = self.done[self.policy]
-        records = records_directory(self.output, policy.stage, load_manifest(policy.path).key)
-        records.mkdir(parents=True, exist_ok=True)
-        files = [records / "metrics.jsonl", records / "metrics.svg", self.output / "report.html"]
+        page = self.output / "lineage" / f"{policy.path.name}.html"
+        page.parent.mkdir(exist_ok=True)
+        files = [page, self.output / "report.html", self.output / "config.yaml"]
         for path in files:
             path.write_text(f"what {path.name} says")
         record = self.output / "lifecycle.json"
         record.write_text(json.dumps(content, indent=2))
-        sign_run(self.output, run_id, [*files, record], {}, self.key)
         if self.tracker is not None:
+            self.tracker.log_files(run_id, self.output / "report.html", record)
+        self.end()
+
+    def end(self) -> None:
+        """Sign what the run left, and say that it ended."""
+        run_id = self.run_id or "untracked"
+        paths = [self.output / name for name in ("lineage", "report.html", "config.yaml", "lifecycle.json")]
+        left = digests(self.output, [*paths, self.output / ARTIFACTS / run_id])
+        append(self.output, self.key, RunEnded(run_id=run_id, status="completed"), left)
+        if self.tracker is not None:
+            self.tracker.tag(run_id, {LOG_TAG: mark(self.output)})
             self.tracker.finish(run_id, "FINISHED")
+
+
+def decided(output: Path) -> list[dict[str, Any]]:
+    """Every decision of the log, as it stands there."""
+    payloads = [json.loads(line)["payload"] for line in (output / LOG).read_bytes().splitlines()]
+    entries = [json.loads(base64.b64decode(payload))["predicate"] for payload in payloads]
+    return [entry for entry in entries if "alias" in entry]
 
 
 GRAPHS: dict[str, Callable[[Lifecycle], str]] = {

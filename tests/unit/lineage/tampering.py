@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import random
@@ -17,7 +18,8 @@ from tests.unit.lineage.synthetic import ALIAS, NAME
 from xray_runtime.data.ledger import Shard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
 from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.signing import fingerprint, make_key, sign, signing_key
+from xray_runtime.lineage.log import LOG
+from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope, fingerprint, make_key, sign, signing_key
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
 
 Tampering = Callable[[random.Random, Path], set[str]]
@@ -324,16 +326,17 @@ def a_rotation_rewritten_or_removed(rng: random.Random, output: Path) -> set[str
 def a_decision_signed_with_a_retired_key(rng: random.Random, output: Path) -> set[str]:
     """It claims an earlier time, and stands after the new key's first decision."""
     old = signing_key(output).read_bytes()
-    first = json.loads((output / "decisions" / "000001.json").read_text())
     rotate(output, by="a person", note="")
-    first["predicate"]["previous"] = hashlib.sha256((output / "decisions" / "000002.json").read_bytes()).hexdigest()
-    path = output / "decisions" / "000003.json"
-    path.write_text(json.dumps(first))
     private = output / "kept.pem"
     private.write_bytes(old)
-    sign(path, path.with_suffix(".sig"), private)
+    line = (output / LOG).read_bytes().splitlines(keepends=True)[-1]
+    statement = json.loads(base64.b64decode(json.loads(line)["payload"]))
+    earlier = {"previous": hashlib.sha256(line).hexdigest(), "at": "2020-01-01T00:00:00+00:00"}
+    statement["predicate"] |= earlier | {"action": "decline"}
+    with (output / LOG).open("a") as log:
+        log.write(envelope(json.dumps(statement).encode(), PAYLOAD_TYPE, private) + "\n")
     private.unlink()
-    return {"decision-broken"}
+    return {"log-broken"}
 
 
 @case
@@ -439,6 +442,16 @@ def a_tag_of_a_registered_version(rng: random.Random, output: Path) -> set[str]:
 
 
 @case
+def the_page_of_a_registered_version(rng: random.Random, output: Path) -> set[str]:
+    if rng.random() < 0.5:
+        sql(output, "update model_versions set description = description || ' approved' where name = ?", NAME)
+    else:
+        key = rng.choice(["xray.statement", "xray.evaluation", "xray.signed_by", "xray.promote"])
+        sql(output, "delete from model_version_tags where key = ? and name = ?", key, NAME)
+    return {"registry-page-changed"}
+
+
+@case
 def an_alias_moved_or_removed(rng: random.Random, output: Path) -> set[str]:
     if rng.random() < 0.5:
         sql(output, "delete from registered_model_aliases where alias = ?", ALIAS)
@@ -449,9 +462,13 @@ def an_alias_moved_or_removed(rng: random.Random, output: Path) -> set[str]:
 
 @case
 def a_decision_rewritten(rng: random.Random, output: Path) -> set[str]:
-    path = output / "decisions" / "000001.json"
-    path.write_text(path.read_text().replace('"note": ""', '"note": "approved"'))
-    return {"decision-broken"}
+    lines = (output / LOG).read_bytes().splitlines(keepends=True)
+    [place] = [i for i, line in enumerate(lines) if b'"register"' in base64.b64decode(json.loads(line)["payload"])]
+    content = json.loads(lines[place])
+    payload = base64.b64decode(content["payload"]).replace(b'"note": ""', b'"note": "approved"')
+    lines[place] = json.dumps(content | {"payload": base64.b64encode(payload).decode()}).encode() + b"\n"
+    (output / LOG).write_bytes(b"".join(lines))
+    return {"log-broken"}
 
 
 @case
@@ -482,36 +499,4 @@ def what_a_run_left_for_people(rng: random.Random, output: Path) -> set[str]:
     else:
         path.rename(output / "elsewhere")
         path.symlink_to(output / "elsewhere")
-    return {"run-changed"}
-
-
-@case
-def the_statement_of_a_run(rng: random.Random, output: Path) -> set[str]:
-    path = next((output / "attestations").glob("*.json"))
-    how = rng.randrange(4)
-    if how == 0:
-        path.unlink()
-    elif how == 1:
-        path.with_suffix(".sig").unlink()
-    elif how == 2:
-        flip(rng, path)
-    else:
-        content = json.loads(path.read_text())
-        content["subject"] = content["subject"][1:]
-        path.write_text(json.dumps(content))
-        sign(path, path.with_suffix(".sig"), signing_key(output / "intruder"))
-        shutil.rmtree(output / "intruder")
-    return {"run-unsigned"}
-
-
-@case
-def all_that_vouches_for_a_report(rng: random.Random, output: Path) -> set[str]:
-    """So that a report of one's own may lie there: as that of no run, or of one that is still at work."""
-    shutil.rmtree(output / "attestations")
-    (output / "report.html").write_text("a forged report")
-    record = output / "lifecycle.json"
-    if rng.random() < 0.5:
-        record.unlink()
-        return {"run-unsigned"}
-    record.write_text(record.read_text().replace('"completed"', '"running"'))
     return {"run-changed"}

@@ -78,9 +78,9 @@ def test_a_plain_reference_is_of_this_directory(fresh: Callable[[], Path]) -> No
     ref = checkpoint_from("sft", output, uri(output))
     assert ref.path == directory(output, "sft")
     (ref.path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"'sft' is not what was published: config\.json was changed"):
+    with pytest.raises(ConfigError, match=r"'sft' differs from what was published: config\.json was changed"):
         checkpoint_from("sft", output, uri(output))
-    with pytest.raises(ConfigError, match="'nothing' names nothing in"):
+    with pytest.raises(ConfigError, match="'nothing' matches nothing in"):
         checkpoint_from("nothing", output, uri(output))
 
 
@@ -113,7 +113,9 @@ def test_a_bundle_with_several_ends_must_be_told_which(fresh: Callable[[], Path]
         for name in ("checkpoints", "keys/signing.pub"):
             archive.add(source / name, name)
     assert checkpoint_from(f"{path}#other", tmp_path / "a", None).stage == "other"
-    with pytest.raises(ConfigError, match=r"ends in 2 checkpoints \(other-\w+, ppo-2-\w+\): say .*b\.tar#REF"):
+    with pytest.raises(
+        ConfigError, match=r"ends in 2 checkpoints \(other-\w+, ppo-2-\w+\): choose one as .*b\.tar#REF"
+    ):
         checkpoint_from(str(path), tmp_path / "a", None)
 
 
@@ -124,7 +126,7 @@ def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[
     life.add(
         "prepare", "prepare", {"train.arrow": pair_file(Example), "heldout.arrow": pair_file(Example)}, {}, own.config
     )
-    with pytest.raises(ConfigError, match=r"holds another checkpoint than .*, of the same key"):
+    with pytest.raises(ConfigError, match=r"holds a different checkpoint with the same key as .*: move one"):
         checkpoint_from(f"{source}#sft", output, None)
 
 

@@ -116,7 +116,7 @@ def test_to_see_what_is_in_it_manifests_are_enough(unpacked: Path, tmp_path: Pat
         assert {path.name for path in store.output.rglob("*") if path.is_file()} == {"manifest.json"}
 
 
-ADDED = ("index.html", "provenance.intoto.jsonl", "records", "attestations")
+ADDED = ("index.html", "provenance.intoto.jsonl", "records", "log.jsonl")
 """What goes along with the checkpoints."""
 
 
@@ -138,12 +138,12 @@ def test_no_file_of_a_bundle_can_be_changed_or_left_out(unpacked: Path, tmp_path
     broken = audit_bundle(packed(files, tmp_path / "policy.tar")).broken
     assert broken, f"{path.relative_to(files)} passed"
     if place.name in ADDED:
-        assert all(text.startswith(("run-changed", "run-unsigned")) for text in broken)
+        assert all(text.startswith(("run-changed", "file-unsigned", "file-added", "log-")) for text in broken)
 
 
 def test_without_a_key_nothing_is_exported(fresh: Callable[[], Path], tmp_path: Path) -> None:
     output = fresh()
     (output / "keys" / "signing.pem").unlink()
     place, node = resolve("ppo-2", output, None)
-    with pytest.raises(ConfigError, match="BUNDLE: what a bundle adds is signed"):
+    with pytest.raises(ConfigError, match="BUNDLE: a bundle's additions must be signed"):
         export(place, node, tmp_path / "policy.tar")

@@ -76,11 +76,11 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["audit"], "REF or --all"),
-        (["audit", "x", "--all"], "REF or --all"),
+        (["audit"], "REF, --all: exactly one"),
+        (["audit", "x", "--all"], "REF, --all: exactly one"),
         (["audit", "--all"], "--all: needs --output"),
         (["audit", "nothing"], "REF: 'nothing' is not allowed: must be a checkpoint directory"),
-        (["audit", "nothing", "--output", "{output}"], "names nothing in"),
+        (["audit", "nothing", "--output", "{output}"], "matches nothing in"),
         (["audit", "--all", "--output", "/nowhere"], "--output: '/nowhere' is not allowed"),
         (
             ["audit", "ppo-2", "--output", "{output}", "--public-key", "/nowhere"],
@@ -89,7 +89,10 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
         (["lineage", "{output}"], "holds many checkpoints"),
         (["lineage", "no-model@alias", "--output", "{output}"], "is not a registered model's alias"),
         (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: 'm@candidate' is not a registered"),
-        (["promote", "ppo-2", "--output", "{output}", "--name", "m"], "--note: is required where nobody can be asked"),
+        (
+            ["promote", "ppo-2", "--output", "{output}", "--name", "m"],
+            "--note: is required without a terminal, where no one can be asked",
+        ),
         (
             ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],
             "--set 'sft.lr=1' is not allowed: must be promotion.GATE=VALUE",
@@ -113,10 +116,10 @@ def test_prune_shows_before_it_removes(fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert "0 of 8 checkpoints" in xray("prune", "--output", output).output
     Lifecycle(output, tracking=False).add("trial", "ppo", {"x": b"trial"}, {})
-    assert "would go  trial" in xray("prune", "--output", output).output
+    assert "would remove  trial" in xray("prune", "--output", output).output
     for kept in ("trial", str(next(output.glob("checkpoints/trial-*")))):
         assert "0 of 9 checkpoints" in xray("prune", "--output", output, "--keep", kept).output
-    assert "would go  trial" in xray("prune", "--output", output, "--keep", f"{NAME}@candidate").output
+    assert "would remove  trial" in xray("prune", "--output", output, "--keep", f"{NAME}@candidate").output
 
 
 def test_export_audit_import(fresh: Callable[[], Path], tmp_path: Path) -> None:

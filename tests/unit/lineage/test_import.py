@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import xray_runtime.lineage.bundle as module
 from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle
 from xray_runtime.config.validation import ConfigError
@@ -56,45 +61,119 @@ def test_a_bundle_of_another_signer_is_refused_by_key(fresh: Callable[[], Path],
     bundle = bundled(fresh(), tmp_path / "policy.tar")
     own = Lifecycle(tmp_path / "own", tracking=False)
     found = audit_bundle(bundle, own.output / "keys" / "signing.pub")
-    assert {f.code for f in found.findings if f.is_broken} == {"signature-foreign", "run-unsigned"}
-
-
-SPECIAL = {
-    "link": tarfile.SYMTYPE,
-    "hard link": tarfile.LNKTYPE,
-    "device": tarfile.CHRTYPE,
-    "pipe": tarfile.FIFOTYPE,
-    "holes": tarfile.REGTYPE,
-}
+    assert {f.code for f in found.findings if f.is_broken} >= {"signature-foreign", "log-broken"}
 
 
 def test_a_bundle_larger_than_the_disk_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bundle.tar"
     with path.open("wb") as file:
         file.truncate(shutil.disk_usage(tmp_path).total * 2)
-    with pytest.raises(ConfigError, match="bytes are free for it"):
+    with pytest.raises(ConfigError, match="bytes of disk space are free"):
         audit_bundle(path)
 
 
-@pytest.mark.parametrize("kind", ["parent", "absolute", "text", "empty", *SPECIAL])
+def packed(*members: tarfile.TarInfo, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", **options) as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(b"x" * max(member.size, 0)))
+    return buffer.getvalue()
+
+
+def named(*names: str) -> bytes:
+    return packed(*map(tarfile.TarInfo, names))
+
+
+def pax(**headers: str) -> bytes:
+    member = tarfile.TarInfo("checkpoints/x")
+    member.pax_headers = headers
+    return packed(member)
+
+
+def special(kind: bytes) -> bytes:
+    member = tarfile.TarInfo("checkpoints/x")
+    member.type, member.linkname = kind, "/etc/hostname"
+    return packed(member)
+
+
+def header(kind: bytes, size: int) -> bytes:
+    """A header alone that says to be followed by so many bytes."""
+    member = tarfile.TarInfo("checkpoints/x")
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+WHOLE = tarfile.TarInfo("checkpoints/x")
+WHOLE.size = 5000
+NOT_A_FILE, TWICE, OUT, MANY = "no plain file and no directory", "stands in it twice", "leads out of it", "more than"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "parent": (named("../escaped"), OUT),
+    "parent in the middle": (named("checkpoints/../../escaped"), OUT),
+    "absolute": (named("/escaped"), OUT),
+    "two slashes": (named("checkpoints//x"), OUT),
+    "here": (named("./checkpoints/x"), OUT),
+    "no name": (named(""), OUT),
+    "NUL": (pax(path="checkpoints/x\0/../../escaped"), OUT),
+    "control characters": (named("checkpoints/\x1b[2J"), OUT),
+    "half a character": (pax(path="checkpoints/\udcff"), OUT),
+    "twice": (named("checkpoints/x", "checkpoints/y", "checkpoints/x"), TWICE),
+    "twice, directories": (named("checkpoints/x", "checkpoints/X"), TWICE),
+    "twice by another form": (named("checkpoints/\u00e9", "checkpoints/e\u0301"), TWICE),
+    "below a file": (named("checkpoints", "checkpoints/x"), "cannot be read"),
+    "deep": (named("checkpoints/" + "x/" * 1500 + "x"), MANY),
+    "long": (named("checkpoints/" + "x/" * 20 + "x" * 1000), MANY),
+    "one long part": (named("checkpoints/" + "x" * 400), "cannot be read"),
+    "link": (special(tarfile.SYMTYPE), NOT_A_FILE),
+    "hard link": (special(tarfile.LNKTYPE), NOT_A_FILE),
+    "device": (special(tarfile.CHRTYPE), NOT_A_FILE),
+    "pipe": (special(tarfile.FIFOTYPE), NOT_A_FILE),
+    # A petabyte in a kilobyte.
+    "holes": (pax(**{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**50)}), NOT_A_FILE),
+    "a larger size beside": (pax(size=str(2**50)), "cannot be read"),
+    "a negative size beside": (pax(size="-1024"), NOT_A_FILE),
+    "a large comment": (pax(comment="x" * 2**21), "a header of more than"),
+    "a long name that is not there": (header(tarfile.GNUTYPE_LONGNAME, 2**40), "a header of more than"),
+    "headers without end": (header(tarfile.XHDTYPE, 0) * 3000, "cannot be read"),
+    "cut in a file": (packed(WHOLE)[:2000], "cannot be read"),
+    "cut in the first header": (named("checkpoints/x")[:300], "cannot be read"),
+    "text": (b"no archive", "cannot be read"),
+    "no archive at all": (b"", "cannot be read"),
+    "empty": (packed(), "there is no checkpoints"),
+    "compressed": (gzip.compress(named("checkpoints/x")), "cannot be read"),
+    "zip": (b"PK\x03\x04" + bytes(600), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_bundles_are_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "bundle.tar"
-    member = tarfile.TarInfo({"parent": "../escaped", "absolute": str(tmp_path / "escaped")}.get(kind, "x"))
-    if kind in SPECIAL:
-        member.type, member.linkname = SPECIAL[kind], "/etc/hostname"
-    if kind == "holes":
-        # A petabyte in a kilobyte.
-        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**50)}
-    if kind == "text":
-        path.write_text("no archive")
-    else:
-        with tarfile.open(path, "w") as archive:
-            if kind != "empty":
-                archive.addfile(member)
-    with pytest.raises(ConfigError, match="no plain file and no directory" if kind in SPECIAL else "bundle: "):
+    path, (content, said) = tmp_path / "bundle.tar", HOSTILE[kind]
+    path.write_bytes(content)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^bundle: ") as error:
         audit_bundle(path)
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert str(error.value).isprintable()
+    assert time.monotonic() - start < 20
     assert not (tmp_path / "escaped").exists()
-    assert not os.path.exists("/escaped")
+    assert not os.path.lexists("/escaped")
+
+
+@pytest.mark.parametrize("header", ["size", "mtime", "uid"])
+def test_numbers_beside_a_header_that_are_none_do_no_harm(header: str, tmp_path: Path) -> None:
+    (tmp_path / "bundle.tar").write_bytes(pax(**{header: "inf"}))
+    assert not audit_bundle(tmp_path / "bundle.tar").is_sound
+
+
+def test_a_bundle_is_a_file_of_a_bounded_number_of_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="must be a file"):
+            audit_bundle(path)
+    monkeypatch.setattr(module, "MAX_MEMBERS", 3)
+    (tmp_path / "bundle.tar").write_bytes(named(*(f"checkpoints/{number}" for number in range(4))))
+    with pytest.raises(ConfigError, match="its member 4: more are not allowed"):
+        audit_bundle(tmp_path / "bundle.tar")
 
 
 def test_a_broken_chain_is_not_exported(fresh: Callable[[], Path], tmp_path: Path) -> None:

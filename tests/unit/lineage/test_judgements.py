@@ -115,7 +115,7 @@ def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> N
     (directory / name).write_bytes(content.replace(b"a", b"b", 1))
     result = audit(open_lineage_store(output, None))
     assert [(f.code, f.detail) for f in result.findings if f.is_broken] == [("file-changed", f"{name} was changed")]
-    with pytest.raises(ConfigError, match=f"is not what was published: {name} was changed"):
+    with pytest.raises(ConfigError, match=f"differs from what was published: {name} was changed"):
         checkpoint_from(str(directory), output, None)
 
 
@@ -145,7 +145,7 @@ def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_p
 
 def test_judgements_of_another_directory_come_with_who_was_judged(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     output, other = fresh("run"), tmp_path / "other"
-    with pytest.raises(ConfigError, match="nothing was judged in"):
+    with pytest.raises(ConfigError, match="there are no verdicts in"):
         published(output)
     judge(output)
     directory = published(output)
@@ -211,13 +211,13 @@ def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "reward"], "it is a RewardModel; must be a Model that replies"),
+        (["chat", "reward"], "it is a RewardModel; must be a Model"),
         (["chat", "sft", "--temperature", "0"], "--temperature: 0 is not allowed: must be greater than 0"),
         (["compare", "sft", "prepare"], "it is a Dataset; must be a Model"),
-        (["compare", "sft", "sft"], "must be two models"),
+        (["compare", "sft", "sft"], "must be two different models"),
         (["compare", "sft", "ppo-2", "--prompts", "some"], "--prompts: 'some' is not allowed: must be heldout, train"),
         (["compare", "sft", "ppo-2", "--temperature", "-1"], "--temperature: -1 is not allowed"),
-        (["preferences"], "nothing was judged in"),
+        (["preferences"], "there are no verdicts in"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, untouched: Path) -> None:
@@ -237,6 +237,7 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
     assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
     assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
+    assert (found["won"], found["lost"], found["tied"]) == (1, 2, 2)
     # Wilson's interval of 2 in 5.
     assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
     assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])
@@ -246,7 +247,9 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     # Without question 50, which the first won: one of four, and half of two.
     fewer = judged_by_people(verdicts, sides, nodes["prepare"], TextSet(["question 50"]))
     assert (fewer["samples"], fewer["win_rate"]) == (4, pytest.approx(0.5))
-    with pytest.raises(ValueError, match=r"verdicts: judgements-\w+ has none on replies of ppo-1-\w+ and sft-\w+ to a"):
+    with pytest.raises(
+        ValueError, match=r"verdicts: judgements-\w+ has no verdict on replies of ppo-1-\w+ and sft-\w+ to held"
+    ):
         judged_by_people(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
 
 
@@ -254,5 +257,5 @@ def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> N
     output = fresh()
     judge(output, "train")
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
-    with pytest.raises(ValueError, match=r"to a held-out prompt of prepare-\w+: judge them with `xray compare`"):
+    with pytest.raises(ValueError, match=r"to held-out prompts of prepare-\w+: make some with `xray compare`"):
         judged_by_people(published(output), {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])

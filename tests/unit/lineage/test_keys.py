@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.synthetic import Lifecycle, decided
 from tests.unit.lineage.test_commands import xray
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -46,7 +45,7 @@ def test_old_and_new_records_verify_from_either_key(fresh: Callable[[], Path]) -
     assert [key.until is None for key in trusted_keys(output)].count(True) == 1
     for public in (first, second, output / "keys" / "signing.pub"):
         assert codes(output, public) == set()
-    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    chain = decided(output)
     assert [d["action"] for d in chain] == ["register", "rotate", "rotate"]
 
 

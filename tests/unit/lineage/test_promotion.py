@@ -13,7 +13,7 @@ import mlflow
 import pytest
 
 from tests.unit.lineage.promoting import aliases, broken, promoted, second_candidate
-from tests.unit.lineage.synthetic import NAME, Lifecycle, evaluation_files, examples, judged, judged_by
+from tests.unit.lineage.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
@@ -42,7 +42,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     assert decision.version == "1"
     assert aliases(output) == {"candidate": "2", "champion": "1", "previous": "2"}
     assert broken(output) == []
-    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    chain = decided(output)
     assert [d["action"] for d in chain] == ["register", "promote", "register", *["promote"] * 2, *["rollback"] * 2]
     assert chain[4]["evidence"].keys() == {"evaluation", "comparison"}
     assert {gate["name"] for gate in chain[4]["gates"]} >= {"min_win_rate", "max_regression"}
@@ -69,7 +69,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     seen = Review(NAME, "1", node, champion_of(place, NAME), [], "", {})
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
-    assert len(list(output.glob("decisions/*.json"))) == 2
+    assert len(decided(output)) == 2
 
 
 def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -> None:
@@ -79,7 +79,7 @@ def test_who_declines_is_recorded_and_moves_nothing(fresh: Callable[[], Path]) -
     decline(place, seen, by="a person", note="it flatters")
     assert aliases(output) == {"candidate": "1"}
     assert broken(output) == []
-    said = json.loads((output / "decisions" / "000002.json").read_text())["predicate"]
+    said = decided(output)[1]
     assert (said["action"], said["name"], said["alias"], said["version"]) == ("decline", NAME, "champion", "1")
     assert (said["checkpoint"], said["by"], said["note"]) == (node.sha256, "a person", "it flatters")
     # What the person saw.
@@ -145,7 +145,12 @@ def test_a_candidate_of_another_signer_is_not_promoted(fresh: Callable[[], Path]
 @pytest.mark.parametrize(
     ("gates", "reason"),
     [
-        ({"min_win_rate": 0.5}, "win rate 0.600, 95% from 0.400 (gold); at least 0.5"),
+        (
+            {"min_win_rate": 0.5},
+            # 24 of 40; it takes more than 3.84 / 4 / 0.1² = 96.04.
+            "gold: 24 won, 16 lost, 0 tied; win rate 0.600 of those not tied, 95% from 0.446 (at this rate "
+            "about 57 more prompts are needed); must be above 0.5",
+        ),
         ({"min_win_rate": None, "max_kl": 1.0}, "KL 1.250; at most 1.0"),
         ({"min_win_rate": None, "max_length_ratio": 1.1}, "length 8.0 → 10.0; ratio at most 1.1"),
         ({"min_win_rate": None}, "reward +1.000, score -0.100 (gold); a fall of at most 0.0"),
@@ -181,7 +186,7 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
         promoted(output, "ppo-2")
     assert error.value.reasons == ["KL 1.250; at most 1.0"]
     promoted(output, "ppo-2", max_kl=1.5)
-    last = json.loads(sorted(output.glob("decisions/*.json"))[-1].read_text())["predicate"]
+    last = decided(output)[-1]
     assert re.fullmatch(r"as evaluate-2 \w+ has them on record; set by hand: max_kl", last["gates_from"])
     assert [gate["name"] for gate in last["gates"]] == ["max_kl", "max_length_ratio"]
 
@@ -217,14 +222,15 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("numbers", "gate", "reason"),
     [
-        ({"judges": {"gold": judged(NAN, 0.2) | {"win_rate": 0.6}}}, "min_win_rate", "win_rate_ci95 by gold of .* NaN"),
-        ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate": None}}}, "min_win_rate", "win_rate by gold of .* is null"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"won": NAN}}}, "min_win_rate", "won by gold of .* is NaN"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"tied": None}}}, "min_win_rate", "tied by gold of .* is null"),
+        ({"judges": {"gold": judged(0.6, 0.2) | {"lost": True}}}, "min_win_rate", "lost by gold of .* is true"),
+        ({"judges": {"gold": {"judges": True, "delta": 0.2}}}, "min_win_rate", "won by gold of .* is null"),
         (
-            {"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": []}}},
+            {"judges": {"gold": judged(0.5, 0.0) | {"won": 0, "lost": 0, "tied": 40}}},
             "min_win_rate",
-            "win_rate_ci95 by gold .* null",
+            "^gold: all 40 prompts are tied, which shows no improvement; must be above 0.1$",
         ),
-        ({"judges": {"gold": judged(0.6, 0.2) | {"win_rate_ci95": 0.9}}}, "min_win_rate", "win_rate_ci95 by .* null"),
         ({"kl": NAN}, "max_kl", "kl of .* is NaN"),
         ({"length_after": None}, "max_length_ratio", "length_after of .* is null"),
         ({"judges": {"gold": judged(0.6, NAN)}}, "max_judge_drop", "delta by gold of .* is NaN"),
@@ -251,7 +257,10 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     stage = second_candidate(output, win_rate=0.55)
     with pytest.raises(NotPromoted, match="the candidate was not compared with the champion"):
         promoted(output, stage, min_win_rate=None)
-    reason = r"win rate over the champion 0.550, 95% from 0.350 \(gold\), 6 prompts; at most 0.1 below one half"
+    # 22 of 40 begin at 0.398.
+    reason = (
+        r"over the champion gold: 22 won, 18 lost, 0 tied; win rate 0.550 with ties by half, 95% from 0.398 \(at this"
+    )
     with pytest.raises(NotPromoted, match=reason):
         promoted(output, stage, "compare", min_win_rate=None)
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
@@ -315,7 +324,9 @@ def test_an_evaluation_that_cannot_be_repeated_with_the_champion_says_why(tmp_pa
     why = "its evaluation, of kind evaluate, cannot be repeated with the champion"
     assert told("ppo-1").startswith(f"{why} (prompts): set promotion.max_regression=null")
     assert told("sft").startswith(f"{why} (num_promts: unknown field")
-    assert told("ppo-2", "0" * 64) == "the champion 000000000000 is not in the store: nothing to compare with"
+    assert (
+        told("ppo-2", "0" * 64) == "the champion 000000000000 is not in the store, so there is nothing to compare with"
+    )
     assert told("base") == "the candidate has no evaluation in the store"
 
 

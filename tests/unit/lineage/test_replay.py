@@ -296,8 +296,8 @@ def test_a_stage_of_another_version_cannot_be_replayed(tmp_path: Path) -> None:
     life.add("oldest", "ppo", ledger(), {}, {"iterations": 2})
     for stage, why in {
         "drawn": r"REF: drawn \w+ is not allowed: its stage kind 'draw' is unknown here",
-        "older": r"REF: older \w+: its config is not one of this version of X-ray \(\d+ validation errors? for",
-        "oldest": r"REF: oldest \w+: its config is not one of this version of X-ray \('runtime'\)",
+        "older": r"REF: older \w+: this version of X-ray cannot read its config \(\d+ validation errors? for",
+        "oldest": r"REF: oldest \w+: this version of X-ray cannot read its config \('runtime'\)",
     }.items():
         place, node = resolve(stage, tmp_path, None)
         with pytest.raises(ConfigError, match=why):
@@ -369,5 +369,5 @@ def test_bad_input_to_rollouts_and_a_changed_shard(published: Published) -> None
     published.change_a_token(1)
     said = xray(*where, "--iteration", 1)
     assert said.exit_code == 1
-    assert "ledger/000001.parquet is not the file that was published" in said.output
+    assert "ledger/000001.parquet was changed after it was published" in said.output
     assert xray(*where, "--iteration", 2).exit_code == 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.unit.lineage.promoting import broken
-from tests.unit.lineage.synthetic import Lifecycle
+from tests.unit.lineage.synthetic import Lifecycle, decided
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.retention import plan_prune, prune
 
@@ -31,7 +30,7 @@ def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     assert [directory.exists() for directory in tokens] == [True, False]
     assert len(list((output / "checkpoints").iterdir())) == 8 + 1
     assert broken(output) == []
-    chain = [json.loads(path.read_text())["predicate"] for path in sorted(output.glob("decisions/*.json"))]
+    chain = decided(output)
     said = [(d["action"], d["checkpoint"], d["note"]) for d in chain[1:]]
     assert said == [("prune", node.sha256, node.name) for node in plan.remove]
 

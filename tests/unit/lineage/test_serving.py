@@ -96,7 +96,7 @@ def command(output: Path, *arguments: str) -> tuple[int, str]:
 def test_bad_input_is_one_line_and_exit_code_2(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     output = fresh()
     monkeypatch.delenv("XRAY_API_KEY", raising=False)
-    refused = "error: REF: 'champion' is not allowed: {} has no such champion (`xray promote`)"
+    refused = "error: REF: 'champion' is not allowed: {} has no such champion; promote one with `xray promote`"
     assert command(output) == (2, refused.format(output))
     refused = "error: --host: '0.0.0.0' is not allowed without a key: set XRAY_API_KEY"
     assert command(output, "ppo-2", "--host", "0.0.0.0") == (2, refused)

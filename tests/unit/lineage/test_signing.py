@@ -22,6 +22,7 @@ from xray_runtime.lineage.signing import (
     TrustedKey,
     Verifier,
     envelope,
+    exposed_keys,
     fingerprint,
     has_signing_key,
     make_key,
@@ -129,6 +130,41 @@ def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: P
     assert signing_key(tmp_path) == private
     assert (private.read_bytes(), public_key(tmp_path).read_bytes()) == before
     assert sorted(path.name for path in private.parent.iterdir()) == ["signing.pem", "signing.pub"]
+
+
+@pytest.mark.parametrize(
+    ("expose", "said"),
+    [
+        (lambda keys: (keys / "signing.pem").chmod(0o644), r"signing\.pem: mode 0644 is not allowed"),
+        (lambda keys: (keys / "signing.pem").chmod(0o620), r"signing\.pem: mode 0620 is not allowed"),
+        (lambda keys: keys.chmod(0o777), r"keys: mode 0777 is not allowed.*chmod 0700"),
+        (lambda keys: _linked(keys / "signing.pem"), r"signing\.pem: a link is not allowed"),
+    ],
+)
+def test_a_key_that_others_can_use_signs_nothing(expose: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    keys = signing_key(tmp_path).parent
+    assert exposed_keys(tmp_path) == []
+    expose(keys)
+    with pytest.raises(ConfigError, match=said):
+        signing_key(tmp_path)
+    assert len(exposed_keys(tmp_path)) == 1
+
+
+def test_a_key_kept_elsewhere_is_its_owners_alone_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to it is how secrets are mounted."""
+    given = tmp_path / "given.pem"
+    make_key(given)
+    (tmp_path / "link.pem").symlink_to(given)
+    monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "link.pem"))
+    assert signing_key(tmp_path / "out") == tmp_path / "link.pem"
+    given.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640 is not allowed"):
+        signing_key(tmp_path / "out")
+
+
+def _linked(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere.pem")
+    path.symlink_to(path.parent.parent / "elsewhere.pem")
 
 
 def test_a_key_that_was_handed_over_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

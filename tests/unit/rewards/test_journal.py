@@ -9,6 +9,7 @@ import pytest
 
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rewards.source import Batch, Score, failure
+from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedFolder, SharedStore
 
 
@@ -53,9 +54,9 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
 
 def test_another_machine_finds_what_was_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
+    here, there = tmp_path / "here" / "ppo-1", tmp_path / "there" / "ppo-1"
+    here.mkdir(parents=True)
+    there.mkdir(parents=True)
     first = Journal(here, shared)
     keys = first.keys("judge", batch())
     first.write("judge", 0, [(keys[0], Score(0.1, "said"))])
@@ -70,11 +71,38 @@ def test_another_machine_finds_what_was_answered(tmp_path: Path, caplog: pytest.
     # Back here: what was answered there in between is known.
     assert Journal(here, shared).find(keys[2]) == Score(2.0)
 
-    [name, *_] = shared.read()
-    shared.write(name, b'{"key": "%s", "score": 5.0, "why": null}\n' % keys[0].encode())
+    for name in shared.read():
+        shared.write(name, b'{"key": "%s", "score": 5.0, "why": null}\n' % keys[0].encode())
     changed = Journal(there, shared)
-    assert changed.find(keys[0]) is None or changed.find(keys[1]) is None
-    assert f"{name} was changed; its answers are asked for again" in caplog.text
+    assert [changed.find(key) for key in keys] == [None, None, Score(2.0)]
+    assert f"{name}: a line is not sealed with this run's key; its answer is asked for again" in caplog.text
+
+
+def test_planted_answers_are_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, intruder: Seal) -> None:
+    here, other = tmp_path / "ppo-1", tmp_path / "ppo-2"
+    here.mkdir()
+    other.mkdir()
+    journal = Journal(here)
+    keys = journal.keys("judge", batch())
+    journal.write("judge", 0, [(keys[0], Score(0.1)), (keys[1], Score(0.2))])
+    first, second = (here / ANSWERS).read_bytes().splitlines(keepends=True)
+    # Edited, unsealed, sealed for another stage, sealed with another key, no answer at all.
+    Journal(other).write("judge", 0, [(keys[2], Score(9.0))])
+    elsewhere = (other / ANSWERS).read_bytes()
+    (other / ANSWERS).unlink()
+    Journal(other.parent / "ppo-1", seal=intruder).write("judge", 0, [(keys[2], Score(9.0))])
+    foreign = (here / ANSWERS).read_bytes().splitlines(keepends=True)[-1]
+    planted = [
+        first.replace(b"0.1", b"0.9"),
+        b'{"key": "%s", "source": "judge", "step": 0, "score": 9.0, "why": ""}\n' % keys[2].encode(),
+        *(elsewhere, foreign, b"[1]\n", b'{"key": "k", "seal": {}}\n', b"[" * 100_000 + b"\n"),
+    ]
+    for line in planted:
+        caplog.clear()
+        (here / ANSWERS).write_bytes(line + second)
+        found = Journal(here)
+        assert [found.find(key) for key in keys] == [None, Score(0.2), None], line[:80]
+        assert "is not sealed with this run's key" in caplog.text
 
 
 def test_without_a_directory_nothing_is_kept() -> None:

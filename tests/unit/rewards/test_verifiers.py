@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,8 +13,6 @@ import pytest
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
 from xray_runtime.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
-from xray_runtime.rewards.sandbox import passes
-from xray_runtime.rewards.seccomp import seccomp_filter
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.rewards.verifiers import VerifierSource
 
@@ -73,7 +67,7 @@ def test_json_schema() -> None:
     assert values(by_row, [("3", {"type": "integer"}), ("3", '{"type": "string"}')]) == [0.0 + 1.0, 0.0]
     [broken] = verify(by_row, ["3"], [{"type": "number?"}])
     assert math.isnan(broken.value)
-    assert "no JSON Schema" in str(broken.why)
+    assert "not a JSON Schema" in str(broken.why)
     # Nothing is fetched from where a schema points to.
     [remote] = verify(by_row, ["3"], [{"$ref": "http://127.0.0.1:9/schema.json"}])
     assert math.isnan(remote.value)
@@ -99,109 +93,28 @@ def test_code() -> None:
     assert values(CODE, rows) == [1.0, 0.0, 0.0, 1.0]
 
 
-def sandboxes() -> list[int]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error, OSError):
-            if "-S" in process.cmdline():
-                found.append(process.pid)
-    return found
+def test_code_says_why_and_what_is_no_fault_of_the_reply_fails() -> None:
+    found = verify(CODE, ["def f(x): return 1"] * 3, ["assert f(1) == 2", "assert True", {"inputs": "1"}])
+    assert [score.value for score in found[:1]] == [0.0]
+    assert found[0].why == "line 1 of the tests: AssertionError"
+    assert [math.isnan(score.value) for score in found[1:]] == [True, True]
+    assert str(found[1].why).startswith("the tests ask nothing of the code")
+    assert str(found[2].why).startswith("column 'answer' must hold Python statements, a list of them, or")
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "while True: pass",
-        "import time; time.sleep(60)",
-        "import os\nwhile True: os.fork()",
-        "import threading; threading.Thread(target=print).start()",
-        "import subprocess; subprocess.run(['sleep', '60'])",
-        "x = bytearray(2**30)",
-        "open('large', 'wb').write(bytes(2**25))",
-        "import os; os.kill(os.getppid(), 9)",
-        # Ends well before the tests are done.
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "print('started' + 'x' * 32)",
-        "import os; os.write(1, b'started')",
-        "raise SystemExit",
-    ],
-)
-def test_code_that_takes_more_than_it_may_is_wrong(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TAG, "of-this-test")
-    start = time.monotonic()
-    assert not passes(code, "raise AssertionError", limit_s=1.0, memory_mb=256)
-    assert time.monotonic() - start < 30.0
-    assert sandboxes() == []
-
-
-def test_code_sees_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "hidden")
-    kept = (tmp_path / "ours").open("w")
-    look = f"""
-import os, sys
-assert set(os.environ) <= {{"PYTHONHASHSEED", "{TAG}", "LC_CTYPE"}}, os.environ
-assert os.listdir() == []
-assert os.getsid(0) == os.getpid() != {os.getsid(0)}
-assert not any("site-packages" in path for path in sys.path)
-for number in range(3, 64):
-    try:
-        os.fstat(number)
-    except OSError:
-        continue
-    assert os.readlink(f"/proc/self/fd/{{number}}") != {str(tmp_path / "ours")!r}
-"""
-    assert passes(look, "", limit_s=10.0, memory_mb=256)
-    kept.close()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "open('mine', 'w')",
-        "open(THEIRS, 'a')",
-        "os.unlink(THEIRS)",
-        "os.rename(THEIRS, THEIRS + '2')",
-        "os.chmod(THEIRS, 0)",
-        "os.truncate(THEIRS, 0)",
-        "os.mkdir('directory')",
-        "os.symlink(THEIRS, 'link')",
-        "os.kill(os.getppid(), 0)",
-        "os.kill(-1, 0)",
-        "socket.socket()",
-        "socket.create_connection(('127.0.0.1', 9))",
-        "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
-        "resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))",
-    ],
-)
-def test_code_changes_no_file_and_reaches_no_process_and_no_network(call: str, tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.write_text("x")
-    # Readable by whom the sandbox is: what is refused is refused by the filter.
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o777)
-    theirs.chmod(0o666)
-    code = f"""
-import os, resource, socket
-THEIRS = {str(theirs)!r}
-assert open(THEIRS).read() == "x"
-try:
-    {call}
-except (PermissionError, ValueError) as error:
-    refused = True
-"""
-    assert passes(code, "assert refused", limit_s=10.0, memory_mb=256)
-    assert theirs.read_text() == "x"
-
-
-def test_only_known_machines_have_a_filter() -> None:
-    # Of each step the places it may jump to lie within the program.
-    for machine in ("x86_64", "aarch64"):
-        steps = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
-        for place, (_, true, false, _) in enumerate(steps):
-            assert place + 1 + max(true, false) <= len(steps)
-    with pytest.raises(OSError, match="the sandbox knows no system calls of sparc"):
-        seccomp_filter("sparc")
+    before = set(psutil.Process().children(recursive=True))
+    loops = ["while True: pass", "import time; time.sleep(60)", "import os\ndef f(x):\n    while True: os.fork()"]
+    source = VerifierSource(CodeVerifier(column="answer", limit_s=1.0))
+    batch = Batch(["p"] * 3, loops, [[]] * 3, {"answer": ["assert f(1) == 2"] * 3})
+    assert [score.value for score in source.score(batch)] == [0.0, 0.0, 0.0]
+    servers = set(psutil.Process().children()) - before
+    assert servers
+    assert all(server.environ()[TAG] == "of-this-test" and not server.children() for server in servers)
+    del source
+    psutil.wait_procs(servers, timeout=10)
+    assert not any(server.is_running() for server in servers)
 
 
 def test_a_sandbox_that_does_not_start_is_no_wrong_reply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +129,6 @@ def test_a_process_that_ends_by_itself_is_started_again(monkeypatch: pytest.Monk
     marker = "import os, sys\nif not os.path.exists('second'):\n    open('second', 'w').close()\n    sys.exit(3)\n"
     monkeypatch.setattr(verifiers, "PROGRAM", verifiers.PROGRAM.replace("import runpy\n", f"{marker}import runpy\n"))
     assert values(RegexVerifier(pattern="x"), [("x", None)]) == [1.0]
-    monkeypatch.setattr(verifiers, "PROGRAM", "import sys; sys.exit(3)")
+    monkeypatch.setattr(verifiers, "PROGRAM", "import sys; print('no library', file=sys.stderr); sys.exit(3)")
     [score] = verify(RegexVerifier(pattern="x"), ["x"], [None])
-    assert score.why == "RuntimeError: the process of a verifier does not start"
+    assert score.why == "RuntimeError: the verifier's process did not start: exit code 3: no library"

@@ -142,7 +142,7 @@ def test_pass_at_k_of_what_a_verifier_finds_right(root: Path) -> None:
         samples=1,
     )
     assert answered["prompts_checked"] == ASKED
-    with pytest.raises(ValueError, match=r"verifier.column: 'other' is no column of the dataset"):
+    with pytest.raises(ValueError, match=r"verifier.column: 'other' is not a column of the dataset"):
         attempt(root, suite="pass_at_k", verifier={**verifier, "column": "other"})
 
 

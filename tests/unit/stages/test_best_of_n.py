@@ -168,7 +168,9 @@ def test_a_reply_whose_score_failed_is_as_if_absent() -> None:
 
 
 def test_nothing_kept_is_said(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"no reply to any of 12 prompts is kept \(.*'skipped_below_min_reward': 12.0"):
+    with pytest.raises(
+        ValueError, match=r"no reply to any of the 12 prompts was kept \(.*'skipped_below_min_reward': 12.0"
+    ):
         attempt(root, "low", min_reward=99.0, truncated="keep")
     with pytest.raises(ValueError, match=r"'skipped_tied': 12.0"):
         attempt(root, "tied", function=same, skip_tied=True, truncated="keep")

@@ -112,5 +112,5 @@ def test_nobody_is_asked_what_the_champion_has_seen(stage: Stage[EvaluationConfi
 def test_too_few_prompts_are_an_error(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
     tokenizer = train_tokenizer(["question"] * 9, 300)
     limit_prompts(stage.inputs.prompts.path, 4)
-    with pytest.raises(ValueError, match="0 held-out prompts are left that the champion was not trained on; 8 are"):
+    with pytest.raises(ValueError, match="0 held-out prompts are left that the champion was not trained on, and 8 are"):
         asked_prompts(stage, {"candidate": tokenizer, "champion": tokenizer}, seen_by_champion(stage.inputs))

@@ -335,7 +335,7 @@ def test_only_what_is_allowed_is_imported() -> None:
         for where, name in (("__main__", "Mine"), (HERE, "test.<locals>.Mine")):
             mine = type("Mine", (), {"__module__": where, "__qualname__": name})
             with pytest.raises(
-                ConfigError, match=r"ppo\.environment\.path: '.*Mine' is not allowed: environments work in"
+                ConfigError, match=r"ppo\.environment\.path: '.*Mine' is not allowed: environments run in"
             ):
                 xray.ppo(model, data, environment={"path": mine})
         # Who hands over the class itself has imported it.

@@ -179,6 +179,7 @@ def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alike["reward_delta"], alike["reward_delta_ci95"]) == (0.0, [0.0, 0.0])
     for said in alike["judges"].values():
         assert (said["win_rate"], said["win_rate_ci95"], said["delta"]) == (0.5, [0.5, 0.5], 0.0)
+        assert (said["won"], said["lost"], said["tied"]) == (0, 0, PROMPTS)
 
 
 def test_episodes_with_an_environment(root: Path) -> None:

@@ -43,10 +43,10 @@ def graph() -> Any:
         yield graph
 
 
-def parts() -> tuple[Handle, Handle, Handle]:
+def parts(**data: Any) -> tuple[Handle, Handle, Handle]:
     """(data, base, a reward model)."""
-    data, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
-    return data, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
+    prompts, base = xray.prepare(source="x.jsonl", **data), xray.base(model="x")
+    return prompts, base, xray.reward_model(base, data=xray.preferences(source="dataset", path="y.jsonl"))
 
 
 def refused(act: Callable[[], Any]) -> str:
@@ -118,7 +118,7 @@ def test_two_stages_of_one_name_are_refused(again: Callable[[Handle, Handle], Ha
     data, base, _ = parts()
     xray.sft(base, data, steps=7, name="mine")
     said = refused(lambda: again(base, data))
-    assert said == "mine: two stages of this name; give one of them another: name=…"
+    assert said == "mine: two stages have this name; rename one with name=…"
 
 
 def test_a_function_that_was_defined_again_is_another(graph: Graph) -> None:
@@ -131,7 +131,7 @@ def test_a_function_that_was_defined_again_is_another(graph: Graph) -> None:
         return mine
 
     xray.ppo(base, data, rewards=[made()], name="mine")
-    assert "two stages of this name" in refused(lambda: xray.ppo(base, data, rewards=[made()], name="mine"))
+    assert "two stages have this name" in refused(lambda: xray.ppo(base, data, rewards=[made()], name="mine"))
 
 
 def test_what_could_not_be_submitted_is_no_stage() -> None:
@@ -150,7 +150,7 @@ def test_what_could_not_be_submitted_is_no_stage() -> None:
 
 def test_a_stage_needs_a_graph() -> None:
     said = refused(lambda: xray.base(model="x"))
-    assert said == 'a stage can be called inside of `with xray.workspace("DIRECTORY"):` alone'
+    assert said == 'a stage can be called only inside `with xray.workspace("DIRECTORY"):`'
 
 
 def test_the_innermost_graph_counts() -> None:
@@ -292,7 +292,9 @@ def test_inputs_are_of_the_same_workspace(graph: Graph) -> None:
     with recording():
         elsewhere = xray.base(model="x")
     said = refused(lambda: xray.sft(elsewhere, xray.prepare()))
-    assert said == ("sft.base: <Model base> is of another workspace: take its checkpoint, xray.checkpoint('DIR#base')")
+    assert said == (
+        "sft.base: <Model base> belongs to another workspace: use its checkpoint, xray.checkpoint('DIR#base')"
+    )
 
 
 def test_registering_takes_a_policy_and_its_evaluation(graph: Graph) -> None:
@@ -381,17 +383,39 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
     assert {role: again.parents[role] for role in handles} == handles
 
 
+def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
+    def right(prompts: Any, replies: Any, answer: Any, messages: Any, other: Any = None) -> list[float]:
+        return [1.0] * len(replies)
+
+    def wrong(prompts: Any, replies: Any, anser: Any) -> list[float]:
+        return [1.0] * len(replies)
+
+    def lonely(prompts: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    data, base, _ = parts(columns=["answer", "task"])
+    xray.ppo(base, prompts=data, rewards=[right])
+    lost = "takes 'anser', which is not a column of the dataset: there are answer, task; add it to data.columns"
+    for function, why in {wrong: lost, lonely: "must take the arguments prompts and replies, in this order"}.items():
+        name = f"{__name__}:{function.__qualname__}"
+        with pytest.raises(ConfigError) as error:
+            xray.ppo(base, prompts=data, rewards=[right, 0.5 * xray.reward(function)], name="other")
+        assert str(error.value) == f"other: rewards.1.function {name!r}: {why}"
+        with pytest.raises(ConfigError, match=r"^judged: judges\.0\.function .*: (takes 'anser'|must take)"):
+            xray.evaluate(base, base, data, judges=[function], name="judged")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (
             {"verifier": {"kind": "math", "column": "answr"}},
-            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; name it in "
+            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; add it to "
             "data.columns",
         ),
         (
             {"function": "f", "when": {"column": "task", "equals": "a"}},
-            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset carries answer; name it in data.columns",
+            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset carries answer; add it to data.columns",
         ),
         (
             {"verifier": {"kind": "maths"}},
@@ -414,7 +438,7 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
         ),
         (
             {"service": {"url": "https://me:secret@host/score"}},
-            "ppo.rewards.0.service.url: a login before 'https://host/score' is not allowed: the config is recorded and "
+            "ppo.rewards.0.service.url: a login in 'https://host/score' is not allowed: the config is recorded and "
             "shown",
         ),
         (
@@ -423,8 +447,8 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
         ),
         (
             {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
-            "ppo: rewards.0.judge.opponents: is not allowed where each prompt has one reply: there is no other to "
-            "compare it with",
+            "ppo: rewards.0.judge.opponents: is not allowed where each prompt has a single reply: there is "
+            "nothing to compare it with",
         ),
         (
             {"service": {"url": "http://host"}, "retries": 1},
@@ -449,7 +473,9 @@ def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
     xray.preferences(policy=base, data=data, source="rewards", rewards=[judge])
     xray.ppo(base, data, rewards=[judge], method="grpo", samples_per_prompt=2)
     message = refused(lambda: xray.evaluate(base, base, data, rewards=[judge]))
-    assert message.startswith("evaluate: rewards.0.judge.opponents: is not allowed where each prompt has one reply")
+    assert message.startswith(
+        "evaluate: rewards.0.judge.opponents: is not allowed where each prompt has a single reply"
+    )
 
 
 def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> None:
@@ -459,7 +485,7 @@ def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> Non
     xray.ppo(base, data, judges=[judge], **given)
     judge["judge"]["opponents"] = 2
     message = refused(lambda: xray.ppo(base, data, judges=[judge], **given))
-    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed where each prompt has one reply")
+    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed where each prompt has a single reply")
 
 
 def test_a_reference_is_for_losses_that_have_one(graph: Graph) -> None:
@@ -497,7 +523,7 @@ def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch
     monkeypatch.delenv("XRAY_ALLOWED_IMPORTS", raising=False)
     data, base, _ = parts()
     assert refused(lambda: xray.ppo(base, data, rewards=[source])) == (
-        "ppo: 'os:system' is not allowed: it would import os, and XRAY_ALLOWED_IMPORTS in the environment allows "
+        "ppo: 'os:system' is not allowed: it would import os, but XRAY_ALLOWED_IMPORTS in the environment allows "
         "nothing; to allow it: XRAY_ALLOWED_IMPORTS=os"
     )
 
@@ -525,7 +551,7 @@ def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
     lambdas = [lambda prompts, replies: [1.0] * len(replies), lambda prompts, replies: [2.0] * len(replies)]
     said = refused(lambda: xray.ppo(base, data, rewards=lambdas))
     name = f"{__name__}:test_two_functions_of_one_name_are_refused.<locals>.<lambda>"
-    assert said == f"ppo.rewards.1: two functions are called {name!r}; give one of them another name"
+    assert said == f"ppo.rewards.1: two functions are called {name!r}; rename one of them"
 
 
 @pytest.mark.parametrize(
@@ -533,7 +559,10 @@ def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
     [
         ([], "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
         (None, "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
-        ([0.0 * reward(brevity)], "ppo: rewards: one must have a weight other than 0: the others are only logged"),
+        (
+            [0.0 * reward(brevity)],
+            "ppo: rewards: one must have a weight other than 0: sources of weight 0 are only logged",
+        ),
         ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
         ([{"weight": 1.0}], "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set"),
         ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
@@ -645,8 +674,8 @@ def test_rewards_of_a_call_replace_the_default_ones(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ({"generatr": {}}, "generatr: unknown field (did you mean generator?): no stage kind has one of this name"),
-        ({"qqq": 1}, "qqq: unknown field: no stage kind has one of this name"),
+        ({"generatr": {}}, "generatr: unknown field (did you mean generator?): no stage kind has a field of this name"),
+        ({"qqq": 1}, "qqq: unknown field: no stage kind has a field of this name"),
     ],
 )
 def test_a_default_that_nothing_reads_is_refused(defaults: dict[str, Any], message: str) -> None:
@@ -707,7 +736,7 @@ def test_planning_records_every_workspace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sed": 3}, "sed: unknown field: no stage kind has one of this name"),
+        ({"sed": 3}, "sed: unknown field: no stage kind has a field of this name"),
         ({"runtime": {"devise": "cpu"}}, "runtime.devise: unknown field (did you mean device?); allowed here: "),
         ({"seed": "3"}, "seed: '3' is not allowed: must be a whole number from 0 to 2147483647"),
     ],

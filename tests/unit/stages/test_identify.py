@@ -257,7 +257,7 @@ def test_an_algorithm_handed_over_counts_by_its_source(memory: DigestMemory) -> 
 
 def test_a_function_that_has_no_digest_is_refused(memory: DigestMemory) -> None:
     mine = cell("def mine(prompts, replies):\n    return [WHAT for _ in replies]\n", WHAT=object())
-    with pytest.raises(ValueError, match=r"^mine: global 'WHAT' is a object, of which no digest can be made; "):
+    with pytest.raises(ValueError, match=r"^mine: global 'WHAT' is a object, which cannot be digested; "):
         identities(judged(mine), memory)
 
 
@@ -404,7 +404,10 @@ def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
-        *(f"xray_runtime.data.{name}" for name in ("heldout", "mixture", "pairs", "sources", "text_set")),
+        *(
+            f"xray_runtime.data.{name}"
+            for name in ("dropped", "heldout", "messages", "mixture", "pairs", "records", "sources", "text_set")
+        ),
         "xray_runtime.data",
         *(f"xray_runtime.{name}" for name in ("stages", "stages.prepare")),
     }

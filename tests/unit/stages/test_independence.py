@@ -22,7 +22,7 @@ from xray_runtime.stages.kind import Stage
 
 MATHS: dict[str, Any] = {"verifier": {"kind": "regex", "pattern": "42"}}
 ORACLE = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "Is it kind?"}}
-ASIDE = "put it among rewards, which are shown and do not judge"
+ASIDE = "list it under rewards, which are shown but do not judge"
 
 
 def long(prompts: list[str], replies: list[str]) -> list[float]:
@@ -116,7 +116,7 @@ def weighable(source: Any) -> Any:
 def test_a_gold_score_that_is_a_reward_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", __name__)
     said = refused(lambda made: [], gold=f"{__name__}:long")
-    reason = "is not allowed: policy was trained against it; another must judge"
+    reason = "is not allowed: policy was trained against it; use another judge"
     assert said == f"evaluate: gold: '{__name__}:long' {reason}"
 
 

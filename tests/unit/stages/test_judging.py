@@ -33,6 +33,7 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
     both = judge(judged, 0, "evaluate", "after", "before", Panel({"gold": golds, "judges.0": rewards}, rewards))
     assert (both["win_rate"], both["judge"], both["gold_delta"], both["reward_delta"]) == (0.75, "judges.0", 1.0, 0.5)
     assert [both["judges"][name]["samples"] for name in ("gold", "judges.0")] == [4, 2]
+    assert [both["judges"]["judges.0"][name] for name in ("won", "lost", "tied")] == [1, 0, 1]
     # Without a reward nothing is said of one.
     alone = judge(judged, 0, "evaluate", "after", "before", Panel({"gold": golds}))
     assert (alone["judge"], alone["reward_delta"], alone["reward_before"]) == ("gold", None, None)

@@ -89,8 +89,10 @@ def test_a_reply_without_a_score_and_a_source_that_does_not_apply(inputs: PPOInp
     assert np.isnan(rows[1]["score/half"])
     assert (rows[1]["reward"], rows[1]["scaled_reward"], rows[1]["times_trained"]) == (None, None, 0)
     assert rows[1]["advantages"] == rows[1]["weights"] == []
+    assert rows[1]["failure/half"] == "it returned None"
+    assert all(f"failure/{model}" not in rows[1] for model in ("rewards.0",))
     for row in (rows[0], rows[2], rows[3]):
-        assert row["score/half"] == 0.5
+        assert (row["score/half"], row["failure/half"]) == (0.5, None)
         assert row["reward"] == row["score/rewards.0"] + 1.0
         assert len(row["advantages"]) == len(row["reply_ids"]) == 2
         assert row["times_trained"] == 1

@@ -227,7 +227,7 @@ def test_rewards_that_are_not_finite_are_refused(
 
 def test_a_reward_model_that_gives_all_replies_one_score_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
     world = Faulty(role="rewards.0", method="score", change=lambda a: {"scores": np.full_like(a["scores"], 0.5)}, at=0)
-    cause = "the reward model rewards.0 gave [89] different replies the same score, 0.5: it tells nothing"
+    cause = "the reward model rewards.0 gave [89] different replies the same score, 0.5: it is not informative"
     with pytest.raises(RuntimeError, match=cause):
         attempt(inputs, tmp_path / "out", world, model=Broken, prompts_per_iteration=9, minibatch_size=3)
     assert not world.batches

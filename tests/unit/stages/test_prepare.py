@@ -14,6 +14,7 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, Pairs, prompt_text
+from xray_runtime.report.findings import data_findings
 from xray_runtime.stages.kind import NoInputs, Stage
 from xray_runtime.stages.prepare import run
 
@@ -74,7 +75,8 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def test_chitchat(tmp_path: Path) -> None:
-    train, heldout, stats, notes = prepare(tmp_path / "a")
+    limits: dict[str, Any] = {"context_messages": 1, "min_chars": 2, "max_chars": 120}
+    train, heldout, stats, notes = prepare(tmp_path / "a", **limits)
     # The pairs of 2 to 120 characters an earlier, independent count found: 80,672, within what merging rules change.
     assert 78_000 < len(train) + len(heldout) < 84_000
     assert 0.03 < len(heldout) / len(train) < 0.07
@@ -86,12 +88,12 @@ def test_chitchat(tmp_path: Path) -> None:
         assert 2 <= len(prompt_text(e.prompt)) <= 120
         assert e.response == " ".join(e.response.split())
     assert len({e.id for e in (*train, *heldout)}) == len(train) + len(heldout)
-    dropped = sum(count for name, count in stats.items() if name.startswith("dropped_"))
+    dropped = sum(n for name, n in stats.items() if name.startswith("dropped_")) - stats["dropped_without_reply"]
     assert stats["read_pairs"] == stats["train_pairs"] + stats["heldout_pairs"] + dropped
     assert stats["read_conversations"] == 7168
     assert notes.reports[-1] == (7168, 7168)
     assert len(notes.tables["data_examples"]) == 20
-    prepare(tmp_path / "b")
+    prepare(tmp_path / "b", **limits)
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
@@ -127,18 +129,34 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "no reply"}]},
     ]
     source = rows_file(tmp_path / "rows.jsonl", rows)
-    train, heldout, stats, _ = prepare(tmp_path / "a", source=source, max_chars=40, heldout_fraction=0.2)
+    limits: dict[str, Any] = {"min_chars": 2, "max_chars": 40}
+    train, heldout, stats, _ = prepare(tmp_path / "a", source=source, heldout_fraction=0.2, **limits)
     assert len(train) + len(heldout) == 50
+    listed = [json.loads(line) for line in (tmp_path / "a" / "dropped.jsonl").read_text().splitlines()]
+    assert listed == [
+        {"reason": "empty", "row": 51, "reply": 0},
+        {"reason": "empty", "row": 52, "reply": 0},
+        {"reason": "too_short", "row": 53, "reply": 0},
+        {"reason": "too_long", "row": 54, "reply": 0},
+        {"reason": "too_long", "row": 55, "reply": 0},
+        {"reason": "without_reply", "row": 56},
+    ]
+    said = (
+        "dropped 5 of 55 replies: 2 longer than max_chars, 2 empty, 1 shorter than min_chars; 1 of 56 rows without a "
+        "reply to learn; dropped.jsonl in its checkpoint lists them"
+    )
+    assert data_findings({f"data/{name}": [(0, float(count))] for name, count in stats.items()}) == [said]
     assert stats == {
         "dropped_empty": 2,
         "dropped_heldout_prompt_seen_in_training": 0,
         "dropped_too_long": 2,
         "dropped_too_short": 1,
+        "dropped_without_reply": 1,
         "heldout_conversations": len(heldout),
         "heldout_pairs": len(heldout),
         "read_conversations": 56,
         "read_pairs": 55,
-        "read_without_reply": 1,
+        "read_records": 56,
         "train_conversations": len(train),
         "train_pairs": len(train),
     }
@@ -197,7 +215,7 @@ def test_a_mixture_has_its_shares_and_says_what_it_read(tmp_path: Path) -> None:
     assert abs(stats["read_conversations_source_1"] - 400 * 2 / 7) <= 1
     with pytest.raises(ValueError, match=r"data\.sources\.1\.source: .*gone\.jsonl' is not a file"):
         prepare(tmp_path / "d", sources=[sources[0], {"source": str(tmp_path / "gone.jsonl")}])
-    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed beside sources"):
+    with pytest.raises(ValueError, match=r"source = 'x\.jsonl' is not allowed together with sources"):
         DataConfig.model_validate({"source": "x.jsonl", "sources": sources})
 
 
@@ -213,7 +231,7 @@ def test_a_curriculum_orders_training_and_nothing_else(tmp_path: Path) -> None:
     facts = [json.loads((tmp_path / name / "dataset.json").read_text())["in_order"] for name in "ab"]
     assert facts == [False, True]
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        *("dataset.json", "heldout.arrow", "stats.json", "train.arrow")
+        *("dataset.json", "dropped.jsonl", "heldout.arrow", "stats.json", "train.arrow")
     ]
     for value in (None, "hard", float("nan")):
         rows[3]["level"] = value
@@ -244,13 +262,38 @@ def test_rows_of_one_conversation_stay_together(tmp_path: Path) -> None:
     assert len(train) + len(heldout) == 160
     assert not {e.conversation for e in train} & {e.conversation for e in heldout}
     assert stats["read_conversations"] == 40
-    assert {(e.id, e.conversation) for e in (*train, *heldout)} == {(f"{i}-0", f"c{i % 40}") for i in range(160)}
+    assert {(e.id, e.conversation) for e in (*train, *heldout)} == {(f"{i + 1}-0", f"c{i % 40}") for i in range(160)}
 
 
 def test_an_empty_side_is_refused(tmp_path: Path) -> None:
     source = rows_file(tmp_path / "rows.jsonl", [{"prompt": "only one", "completion": "x" * 500}])
     with pytest.raises(ValueError, match=r"0 training and 0 held-out pairs .* \(dropped: \{'dropped_too_long': 1\}\)"):
-        prepare(tmp_path / "a", source=source)
+        prepare(tmp_path / "a", source=source, max_chars=120)
+
+
+def test_long_conversations_of_any_script_are_kept_whole(tmp_path: Path) -> None:
+    said = ["Почему небо синее? " * 160, "因为瑞利散射。" * 500, "לָמָּה? " * 400, "Because of scattering.\n\n" * 130]
+    rows = [
+        {"conversations": [{"from": ("human", "gpt")[n % 2], "value": f"{i} {text}"} for n, text in enumerate(said)]}
+        for i in range(40)
+    ]
+    train, heldout, stats, _ = prepare(
+        tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), heldout_fraction=0.2
+    )
+    assert (len(train) + len(heldout), stats["read_pairs"]) == (80, 80)
+    last = next(e for e in train if len(e.prompt) == 3)
+    number = last.response.partition(" ")[0]
+    assert [*(m["content"] for m in last.prompt), last.response] == [f"{number} {text}" for text in said]
+
+
+def test_what_is_dropped_is_listed_within_bounds(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i}", "completion": "x" * (30 if i % 100 else 3)} for i in range(3000)]
+    _, _, stats, _ = prepare(
+        tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), max_chars=20, heldout_fraction=0.5
+    )
+    listed = (tmp_path / "a" / "dropped.jsonl").read_text().splitlines()
+    assert (stats["dropped_too_long"], len(listed)) == (2970, 1001)
+    assert json.loads(listed[-1]) == {"reason": "too_long", "more": 1970}
 
 
 def test_ground_truth_is_carried_along(tmp_path: Path) -> None:
@@ -292,7 +335,7 @@ def test_rows_to_choose_by_are_in_neither_other_side(tmp_path: Path) -> None:
     assert {e.id for e in kept} <= {e.id for e in train}
     assert stats["validation_pairs"] == len(validation) > 20
     assert {path.name for path in (tmp_path / "b").iterdir()} == {
-        *("train.arrow", "heldout.arrow", "validation.arrow", "stats.json", "dataset.json")
+        *("train.arrow", "heldout.arrow", "validation.arrow", "stats.json", "dataset.json", "dropped.jsonl")
     }
     assert all(text in held_out_prompts(tmp_path / "b") for side in prompts[1:] for text in side)
     assert not any(text in held_out_prompts(tmp_path / "b") for text in prompts[0])

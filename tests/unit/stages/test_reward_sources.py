@@ -71,7 +71,8 @@ def test_what_a_source_has_no_score_for_is_masked() -> None:
         (["1", "lost", "3", "4"], 0.2, "1 of 4 replies have no reward; f failed for 1: it returned None"),
         (["1", "lost", "3", "4"], 0.25, None),
         (["lost"] * 4, 1.0, "4 of 4 replies have no reward; f failed for 4: it returned None"),
-        (["1", "2", "3", "x"], 0.2, "4 of 4 replies have no reward; f failed for 4: ValueError: could not convert"),
+        (["1", "2", "3", "x"], 0.2, "1 of 4 replies have no reward; f failed for 1: ValueError: could not convert"),
+        (["1", "2", "3", "x"], 0.25, None),
     ],
 )
 def test_the_budget_and_the_cause(replies: list[str], max_failed: float, says: str | None) -> None:
@@ -119,7 +120,7 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
     assert found.scaled(lost).isnan().tolist() == [False, True, False]
     with pytest.raises(RuntimeError, match="3 of 3 replies have no reward; no source of reward applies to them"):
         score(found, ["a", "b", "b"], columns={"task": [None] * 3})
-    with pytest.raises(ValueError, match=r"s\.rewards\.0\.when\.column: 'task' is no column of the dataset: name it"):
+    with pytest.raises(ValueError, match=r"s\.rewards\.0\.when\.column: 'task' is not a column of the dataset: add it"):
         score(found, ["a"])
 
 
@@ -414,9 +415,9 @@ def test_a_source_that_never_answers_twice_the_same_is_resumed_to_the_same_bytes
         np.testing.assert_equal(after[2], after[0])
     # On a machine that has nothing but the shared store it is the same.
     shared = SharedFolder(SharedStore((tmp_path / "shared").as_uri()), "snapshots/ppo-1/kept")
-    machines = [tmp_path / "one", tmp_path / "other"]
+    machines = [tmp_path / "one" / "ppo-1", tmp_path / "other" / "ppo-1"]
     for machine in machines:
-        machine.mkdir()
+        machine.mkdir(parents=True)
     on_one, third = go("on-one", kept=machines[0], kept_shared=shared)
     on_other, _ = go("on-other", kept=machines[1], kept_shared=shared, newest=third.snapshots[1])
     both = [list(map(plain, world.batches[-len(on_other.batches) :])) for world in (on_one, on_other)]

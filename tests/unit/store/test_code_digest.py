@@ -157,7 +157,7 @@ def test_an_import_by_a_name_of_run_time_is_refused(package: Path, text: str) ->
     [
         ("USES = ['kit.alone']\n", "line 1: USES must be a tuple of module names"),
         ("USES = (name,)\n", "line 1: USES must be a tuple of module names"),
-        ("USES = ('kit.absent',)\n", "kit.losses: USES names 'kit.absent', and there is no such module"),
+        ("USES = ('kit.absent',)\n", "kit.losses: USES names 'kit.absent', which does not exist"),
         ("def f(:\n", "losses.py: cannot be read as Python"),
         ("from ... import x\n", "kit.losses: a relative import leaves the package"),
     ],

@@ -11,6 +11,8 @@ import pytest
 
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
+from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.shared import SharedStore, StorageError
@@ -175,6 +177,7 @@ def test_a_checkpoint_kept_elsewhere_with_other_bytes_is_not_in_this_mlflow(tmp_
     record = json.loads(path.read_text())
     record["checkpoint"]["sha256"] = "99" * 32
     path.write_text(json.dumps(record))
+    signed(path)
     result = found(tmp_path / "out", None)
     assert result is not None
     assert result.checkpoint.mlflow_model_id is None
@@ -188,7 +191,9 @@ def test_what_is_no_result_is_not_used(
     content: str, shared: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     computed(tmp_path / "out", shared)
-    (tmp_path / "out" / RESULTS / FILE).write_bytes(content.encode("latin-1"))
+    path = tmp_path / "out" / RESULTS / FILE
+    path.write_bytes(content.encode("latin-1"))
+    signed(path)
     with caplog.at_level(logging.WARNING):
         assert found(tmp_path / "out", shared) is None
     assert "not the result of a stage; it is not used" in caplog.text
@@ -199,7 +204,28 @@ def test_the_result_of_another_stage_is_not_used(change: dict[str, Any], shared:
     computed(tmp_path / "out", shared)
     path = tmp_path / "out" / RESULTS / FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    signed(path)
     assert found(tmp_path / "out", shared) is None
+
+
+def test_a_result_that_somebody_changed_is_not_used(
+    shared: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = computed(tmp_path / "out", shared)
+    path = tmp_path / "out" / RESULTS / FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": 0.1}))
+    with caplog.at_level(logging.WARNING):
+        assert found(tmp_path / "out", shared) is None
+    assert "not what was signed" in caplog.text
+    # The stage finds its checkpoint, and says so anew.
+    keep_result(result, tmp_path / "out", store_of(tmp_path / "out", shared), renew=True)
+    assert found(tmp_path / "out", shared) is not None
+
+
+def signed(path: Path) -> None:
+    """As if X-ray had written it."""
+    output = path.parent.parent
+    leave(output, signing_key(output), [path], "results")
 
 
 def test_a_store_that_cannot_be_written_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,12 +37,12 @@ def test_waiting_for_a_node_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquisition, "NODE_SECONDS", 0.0)
     monkeypatch.setattr(acquisition, "num_lost", lambda: 1)
     monkeypatch.setattr(acquisition, "nodes", lambda: SMALL)
-    with pytest.raises(BusyClusterError, match=r"waited 0.01 s .* ask for 2 CPUs .* the cluster has 1"):
+    with pytest.raises(BusyClusterError, match=r"waited 0.01 s .* need 2 CPUs .* the cluster has 1"):
         await_nodes("ppo-1", TWO, timeout_s=0.01)
 
 
 def test_what_a_cluster_never_had_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquisition, "num_lost", lambda: 0)
     monkeypatch.setattr(acquisition, "nodes", lambda: SMALL)
-    with pytest.raises(ConfigError, match="ask for 2 CPUs"):
+    with pytest.raises(ConfigError, match="need 2 CPUs"):
         await_nodes("ppo-1", TWO, timeout_s=1e6)

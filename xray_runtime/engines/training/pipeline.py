@@ -31,7 +31,9 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
     """Raises ValueError where the model cannot be dealt to so many stages, as `field` asks."""
     refused = f"{field}.pipeline_parallel: {stages} is not allowed"
     if not built_like_llama(module.lm):
-        raise ValueError(f"{refused}: only models built like Llama are taken apart, not a {type(module.lm).__name__}")
+        raise ValueError(
+            f"{refused}: only Llama-like models can be split into stages, not a {type(module.lm).__name__}"
+        )
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
     if len(module.lm.model.layers) < stages:

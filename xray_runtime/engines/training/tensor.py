@@ -35,7 +35,7 @@ def check_split(lm: Any, degree: int, field: str) -> None:
     if heads % degree or kv_heads % degree:
         raise ValueError(f"{refused}: it must divide the model's {heads} heads and {kv_heads} key-value heads")
     if not getattr(config, "base_model_tp_plan", None):
-        raise ValueError(f"{refused}: a {type(lm).__name__} carries no tensor-parallel plan")
+        raise ValueError(f"{refused}: a {type(lm).__name__} has no tensor-parallel plan")
     try:
         _layer_specs(lm)
     except ValueError as error:

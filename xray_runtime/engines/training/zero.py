@@ -315,7 +315,9 @@ def check_offload(engine: EngineConfig) -> None:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         if not AsyncIOBuilder().is_compatible():
-            raise ValueError("engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not here")
+            raise ValueError(
+                "engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not installed"
+            )
 
 
 def _offload(engine: EngineConfig) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +18,18 @@ from typing import Any
 
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
+from xray_runtime.lineage.audit.files import check_files, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.verified import Since, read_since, write_since
+from xray_runtime.lineage.audit.kept import check_kept
+from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_since, write_since
 from xray_runtime.lineage.card import CHECKPOINT_LINE
-from xray_runtime.lineage.decisions import check_chain, pruned
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
+from xray_runtime.lineage.log import EMPTY, Head
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.run_statement import check_runs
-from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier
+from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.artifacts import Benchmark, Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
@@ -51,6 +52,8 @@ class Audit:
     findings: list[Finding] = field(default_factory=list)
     unchanged: int = 0
     """Checkpoints that were not read, since they are as they were when they were last verified."""
+    log: Head = EMPTY
+    """Where the signed log ends: whoever keeps this can tell later whether anything was taken off it."""
     notes: list[str] = field(default_factory=list)
     """What was left out and why, in words; only of an audit that may leave something out."""
 
@@ -70,6 +73,7 @@ class Audit:
             "files": self.files,
             "bytes": self.bytes,
             "unchanged": self.unchanged,
+            "log": str(self.log),
             "notes": self.notes,
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -82,6 +86,8 @@ def audit(
     public: Path | None = None,
     hashing: bool = True,
     since_verified: bool = False,
+    expect: Head | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
@@ -91,6 +97,8 @@ def audit(
         hashing: False judges weights by their size alone.
         since_verified: read what changed since such an audit found everything sound, and record that this one did; see
             `verified`. Of everything, with hashing.
+        expect: where the log ended once, from somebody who kept that.
+        on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
@@ -104,14 +112,20 @@ def audit(
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
     since = read_since(store.output, graph, trusted) if since_verified else None
+    view, broken = read_log(store.output, verifier)
+    found += broken
+    result.log = view.head
+    heads = {"--expect": expect, RECORD: since.head if since is not None else last_head(store.output, trusted)}
+    found += check_heads(view, heads)
     prompts = Prompts(graph)
     commits: set[str] = set()
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
     changed = [node for node in nodes if since is None or node.sha256 not in since.unchanged]
     result.unchanged = len(nodes) - len(changed)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for findings in pool.map(lambda node: _node(store, node, verifier, hashing), changed):
+        for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
             found += findings
+            on_progress(done, len(changed))
     for node in nodes:
         result.checkpoints += 1
         result.files += len(node.manifest.files)
@@ -124,14 +138,16 @@ def audit(
             found += check_dataset(node, prompts)
             found += check_evaluation(node, graph, prompts, spans)
     found += _commits(sorted(commits))
+    if view.heads:
+        found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
-        found += _record(store)
-        found += check_runs(store.output, verifier, last_only=since is not None)
-    found += check_chain(store.output, verifier, since.chain if since is not None else None)
-    if store.tracking_uri is not None:
-        from xray_runtime.lineage.audit.registry import check_tracking
+        found += [Finding("keys", "key-exposed", text) for text in exposed_keys(store.output)]
+        found += check_record(store, view)
+        found += check_files(store, view)
+        found += check_kept(store.output, trusted, hashing and since is None)
+    from xray_runtime.lineage.audit.tracking import check_tracking
 
-        found += check_tracking(store, nodes, everything, changed)
+    found += check_tracking(store, view, nodes, everything, changed)
     result.findings = sorted(set(found))
     if since is not None:
         result.notes = _since_notes(store, result, trusted, since)
@@ -143,11 +159,13 @@ def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], 
     notes = [f"everything was read: {since.reason}"] if since.reason else []
     if not since.reason:
         notes.append(
-            f"{result.unchanged} of {result.checkpoints} checkpoints and {since.left_out} decisions are unchanged in "
-            "size, inode and times since they were verified; neither they nor their runs in MLflow were read again. "
+            f"{result.unchanged} of {result.checkpoints} checkpoints are unchanged in size, inode and times since they "
+            "were verified; neither they nor their runs in MLflow were read again. "
             f"Everything was last read {since.whole}"
         )
-    kept = "something was found" if not result.is_sound else write_since(store.output, store.graph, trusted, since)
+    kept = "something was found"
+    if result.is_sound:
+        kept = write_since(store.output, store.graph, trusted, since, result.log)
     return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
 
 
@@ -171,7 +189,7 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
         if node is None:
             continue
         if not node.is_at_home:
-            yield Finding(node.name, "misplaced", f"it lies in {node.directory.name}")
+            yield Finding(node.name, "misplaced", f"it is in {node.directory.name}")
         for role, parent in graph.parents(sha):
             if parent not in graph.nodes:
                 yield Finding(node.name, "parent-missing", f"{role} {parent[:12]} is not in the store")
@@ -206,11 +224,13 @@ def _identity(node: Node) -> Iterator[Finding]:
         # No JSON that we write: NaN, half a character.
         key = None
     if key != manifest.key:
-        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from what it says")
+        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from its content")
     if kind is not None and kind.output.__name__ != manifest.type:
-        yield Finding(node.name, "manifest-inconsistent", f"a stage of kind {kind.name} makes no {manifest.type}")
+        yield Finding(
+            node.name, "manifest-inconsistent", f"a stage of kind {kind.name} does not make a {manifest.type}"
+        )
     if manifest.dataset not in (None, *manifest.parents.values()):
-        yield Finding(node.name, "manifest-inconsistent", "its dataset is none of its parents")
+        yield Finding(node.name, "manifest-inconsistent", "its dataset is not one of its parents")
 
 
 def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
@@ -235,7 +255,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
     if statement is None:
         missing = not (record / STATEMENT).exists()
         code = "statement-missing" if missing else "statement-malformed"
-        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is no statement'}")
+        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is not a statement'}")
         return
     differing = statement.contradicts(node.manifest, node.sha256)
     if differing:
@@ -307,30 +327,3 @@ def _commits(commits: list[str]) -> Iterator[Finding]:
             return
         if not known:
             yield Finding("code", "code-unavailable", f"commit {commit[:12]}")
-
-
-def _record(store: LineageStore) -> Iterator[Finding]:
-    """lifecycle.json against the checkpoints it names."""
-    path = store.output / "lifecycle.json"
-    if not path.exists():
-        return
-    try:
-        content = json.loads(read_bounded(path))
-        stages = {s["name"]: (str(s["checkpoint"]["sha256"]), sorted(s["parents"])) for s in content["stages"]}
-        evaluation = content.get("evaluation")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        yield Finding("lifecycle.json", "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
-        return
-    removed, evaluations = pruned(store.output), []
-    for name, (sha, parents) in stages.items():
-        node = store.graph.nodes.get(sha)
-        if node is None and sha in removed:
-            continue
-        if node is None:
-            yield Finding("lifecycle.json", "record-differs", f"{name} {sha[:12]} is not in the store")
-        elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
-            yield Finding("lifecycle.json", "record-differs", f"{name}: stage or parents are not the checkpoint's")
-        elif node.is_a(Evaluation):
-            evaluations.append(node.results)
-    if evaluation is not None and evaluations and evaluation not in evaluations:
-        yield Finding("lifecycle.json", "record-differs", "the evaluation is not the one in the store")

@@ -153,7 +153,7 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
         yield Finding(node.name, "evaluation-inconsistent", f"its files cannot be read ({type(error).__name__})")
         return
     if count != len(asked) or not set(samples) <= set(asked):
-        yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not fit together")
+        yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not agree")
     questions = frozenset(asked)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
     # Only a dataset that was asked for them has rows to choose checkpoints by.

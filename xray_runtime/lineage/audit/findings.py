@@ -29,66 +29,66 @@ _RECOMPUTE = (
     "lifecycle again: it computes the same bytes again."
 )
 _RESTORE = "Restore the database from a copy, or run the lifecycle again to record the checkpoint anew."
-_ASK = "Ask who changed it, and why, before the model is used."
+_ASK = "Find out who changed it, and why, before using the model."
 
 CODES: dict[str, tuple[str, str]] = {
     "checkpoint-missing": ("A checkpoint that is recorded is not in the store.", _RECOMPUTE),
     "manifest-malformed": ("The list of the checkpoint's files cannot be read.", _RECOMPUTE),
-    "manifest-replaced": ("The list of the checkpoint's files is another one than was published.", _RECOMPUTE),
+    "manifest-replaced": ("The list of the checkpoint's files differs from the published one.", _RECOMPUTE),
     "manifest-inconsistent": (
         "The manifest's key does not follow from its config, parents, code and versions: it was edited.",
         _RECOMPUTE,
     ),
     "unsafe-path": ("The manifest names a file outside of its checkpoint; it was not opened.", _RECOMPUTE),
-    "file-added": ("A file lies in the checkpoint that was not published with it.", "Remove it if it is harmless."),
+    "file-added": ("The checkpoint has a file that was not published with it.", "Remove it if it is harmless."),
     "file-missing": ("A file of the checkpoint is gone.", _RECOMPUTE),
     "file-changed": ("A file's bytes are not those that were published.", _RECOMPUTE),
     "file-link": ("A file of the checkpoint is a link; it was not followed.", _RECOMPUTE),
     "misplaced": (
-        "The checkpoint lies where another one belongs: directories were swapped or renamed.",
+        "The checkpoint is where another one belongs: directories were swapped or renamed.",
         "Rename it to its stage and the first 12 digits of its key.",
     ),
-    "duplicate": ("The same checkpoint lies in the store twice.", "Remove the copy whose name is not its own."),
-    "parent-missing": ("What this was made from is not in the store: the chain ends here.", _RECOMPUTE),
-    "cycle": ("The checkpoint is its own ancestor, which no real computation can give.", _ASK),
-    "statement-missing": ("Nothing says how this copy was made.", _RECOMPUTE),
-    "statement-malformed": ("What says how this copy was made cannot be read.", _RECOMPUTE),
+    "duplicate": ("The same checkpoint is in the store twice.", "Remove the copy whose name is not its own."),
+    "parent-missing": ("A parent is not in the store: the chain ends here.", _RECOMPUTE),
+    "cycle": ("The checkpoint is its own ancestor, which is impossible.", _ASK),
+    "statement-missing": ("The record of how this copy was made is missing.", _RECOMPUTE),
+    "statement-malformed": ("The record of how this copy was made cannot be read.", _RECOMPUTE),
     "statement-contradicts": ("The statement and the checkpoint it is about disagree.", _RECOMPUTE),
-    "signature-missing": ("Nobody vouches for the statement.", _RECOMPUTE),
+    "signature-missing": ("The statement is not signed.", _RECOMPUTE),
     "signature-malformed": ("The signature cannot be read.", _RECOMPUTE),
     "signature-foreign": ("The statement was signed with another key than the one trusted here.", _ASK),
     "signature-retired": (
-        "The statement says it was made after the key it is signed with was retired: who has the old key made it.",
+        "The statement was signed with a key that had been retired: a holder of the old key made it.",
         _ASK,
     ),
     "rotation-broken": (
-        "What says how one signing key took over from another is not signed by both, or not whole.",
-        "Restore keys/retired/ from a copy: until then what the old key signed counts as foreign.",
+        "The record of a key rotation is incomplete, or not signed by both keys.",
+        "Restore keys/retired/ from a copy: until then, signatures of the old key count as foreign.",
     ),
-    "signature-invalid": ("The statement, or what lies beside it, was changed after it was signed.", _RECOMPUTE),
+    "signature-invalid": ("The statement or a file beside it was changed after it was signed.", _RECOMPUTE),
     "key-missing": (
-        "There is no public key to check signatures with.",
+        "There is no usable public key to check signatures with.",
         "Name it with --public-key, or put it back at keys/signing.pub.",
     ),
     "card-missing": ("The model card is gone.", _RECOMPUTE),
     "card-changed": ("The model card is neither the one published nor that of a later evaluation.", _RECOMPUTE),
-    "source-changed": ("The file this was read from has other bytes today; what was read is kept in the store.", _ASK),
+    "source-changed": ("The source file has changed since it was read; the data that was read is in the store.", _ASK),
     "code-uncommitted": (
         "It was computed with changes that were not committed; they are in attestation/code.diff.",
         "",
     ),
     "code-unavailable": ("The code's commit is not in this repository.", "Fetch it, or ask who ran it."),
-    "heldout-overlap": ("Held-out prompts of a dataset also stand among its training prompts.", _ASK),
+    "heldout-overlap": ("Some held-out prompts of a dataset are also among its training prompts.", _ASK),
     "evaluation-overlap": (
         "The policy was judged on prompts that it, or a model it came from, was trained on.",
-        "Do not use the numbers; evaluate again on prompts nobody has seen.",
+        "Do not use the numbers; evaluate again on unseen prompts.",
     ),
     "evaluation-near-overlap": (
-        "The policy was judged on prompts of which parts stand in what it, or a model it came from, was trained on.",
-        "Look at them; where they give the answer away, evaluate on other prompts.",
+        "The policy was judged on prompts that share long passages with its training data, or an ancestor's.",
+        "Inspect them; if they give the answer away, evaluate on other prompts.",
     ),
     "evaluation-unchecked": (
-        "Whether the policy was judged on prompts that it was trained on is not known.",
+        "It is not known whether the policy was judged on prompts that it was trained on.",
         "Give a dataset of a kind of your own its train.arrow; restore a file that is damaged.",
     ),
     "evaluation-foreign": ("The policy was judged on prompts that are not in the dataset's held-out part.", _ASK),
@@ -96,42 +96,84 @@ CODES: dict[str, tuple[str, str]] = {
     "evaluation-missing": ("The registered policy was never evaluated.", "Run the lifecycle to its end."),
     "record-malformed": ("A record of the run cannot be read.", "Run the lifecycle again: it writes the record anew."),
     "record-differs": (
-        "lifecycle.json says other things than the checkpoints.",
-        "Run the lifecycle again: it writes the record anew. What is missing alone, `xray fetch` may bring back.",
+        "lifecycle.json does not agree with the checkpoints.",
+        "Run the lifecycle again: it writes the record anew. Missing checkpoints may be restored with `xray fetch`.",
     ),
     "run-unsigned": (
-        "Nobody vouches for the record, the report and the figures of a run that ended.",
+        "The record or the report of a run is not signed.",
         "Run the lifecycle again: it writes and signs them anew.",
     ),
     "run-open": (
-        "A run is at work, or was killed: its record and its report are not signed yet.",
-        "Run the lifecycle to its end: it signs them.",
+        "A run is in progress or was killed: its record is not signed yet.",
+        "Run the lifecycle to its end: it signs it.",
     ),
     "run-changed": (
-        "A run's record, report, metrics or figure is not what was signed when the run ended.",
-        "Run the lifecycle again: it writes the record and the report anew. Metrics and figures come from a copy.",
+        "A file that a run left (its record, report, metrics, a table, figure or page) differs from the one it signed.",
+        "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
     ),
-    "decision-broken": ("The signed chain of registrations and promotions is broken.", _ASK),
+    "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
+    "file-unknown": ("The file is not one of the records: nothing that is signed covers it.", ""),
+    "snapshot-left": (
+        "Snapshots that a stage would go on from.",
+        "Run the lifecycle to its end, or remove them: the stage then starts over.",
+    ),
+    "key-exposed": (
+        "Others than its owner can, or could, use the key that signs.",
+        "Its signatures since then may be somebody else's: change the mode, rotate the key, and ask who had access.",
+    ),
+    "log-missing": (
+        "The signed log of what was published, decided and left here is gone.",
+        "Restore log.jsonl from a copy. Where nothing but checkpoints is left, import them into a new directory.",
+    ),
+    "log-broken": ("The signed log is not whole: from here on it vouches for nothing.", _ASK),
+    "log-shorter": ("Entries were taken off the signed log, or an older one was put in its place.", _ASK),
+    "checkpoint-unlogged": (
+        "The signed log does not say that this checkpoint was published here.",
+        "Ask where it came from. The lifecycle that made it, run again, takes it into the log.",
+    ),
+    "checkpoint-new": (
+        "The signed log does not have this checkpoint yet: a run was cut short, or is at work.",
+        "Run the lifecycle to its end.",
+    ),
+    "tracking-missing": (
+        "MLflow's store, where the runs were recorded, is gone: nothing of it was checked.",
+        "Restore mlflow.db from a copy, or run the lifecycle again to record it anew.",
+    ),
+    "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
+    "kept-unsealed": (
+        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
+        "X-ray. Training does not read them.",
+        "Ask who changed it; remove it: what is needed is computed again.",
+    ),
     "tracking-unreadable": ("MLflow's store cannot be read.", "Restore it, or name another with --tracking-uri."),
     "mlflow-model-missing": ("MLflow does not know this checkpoint.", _RESTORE),
-    "mlflow-model-changed": ("What MLflow says about the checkpoint is not what the checkpoint says.", _RESTORE),
+    "mlflow-model-changed": ("MLflow's record of the checkpoint does not agree with the checkpoint.", _RESTORE),
     "mlflow-run-missing": ("The MLflow run that made the checkpoint is gone.", _RESTORE),
     "mlflow-run-deleted": (
-        "The MLflow run that made the checkpoint was deleted.",
-        "Restore it: `mlflow runs restore`.",
+        "The MLflow run that made the checkpoint, or its experiment, was deleted.",
+        "Restore it: `mlflow runs restore`, `mlflow experiments restore`.",
     ),
-    "mlflow-run-changed": ("Params or tags of the MLflow run are not what the statement says.", _RESTORE),
+    "mlflow-run-changed": ("Name, params or tags of the MLflow run are not what was signed.", _RESTORE),
     "mlflow-input-added": ("MLflow shows an input that was not used: it was added later.", _RESTORE),
     "mlflow-input-missing": ("MLflow does not show a parent or dataset that was used.", _RESTORE),
     "mlflow-dataset-changed": ("The dataset MLflow shows is not the one that was used.", _RESTORE),
-    "mlflow-metric-changed": ("Numbers in MLflow are not those of the evaluation.", _RESTORE),
+    "mlflow-metric-changed": ("Numbers in MLflow are not those that were signed.", _RESTORE),
+    "mlflow-metric-earlier": ("MLflow has points of an attempt that was cut short, beside those of the last.", ""),
     "registry-changed": (
-        "A registered version points to another model than it says.",
+        "A registered version does not point to the model it names.",
         "Delete the version and run the lifecycle again, which registers the policy anew.",
+    ),
+    "registry-page-changed": (
+        "MLflow's page of a registered model does not agree with the signed records.",
+        "Run the lifecycle again, or `xray promote`: both write the page anew. Delete tags that they did not write.",
+    ),
+    "registry-page-unchecked": (
+        "MLflow's page was written by another release with other wording; it was not compared.",
+        "Run the lifecycle again: it writes the page anew.",
     ),
     "alias-moved": (
         "An alias does not point where the last signed decision put it.",
-        "Set it back, or promote the model the proper way.",
+        "Set it back, or promote the model with `xray promote`.",
     ),
 }
 
@@ -142,6 +184,12 @@ NOTES = {
     "evaluation-missing",
     "evaluation-near-overlap",
     "evaluation-unchecked",
+    "registry-page-unchecked",
     "run-open",
+    "file-unknown",
+    "snapshot-left",
+    "checkpoint-new",
+    "tracking-unchecked",
+    "mlflow-metric-earlier",
 }
 """Worth knowing; the audit is sound nevertheless."""

@@ -1,4 +1,4 @@
-"""MLflow against the checkpoints: params, tags, inputs, deleted runs, registered versions and aliases."""
+"""What MLflow says, and its registry against the checkpoints and the log: versions, their tags, aliases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ import logging
 import math
 import os
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.decisions import current, pruned
-from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.audit.log import LogView
+from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.run_statement import run_on_record
 from xray_runtime.stages.artifacts import Evaluation
-from xray_runtime.tracking.mlflow_tracker import KEY_TAG, MAX_PARAM_CHARS, PARENT_TAG, flatten
+from xray_runtime.tracking.mlflow_tracker import KEY_TAG
+from xray_runtime.tracking.registry import LOG_TAG
 
 PAGE = 1000
+
+Point = tuple[str, int, int, str]
+"""Metric, step, time in ms, value."""
+
+
+def point(name: str, step: int, time_ms: int, value: float) -> Point:
+    """A point as one compares it: MLflow's databases hold no infinity, and NaN equals nothing."""
+    largest = sys.float_info.max
+    return name, step, time_ms, repr(min(max(value, -largest), largest) if not math.isnan(value) else value)
 
 
 class RegistryView:
@@ -42,7 +51,8 @@ class RegistryView:
 
         self._client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         experiments = _pages(lambda token: self._client.search_experiments(ViewType.ALL, PAGE, page_token=token))
-        ids = [e.experiment_id for e in experiments]
+        self.experiments = {e.experiment_id: e for e in experiments}
+        ids = list(self.experiments)
         self.models = {
             m.model_id: m
             for m in _pages(
@@ -69,6 +79,14 @@ class RegistryView:
         # A metric logged with a run's own output also makes that an input of the run.
         return {i.model_id for i in (run.inputs.model_inputs if run.inputs else [])} - outputs
 
+    def history(self, run_id: str, names: Iterable[str]) -> set[Point]:
+        """Every point of these metrics of a run."""
+        return {
+            point(name, found.step, found.timestamp, found.value)
+            for name in names
+            for found in self._client.get_metric_history(run_id, name)
+        }
+
     def model_of(self, sha256: str) -> str | None:
         """The LoggedModel that is a checkpoint; None where the store does not know it."""
         models = self.by_sha.get(sha256)
@@ -85,7 +103,7 @@ def _check_sqlite(uri: str) -> None:
     if uri.startswith("sqlite:///"):
         with open(uri.removeprefix("sqlite:///"), "rb") as file:
             if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("no database of SQLite")
+                raise ValueError("not an SQLite database")
 
 
 def _pages(page: Any) -> list[Any]:
@@ -120,138 +138,10 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     return None
 
 
-def check_tracking(store: LineageStore, nodes: list[Node], everything: bool, changed: list[Node]) -> Iterator[Finding]:
-    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also what it knows and the
-    store does not."""
-    assert store.tracking_uri is not None
-    try:
-        snapshot = RegistryView(store.tracking_uri)
-        found: list[Finding] = []
-        for node in changed:
-            found += _check_node(snapshot, node)
-        found += _check_registry(snapshot, store, {node.sha256 for node in nodes}, everything)
-        if everything:
-            found += _check_orphans(snapshot, store)
-            found += _check_ended(snapshot, store)
-    # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        yield Finding("MLflow", "tracking-unreadable", f"{type(error).__name__}: {reason}")
-        return
-    yield from found
-
-
-def _check_node(snapshot: RegistryView, node: Node) -> Iterator[Finding]:
-    models = snapshot.by_sha.get(node.sha256, [])
-    digest = statement_sha256(node.directory)
-    statement = node.statement
-    facts = statement.predicate.details.run if statement is not None else None
-    # A checkpoint that was computed again has other records too: with the statement of then, or of another run.
-    models = sorted(
-        models,
-        key=lambda m: (
-            m.params.get("statement_sha256") == digest,
-            facts is not None and m.source_run_id == facts.mlflow_run_id,
-        ),
-    )
-    if not models:
-        yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
-        return
-    model = models[-1]
-    differing = sorted(
-        name for name, value in _model_params(node, digest).items() if (model.params.get(name) or "") != value
-    )
-    if Path(model.params.get("uri", "")).name != node.directory.name:
-        differing.append("uri")
-    if differing:
-        yield Finding(node.name, "mlflow-model-changed", f"params of {model.model_id}: {', '.join(differing)}")
-    run_id = model.source_run_id
-    if facts is not None and facts.mlflow_run_id in snapshot.runs and facts.mlflow_run_id != run_id:
-        yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
-        run_id = facts.mlflow_run_id
-    run = snapshot.runs.get(run_id)
-    if run is None:
-        yield Finding(node.name, "mlflow-run-missing", f"run {run_id}")
-        return
-    if run.info.lifecycle_stage != "active":
-        yield Finding(node.name, "mlflow-run-deleted", f"run {run_id}")
-    parent = run.data.tags.get(PARENT_TAG)
-    if parent in snapshot.runs and snapshot.runs[parent].info.lifecycle_stage != "active":
-        yield Finding(node.name, "mlflow-run-deleted", f"lifecycle run {parent}")
-    recorded = facts.mlflow_parent_run_id if facts is not None and facts.mlflow_run_id == run_id else parent
-    if recorded is not None and recorded not in snapshot.runs:
-        yield Finding(node.name, "mlflow-run-missing", f"lifecycle run {recorded}")
-    yield from _check_run(run, node, recorded)
-    yield from _check_inputs(snapshot, run, node)
-
-
-def _model_params(node: Node, digest: str | None) -> dict[str, str]:
-    manifest = node.manifest
-    return {
-        "sha256": node.sha256,
-        "key": manifest.key,
-        "config_digest": manifest.config_digest,
-        "code_digest": manifest.code_digest,
-        "seed": str(manifest.seed),
-        "dataset_sha256": manifest.dataset or "",
-        "statement_sha256": digest or "",
-    } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
-
-
-def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
-    manifest = node.manifest
-    expected = {k: v[:MAX_PARAM_CHARS] for k, v in (flatten(manifest.config) | {"key": manifest.key}).items()}
-    params = run.data.params
-    differing = sorted(name for name in {*expected, *params} if params.get(name) != expected.get(name))
-    if differing:
-        yield Finding(node.name, "mlflow-run-changed", f"params of run {run.info.run_id}: {', '.join(differing[:8])}")
-    tags = {KEY_TAG: manifest.key, "xray.stage": manifest.stage} | ({PARENT_TAG: parent} if parent else {})
-    differing = sorted(name for name, value in tags.items() if run.data.tags.get(name) != value)
-    if differing:
-        yield Finding(node.name, "mlflow-run-changed", f"tags of run {run.info.run_id}: {', '.join(differing)}")
-    if node.kind is not None and node.kind.sides and run.data.tags.get("xray.cached") != "true":
-        yield from _check_metrics(run.data.metrics, node)
-
-
-def _check_metrics(metrics: Mapping[str, float], node: Node) -> Iterator[Finding]:
-    differing = []
-    for name, value in node.results.items():
-        if not isinstance(value, int | float):
-            continue
-        shown = metrics.get(f"{node.manifest.kind}/{name}")
-        if shown is None or not math.isclose(shown, float(value), rel_tol=1e-9, abs_tol=1e-12):
-            differing.append(name)
-    if differing:
-        yield Finding(node.name, "mlflow-metric-changed", f"{node.manifest.kind}/: {', '.join(sorted(differing))}")
-
-
-def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
-    parents = set(node.manifest.parents.values())
-    shown = {model_id: snapshot.model_sha(model_id) for model_id in snapshot.model_inputs(run.info.run_id)}
-    for model_id, sha in sorted(shown.items()):
-        if sha is None:
-            yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")
-        elif sha not in parents:
-            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, no parent")
-    for missing in sorted(parents - {sha for sha in shown.values() if sha}):
-        yield Finding(node.name, "mlflow-input-missing", f"parent {missing[:12]} is not among the run's inputs")
-    datasets = []
-    for entry in run.inputs.dataset_inputs if run.inputs else []:
-        tags = {tag.key: tag.value for tag in entry.tags}
-        datasets.append((entry.dataset.digest, tags.get("xray.sha256")))
-    wanted = node.manifest.dataset
-    if wanted is not None and (wanted[:36], wanted) not in datasets:
-        code = "mlflow-dataset-changed" if datasets else "mlflow-input-missing"
-        yield Finding(node.name, code, f"dataset {wanted[:12]} is not among the run's inputs")
-    for short, whole in datasets:
-        if wanted is None or (short, whole) != (wanted[:36], wanted):
-            yield Finding(node.name, "mlflow-dataset-changed", f"dataset {short[:12]} is not the one that was used")
-
-
-def _check_registry(
-    snapshot: RegistryView, store: LineageStore, audited: set[str], everything: bool
+def check_registry(
+    snapshot: RegistryView, store: LineageStore, view: LogView, audited: set[str], everything: bool
 ) -> Iterator[Finding]:
-    decisions = current(store.output)
+    """Registered versions and aliases of `audited`; with `everything` every alias that was decided."""
     judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
     for (name, number), version in sorted(snapshot.versions.items()):
         said: str | None = version.tags.get("xray.sha256")
@@ -266,30 +156,45 @@ def _check_registry(
             yield Finding(label, "registry-changed", "its tag xray.uri names another directory")
         elif said not in judged:
             yield Finding(label, "evaluation-missing", f"{said[:12]} has no evaluation in the store")
+        yield from _check_version(snapshot, view, label, version)
     aliases = {(m.name, alias): str(number) for m in snapshot.registered for alias, number in m.aliases.items()}
     known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in snapshot.versions.values()}
-    for (name, alias), decision in sorted(decisions.items()):
+    for (name, alias), decision in sorted(view.decided.items()):
         if not everything and decision.checkpoint not in audited:
             continue
         label, target = f"{name}@{alias}", aliases.get((name, alias))
         if target is None:
-            yield Finding(label, "alias-moved", f"it is gone; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"it is gone; the last decision is version {decision.version}")
         elif target != decision.version:
-            yield Finding(label, "alias-moved", f"to version {target}; the last decision: version {decision.version}")
+            yield Finding(label, "alias-moved", f"to version {target}; the last decision is version {decision.version}")
         elif known.get((name, target)) != decision.checkpoint:
             yield Finding(label, "registry-changed", f"version {target} is not {decision.checkpoint[:12]} any more")
+    # In a store that several directories share, another of them may have decided about what was brought from there.
+    brought = {entry.checkpoint for entry in view.published.values() if entry.action == "bring"}
     for (name, alias), target in sorted(aliases.items()):
-        here = known.get((name, target)) in audited
-        if here and decisions and (name, alias) not in decisions:
+        version = snapshot.versions.get((name, target))
+        pointed = snapshot.model_sha(version.source.removeprefix("models:/")) if version is not None else None
+        here = {known.get((name, target)), pointed} & (audited - brought if store.artifacts is None else audited)
+        if here and (name, alias) not in view.decided:
             yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
 
 
-def _check_orphans(snapshot: RegistryView, store: LineageStore) -> Iterator[Finding]:
-    """LoggedModels of this output directory whose checkpoint is gone."""
-    removed = pruned(store.output)
+def _check_version(snapshot: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
+    """What `pages` does not look at: the run it names, and the log's head of when its page was written."""
+    model, run = snapshot.models.get(version.source.removeprefix("models:/")), snapshot.runs.get(version.run_id)
+    key = run.data.tags.get(KEY_TAG) if run is not None else None
+    if model is not None and key != model.params.get("key"):
+        yield Finding(label, "registry-changed", f"it names run {version.run_id}, which is not of its stage")
+    reason = view.contradicts(version.tags.get(LOG_TAG, ""))
+    if reason is not None:
+        yield Finding(LOG, "log-shorter", f"{reason} ({label} in MLflow)")
+
+
+def check_orphans(snapshot: RegistryView, store: LineageStore, removed: set[str]) -> Iterator[Finding]:
+    """LoggedModels of this output directory whose checkpoint is gone, and nobody decided that."""
     names = {node.directory.name for node in store.graph.nodes.values()}
     # A store inside the output directory moves with it; in a shared one only the path tells whose a model is.
-    own = store.tracking_uri == f"sqlite:///{(store.output / 'mlflow.db').absolute()}"
+    own = store.artifacts is not None
     for sha, models in sorted(snapshot.by_sha.items()):
         for model in models:
             uri = Path(model.params.get("uri", ""))
@@ -298,11 +203,3 @@ def _check_orphans(snapshot: RegistryView, store: LineageStore) -> Iterator[Find
             if uri.name not in names:
                 stage = uri.name.rpartition("-")[0]
                 yield Finding(f"{stage} {sha[:12]}", "checkpoint-missing", f"MLflow's {model.model_id} names it")
-
-
-def _check_ended(snapshot: RegistryView, store: LineageStore) -> Iterator[Finding]:
-    """A run is finished in MLflow only after its record and report are signed."""
-    run_id, status = run_on_record(store.output)
-    run = snapshot.runs.get(run_id)
-    if status == "running" and run is not None and run.info.status == "FINISHED":
-        yield Finding("lifecycle.json", "run-changed", f"run {run_id[:12]} is at work there, and finished in MLflow")

@@ -8,7 +8,8 @@ through the file system changes the last, which cannot be set back. Not noticed 
 back, a disk written to directly, bits that rot. So an audit leaves something out only where that was asked for.
 
 The record counts only if a key that signs today signed it, and if it is of this directory, of this version of X-ray and
-of the keys that are trusted now. Whoever puts an older one back makes the audit read more.
+of the keys that are trusted now. Whoever puts an older one back makes the audit read more. Where the log ended then is
+held against every later audit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.decisions import FOLDER, ChainEnd, count_decisions, pruned
 from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.log import Head
 from xray_runtime.lineage.provenance import package_digest
 from xray_runtime.lineage.signing import TrustedKey, Verifier, has_signing_key, sign, signing_key
 from xray_runtime.store.checkpoints import read_bounded
@@ -64,8 +65,8 @@ class Record(BaseModel):
     """When everything was last read."""
     checkpoints: dict[str, Entry]
     """By directory name."""
-    decisions: ChainEnd
-    decisions_state: Sha256 | None
+    log: str
+    """The head of the log (`log.Head`)."""
 
 
 @dataclass
@@ -74,33 +75,30 @@ class Since:
 
     states: dict[str, str | None]
     """Of every checkpoint by its directory's name, before anything was read."""
-    decisions_state: str | None
-    decisions: int
-    """How many decisions that state is of."""
-    chain: ChainEnd
-    """From where decisions are checked; at the end of the audit, how far."""
     reason: str = ""
     """Why nothing is left out."""
     whole: str = ""
     """When everything was last read; empty where that is now."""
     unchanged: set[str] = field(default_factory=set)
     """Digests of the checkpoints that are left out."""
-    left_out: int = 0
-    """How many decisions are left out."""
+    head: Head | None = None
+    """Where the log ended then."""
 
 
 def read_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey]) -> Since:
     """What has not changed since the last record; nothing, with the reason, where the record does not count."""
     # Before anything is read: what changes meanwhile has another state the next time.
     states = {node.directory.name: _state([node.directory]) for node in graph.nodes.values()}
-    decisions = count_decisions(output)
-    since = Since(states, _decisions_state(output, decisions), decisions, ChainEnd())
+    since = Since(states)
     try:
         record = _read(output, trusted)
-        gone = [entry for entry in record.checkpoints.values() if entry.sha256 not in graph.nodes]
-        lost = {entry.sha256 for entry in gone} - (pruned(output) if gone else set())
-        if lost:
-            raise ValueError(f"checkpoint {min(lost)[:12]} is gone, and no decision says so")
+        since.head = Head.parse(record.log)
+        if record.output != str(output.resolve()):
+            raise ValueError(f"{RECORD} is of {record.output}")
+        if record.package != package_digest():
+            raise ValueError("another version of X-ray made the last audit")
+        if record.keys != _keys(trusted):
+            raise ValueError("other keys were trusted at the last audit")
     except (OSError, ValueError, RecursionError) as error:
         since.reason = str(error).splitlines()[0]
         return since
@@ -110,14 +108,20 @@ def read_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey]) -> Sin
         if entry is not None and (entry.sha256, entry.state) == (sha256, states[node.directory.name]):
             since.unchanged.add(sha256)
     # Their model cards may be what an evaluation signed that is gone.
+    gone = [entry for entry in record.checkpoints.values() if entry.sha256 not in graph.nodes]
     since.unchanged -= {parent for entry in gone for parent in entry.parents}
-    state = _decisions_state(output, record.decisions.count)
-    if state is not None and state == record.decisions_state:
-        since.chain, since.left_out = record.decisions.model_copy(deep=True), record.decisions.count
     return since
 
 
-def write_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey], since: Since) -> str:
+def last_head(output: Path, trusted: Sequence[TrustedKey]) -> Head | None:
+    """Where the log ended when all was last found sound; None where no record that counts says so."""
+    try:
+        return Head.parse(_read(output, trusted).log)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey], since: Since, head: Head) -> str:
     """Record that all of this is sound; returns why it was not recorded, or nothing."""
     if not has_signing_key(output):
         return "the private key that would sign it is not here"
@@ -125,7 +129,6 @@ def write_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey], since
         private = signing_key(output)
     except ConfigError as error:
         return str(error)
-    settled = since.chain.count == since.decisions
     record = Record(
         output=str(output.resolve()),
         package=package_digest(),
@@ -136,8 +139,7 @@ def write_since(output: Path, graph: Graph, trusted: Sequence[TrustedKey], since
             for node in graph.nodes.values()
             if (state := since.states.get(node.directory.name)) is not None
         },
-        decisions=since.chain if settled else ChainEnd(),
-        decisions_state=since.decisions_state if settled else None,
+        log=str(head),
     )
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / RECORD
@@ -162,23 +164,12 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Record:
         try:
             record = Record.model_validate_json((Path(temporary) / RECORD).read_bytes())
         except ValidationError as error:
-            raise ValueError(f"{RECORD} is no record of an audit of this version") from error
-    if record.output != str(output.resolve()):
-        raise ValueError(f"{RECORD} is of {record.output}")
-    if record.package != package_digest():
-        raise ValueError("another version of X-ray made the last audit")
-    if record.keys != _keys(trusted):
-        raise ValueError("other keys were trusted at the last audit")
+            raise ValueError(f"{RECORD} was not written by an audit of this version") from error
     return record
 
 
 def _keys(trusted: Sequence[TrustedKey]) -> dict[str, str | None]:
     return {key.sha256: key.until.isoformat() if key.until is not None else None for key in trusted}
-
-
-def _decisions_state(output: Path, count: int) -> str | None:
-    names = (f"{number:06}.{kind}" for number in range(1, count + 1) for kind in ("json", "sig"))
-    return _state([output / FOLDER / name for name in names])
 
 
 def _state(paths: Iterable[Path]) -> str | None:

@@ -1,0 +1,44 @@
+"""`xray plan` as a flow: where the models of a config would go on this machine, or on one that is described."""
+
+from __future__ import annotations
+
+import io
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from pydantic import Field
+from rich.console import Console
+
+from xray.flows.lifecycle_graph import planner_of
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.planning.description import as_dict, machine_of, show
+from xray_runtime.planning.plan import MAX_DEVICES
+from xray_runtime.planning.processor import slow_precision
+from xray_runtime.planning.suggestions import Changes, suggest
+
+COLUMNS = 140
+
+
+@flow(name="plan", flow_run_name="plan {config.project}", persist_result=False)
+def plan(
+    config: LifecycleConfig,
+    num_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None,
+    memory_gib: Annotated[float, Field(ge=1 / 16, le=65_536)] | None = None,
+) -> dict[str, Any]:
+    """Plan the models of `config`, without reading a weight; returns what `xray plan --json` prints.
+
+    Args:
+        num_devices: of another machine than this one.
+        memory_gib: of one device of another machine.
+    """
+    machine = machine_of(config.runtime.device, num_devices, memory_gib, config.runtime.threads)
+    planner, changes = planner_of(config, machine.num_devices if num_devices is None else None), Changes()
+    chosen = planner(changes, machine)
+    suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
+    content = as_dict(chosen, suggestions, slow_precision(config, machine.device))
+    text = io.StringIO()
+    show(Console(file=text, width=COLUMNS), chosen, content)
+    verdict = "it fits" if chosen.fits else "it does not fit"
+    create_markdown_artifact(f"```text\n{text.getvalue()}```", key="plan", description=f"{config.project}: {verdict}")
+    return content

@@ -1,0 +1,76 @@
+"""Runs that ended without a word, since their process was killed or lost its Ray: their records say so.
+
+`python -m xray.tasks.lost_runs OUTPUT [FILE]` closes those in the output directory OUTPUT, and in those that FILE
+lists, one a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from xray_runtime.lineage.log import LIFECYCLE, mark, run_lock
+
+log = logging.getLogger(__name__)
+
+
+def command_to_close(output: Path, *listed: Path) -> list[str]:
+    """The command that does so, for whoever outlives the run. `listed`: FILE."""
+    return [sys.executable, "-m", "xray.tasks.lost_runs", str(output), *map(str, listed)]
+
+
+def outputs_in(listed: Path) -> list[Path]:
+    """The output directories that the file `listed` names."""
+    return [Path(line) for line in listed.read_text(encoding="utf-8").splitlines()] if listed.exists() else []
+
+
+def close_lost_runs(outputs: Iterable[Path]) -> None:
+    """Set failed what lifecycle.json calls running in one of `outputs`, and no process works at: there and in MLflow;
+    in Prefect, where PREFECT_API_URL names a server."""
+    for output in set(outputs):
+        for path in (output / LIFECYCLE, *output.glob(f"searches/*/trials/*/{LIFECYCLE}")):
+            content = _running(path)
+            if content is None:
+                continue
+            with contextlib.suppress(Timeout), run_lock(output, content["run_id"]).acquire(timeout=0):
+                content = _running(path)
+                if content is not None:
+                    _close(output, path, content)
+
+
+def _running(path: Path) -> dict[str, Any] | None:
+    """The lifecycle.json at `path`, where it is one of a run at work."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content if content["status"] == "running" and content["run_id"] else None
+    return None
+
+
+def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
+    from xray.tasks.prefect_state import crash_lost_flow_run
+    from xray.tasks.run_summary import end_record
+    from xray_runtime.credentials import tracking_address
+    from xray_runtime.tracking.mlflow_tracker import abandon_run
+    from xray_runtime.tracking.registry import LOG_TAG
+
+    end_record(output, path, json.dumps(content | {"status": "failed"}, indent=2))
+    try:
+        tags = {LOG_TAG: mark(output)}
+        abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"], tags)
+        if os.environ.get("PREFECT_API_URL"):
+            crash_lost_flow_run(content["flow_run_id"], None)
+    except Exception:
+        # A server of the run's may have gone with it. The next run of this lifecycle tells it.
+        log.info("the servers were not told that run %s was lost", content["run_id"], exc_info=True)
+
+
+if __name__ == "__main__":
+    close_lost_runs([Path(sys.argv[1]), *(output for file in sys.argv[2:] for output in outputs_in(Path(file)))])

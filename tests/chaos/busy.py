@@ -1,0 +1,105 @@
+"""A lifecycle on a busy machine, killed while it starts: it goes on, and ends with the bytes of a calm one.
+
+`python -m tests.chaos.busy DIRECTORY` runs the calm lifecycle, if DIRECTORY has none yet; then the same beside twenty
+processes that compute. As soon as driver, GCS server and raylet have started, one after another, they are killed, and
+the command itself once; then it is left alone. Prints what happened; exit code 0 where nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.harness import TARGETS, Command, Lifecycle, differences, none_left, outcome, run
+from xray_runtime.processes import start_reaper
+
+PROCESSES = 20
+STRUCK = ("driver", "gcs", "raylet")
+LIMIT_SECONDS = 1800.0
+
+
+@contextlib.contextmanager
+def busy(processes: int = PROCESSES) -> Iterator[None]:
+    """So many processes compute while the context lasts."""
+    # Where this one is killed, the reaper ends them.
+    start_reaper()
+    computing = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in computing:
+            process.kill()
+            process.wait()
+
+
+def await_process(root: subprocess.Popen[bytes], pattern: str, deadline: float) -> psutil.Process:
+    """The first process below `root` whose command line has `pattern`."""
+    while time.monotonic() < deadline and root.poll() is None:
+        for process in psutil.Process(root.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if pattern in " ".join(process.cmdline()):
+                    return process
+        time.sleep(0.05)
+    raise TimeoutError(f"{pattern}: did not start, or the command ended with {root.poll()}")
+
+
+def strike(command: Command) -> list[str]:
+    """The lifecycle of `command`, killed in every way while it starts; returns what was done and seen."""
+    seen, begin = [], time.monotonic()
+    deadline = begin + LIMIT_SECONDS
+    process = command.start()
+    try:
+        for target in STRUCK:
+            await_process(process, TARGETS[target], deadline).kill()
+            seen.append(f"{time.monotonic() - begin:4.0f} s: {target} killed while it started")
+        await_process(process, "ray::", deadline)
+        process.kill()
+        process.wait()
+        none_left(command.mark, LIMIT_SECONDS)
+        seen.append(f"{time.monotonic() - begin:4.0f} s: command killed, {_status(command.output)}")
+        process = command.start()
+        code = process.wait(timeout=deadline - time.monotonic())
+        seen.append(f"{time.monotonic() - begin:4.0f} s: ended with {code}, {_status(command.output)}")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+    return seen
+
+
+def _status(output: Path) -> str:
+    record = output / "lifecycle.json"
+    return f"lifecycle.json: {json.loads(record.read_text())['status']}" if record.exists() else "no lifecycle.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    options = parser.parse_args()
+    lifecycle, directory = Lifecycle(config=options.config), options.directory
+    if not (directory / "calm" / "lifecycle.json").exists():
+        run(directory / "calm", [], lifecycle)
+    with busy(options.processes):
+        time.sleep(5)
+        print(f"load {os.getloadavg()[0]:.1f}", flush=True)
+        command = Command(directory / f"busy-{uuid.uuid4().hex[:6]}", lifecycle, uuid.uuid4().hex)
+        print("\n".join(strike(command)), flush=True)
+    found = differences(outcome(directory / "calm"), outcome(command.output))
+    print(found or "nothing lost")
+    raise SystemExit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

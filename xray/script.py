@@ -1,0 +1,125 @@
+"""How a workspace ends in a script or a notebook: in a line, where the cause is not the script itself.
+
+An interruption (Ctrl-C, SIGTERM) lets stages write a last snapshot; a second one does not wait. What a script started
+ends with it, also where it is killed, and its records say how it ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from xray.cli.job import INTERRUPTED
+from xray.deployments.patience import NotUpError
+from xray.tasks.lost_runs import command_to_close
+from xray.tasks.output_directory import goes_on_from
+from xray_runtime.processes import TAG, start_reaper
+
+if TYPE_CHECKING:
+    from xray.tasks.workspace import Workspace
+
+DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""Signal → the handler of a program that has none of its own; others are left alone."""
+
+
+class Script:
+    """A script or notebook while a workspace in `output` is open."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._workspace: Workspace | None = None
+        self._asked = 0
+        self._taken: list[signal.Signals] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._taken = [number for number, default in DEFAULTS.items() if signal.getsignal(number) == default]
+        self.take_signals()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in self._taken:
+            signal.signal(number, DEFAULTS[number])
+        if isinstance(error, KeyboardInterrupt):
+            line = f"interrupted; run it again to go on from {goes_on_from(self._output)}"
+            if _in_notebook() or _in_flow():
+                show_as(error, [line])
+                return
+            print(line, file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        stage_failed = self._workspace is not None and self._workspace.has_failed_with(error)
+        if error is not None and (stage_failed or isinstance(error, NotUpError)):
+            from xray.cli.display import failure_lines
+
+            show_as(error, failure_lines(error, self._output))
+
+    def opened(self, workspace: Workspace) -> None:
+        """The servers are up; starting Ray put a handler of its own in place."""
+        self._workspace = workspace
+        self.take_signals()
+
+    def take_signals(self) -> None:
+        for number in self._taken:
+            signal.signal(number, self._interrupt)
+
+    def tag(self) -> dict[str, str]:
+        """The variable that has a process end with this one."""
+        return {TAG: _reaper(self._output)}
+
+    def _interrupt(self, *_: Any) -> None:
+        self._asked += 1
+        if self._asked == 1:
+            print("stopping after the current step, with a snapshot; again to stop at once", file=sys.stderr)
+            raise KeyboardInterrupt
+        if not _in_notebook():
+            # The reaper ends what was started, and closes the records.
+            os._exit(INTERRUPTED)
+
+
+@functools.cache
+def _reaper(output: Path) -> str:
+    before = os.environ.get(TAG)
+    tag = start_reaper(*command_to_close(output))
+    # What else the script starts is its own.
+    del os.environ[TAG]
+    if before is not None:
+        os.environ[TAG] = before
+    return tag
+
+
+def show_as(error: BaseException, lines: list[str]) -> None:
+    """Have Python and notebooks print `lines` where they would print the traceback of `error`."""
+    # IPython's protocol; our hook follows it for scripts.
+    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    if sys.excepthook is not _hook:
+        global _former_hook
+        _former_hook, sys.excepthook = sys.excepthook, _hook
+
+
+_former_hook = sys.__excepthook__
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    render = getattr(error, "_render_traceback_", None)
+    if render is None:
+        _former_hook(kind, error, trace)
+    else:
+        print("\n".join(render()), file=sys.stderr)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
+def _in_flow() -> bool:
+    prefect = sys.modules.get("prefect.context")
+    return prefect is not None and prefect.FlowRunContext.get() is not None

@@ -1,0 +1,143 @@
+"""One message as its writer left it, in the forms that people's files have, as X-ray keeps it.
+
+OpenAI's `{"role", "content"}`, its content a text or parts of text, its role `developer` read as `system`; ShareGPT's
+`{"from", "value"}`. An assistant's may have `tool_calls`. No character of a text is changed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from xray_runtime.data.pairs import Messages
+
+ROLES = ("system", "user", "assistant", "tool")
+ASKING = ("user", "tool")
+"""Roles that an assistant answers."""
+SAME_ROLE = {
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Other names of the roles: OpenAI's newer one, and those that ShareGPT's files have."""
+CALLS = "function_call"
+"""ShareGPT's role of a message whose text is the JSON of a call."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""OpenAI's types of content parts that are text."""
+
+
+def read_messages(where: object, column: str, value: Any) -> Messages:
+    """A column of messages. Raises ValueError: one line that begins with `where`."""
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise ValueError(f"{where}: {column} must be a list of messages, not {found}")
+    return [_message(where, column, message) for message in value]
+
+
+def checked_text(where: object, column: str, value: str) -> str:
+    """`value` as it is. Raises ValueError where no text can hold it."""
+    if value.isascii():
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        lone = ord(value[error.start])
+        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which no text can hold") from None
+    return value
+
+
+def read_tools(where: object, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The column `tools` of a record: JSON schemas of what could be called."""
+    value = record.get("tools") or []
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{where}: tools is a text that is not JSON ({error})") from error
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"{where}: tools must be a list of JSON schemas, or its JSON text")
+    return value
+
+
+def _message(where: object, column: str, value: Any) -> dict[str, Any]:
+    given = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    if "from" in given and "role" not in given:
+        given = _from_sharegpt(where, column, given)
+    calls = given.get("tool_calls") or []
+    content = given.get("content", "" if calls else None)
+    if isinstance(content, list):
+        content = _joined(where, column, content)
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
+    role = given.get("role")
+    role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}, developer")
+    if "function_call" in given:
+        raise ValueError(f"{where}: {column} has function_call, OpenAI's old form of a call; tool_calls is expected")
+    message = {"role": role, "content": checked_text(where, column, content)}
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"{where}: {column} has tool_calls of role {role!r}; allowed: assistant")
+        message["tool_calls"] = _tool_calls(where, column, calls)
+    if role == "tool":
+        message |= {
+            name: checked_text(where, column, str(given[name])) for name in ("name", "tool_call_id") if name in given
+        }
+    return message
+
+
+def _from_sharegpt(where: object, column: str, given: dict[str, Any]) -> dict[str, Any]:
+    role, said = given["from"], given.get("value")
+    if role != CALLS:
+        return {"role": role, "content": said}
+    try:
+        calls = orjson.loads(said if isinstance(said, str) else "")
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{where}: {column} has a {CALLS} that is not JSON ({error})") from error
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def _joined(where: object, column: str, parts: list[Any]) -> str:
+    """The text of OpenAI's content parts, a line each, as vLLM's server joins them for templates that take texts."""
+    found = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        said = part.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(said, str):
+            raise ValueError(
+                f"{where}: {column} has a content part of type {kind!r}, which is not read; allowed: text: leave such "
+                "rows out"
+            )
+        found.append(said)
+    return "\n".join(found)
+
+
+def _tool_calls(where: object, column: str, calls: Any) -> list[dict[str, Any]]:
+    """The calls, their arguments as objects: templates write those as JSON."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: {column} must hold tool_calls with a function's name and arguments")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = orjson.loads(arguments or "{}")
+            except orjson.JSONDecodeError as error:
+                raise ValueError(f"{where}: {column} has a tool call whose arguments are not JSON ({error})") from error
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: {column} has a tool call whose arguments are no JSON object: {arguments!r}")
+        about = call if "function" in call else {}
+        found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
+    checked_text(where, column, json.dumps(found, ensure_ascii=False))
+    return found

@@ -1,0 +1,157 @@
+"""What runs leave for people, in an audit: lifecycle.json, reports, metrics, tables, figures, pages.
+
+Every file the log lists is what it says; in the directories that people read nothing else lies. What is no evidence
+(logs, caches, snapshots of stages that have not ended, files somebody put there) is named, and found sound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.log import LogView
+from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, RunBegan
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.stages.artifacts import Evaluation
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.snapshots import SNAPSHOTS
+from xray_runtime.tracking.recorder import RECORDS
+
+RESULTS, PAGES, ARTIFACTS = "results", "lineage", "mlartifacts"
+ROOT = {
+    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
+    *("keys", "config.yaml", "search.yaml", "verified.json", "verified.sig", "mlflow.db", "digests.sqlite"),
+    *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "evaluations"),
+}
+"""What X-ray puts into an output directory."""
+BESIDE = ("-journal", "-wal", "-shm")
+"""What SQLite puts beside a database."""
+
+
+def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
+    """Every file of the log, every record of a run, and what is there besides."""
+    output, open_runs = store.output, view.open_runs(store.output)
+    places = {view.runs[run_id].place for run_id in view.runs}
+    at_work = set[str]()
+    for place in sorted(places | {""}):
+        name = f"{place}/{LIFECYCLE}".lstrip("/")
+        run_id, content = _run_on_record(output / name)
+        if run_id in open_runs and view.runs[run_id].place == place:
+            at_work.add(name)
+            yield Finding(name, "run-open", f"run {run_id[:12]} has not ended")
+            yield from _check_open(name, view.runs[run_id], content)
+        elif name not in view.files and os.path.lexists(output / name):
+            yield Finding(name, "run-unsigned", f"no run in {LOG} left it")
+        elif place in places and name not in view.files:
+            yield Finding(name, "run-open", "a run began, and has left no record")
+    for name, sha256 in sorted(view.files.items()):
+        if name not in at_work and not name.startswith(f"{CHECKPOINTS}/"):
+            reason = _differs(output, name, sha256)
+            # A result that is not there is computed, or found, again.
+            if reason is not None and not (name.startswith(f"{RESULTS}/") and not os.path.lexists(output / name)):
+                yield Finding(name, "run-changed", reason)
+    yield from _extra(output, view, bool(open_runs))
+
+
+def check_record(store: LineageStore, view: LogView) -> Iterator[Finding]:
+    """lifecycle.json against the checkpoints it names."""
+    path = store.output / LIFECYCLE
+    if not os.path.lexists(path):
+        return
+    try:
+        content = json.loads(read_bounded(path))
+        stages = {s["name"]: (str(s["checkpoint"]["sha256"]), sorted(s["parents"])) for s in content["stages"]}
+        evaluation = content.get("evaluation")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield Finding(LIFECYCLE, "record-malformed", f"{type(error).__name__}: not a record of a lifecycle")
+        return
+    evaluations = []
+    for name, (sha, parents) in stages.items():
+        node = store.graph.nodes.get(sha)
+        if node is None and sha in view.pruned:
+            continue
+        if node is None:
+            yield Finding(LIFECYCLE, "record-differs", f"{name} {sha[:12]} is not in the store")
+        elif node.manifest.stage != name or sorted(set(node.manifest.parents.values())) != parents:
+            yield Finding(LIFECYCLE, "record-differs", f"{name}: stage or parents are not the checkpoint's")
+        elif node.is_a(Evaluation):
+            evaluations.append(node.results)
+    if evaluation is not None and evaluations and evaluation not in evaluations:
+        yield Finding(LIFECYCLE, "record-differs", "the evaluation is not the one in the store")
+
+
+def _run_on_record(path: Path) -> tuple[str, Mapping[str, Any]]:
+    try:
+        content = json.loads(read_bounded(path))
+        return str(content["run_id"]), content
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "", {}
+
+
+def _check_open(name: str, run: RunBegan, content: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a run that has not ended must say of itself."""
+    differing = [name for name, value in run.facts.items() if content.get(name) != value]
+    if content.get("status") == "completed":
+        differing.append("status")
+    if differing:
+        yield Finding(name, "run-changed", f"it differs from what the run began with: {', '.join(differing)}")
+
+
+def _differs(output: Path, name: str, sha256: str) -> str | None:
+    path = output / name
+    if ".." in Path(name).parts or not path.is_relative_to(output):
+        return "it names a file elsewhere"
+    inside = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
+    if any(part.is_symlink() for part in inside) or not path.is_file():
+        return "it is missing, or a link"
+    return None if file_sha256(path) == sha256 else "its bytes are others"
+
+
+def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
+    """What is there and in no entry."""
+    listed = {str(parent) for name in view.files for parent in Path(name).parents}
+    for entry in sorted(output.iterdir()):
+        if entry.is_symlink():
+            yield Finding(entry.name, "file-link", "a link stands where a file or directory of the run belongs")
+        elif _without_suffix(entry.name) not in ROOT and entry.name not in view.files:
+            yield Finding(entry.name, "file-unknown", "no run put it there")
+        elif entry.name == REPORT and REPORT not in view.files:
+            yield Finding(REPORT, "run-unsigned", f"no run in {LOG} left it")
+        elif entry.name == SNAPSHOTS and any(entry.iterdir()):
+            names = ", ".join(sorted(path.name for path in entry.iterdir())[:8])
+            yield Finding(entry.name, "snapshot-left", f"of stages that have not ended: {names}")
+    for folder in (RECORDS, RESULTS, PAGES, ARTIFACTS):
+        unfinished = set[str]()
+        for name in _below(output, folder):
+            if name in view.files:
+                continue
+            holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
+            of_stage = (folder != PAGES and len(Path(name).parts) > 2) or folder == RESULTS
+            # A stage that has not ended, or failed, left what nobody has signed yet.
+            ended = holder.name in view.published or str(holder) in listed
+            if of_stage and (is_open or not ended):
+                unfinished.add(str(holder))
+            else:
+                yield Finding(name, "file-unsigned", f"no entry of {LOG} lists it")
+        for holder_name in sorted(unfinished):
+            yield Finding(holder_name, "file-unknown", "of a run or a stage that did not end")
+
+
+def _without_suffix(name: str) -> str:
+    for suffix in BESIDE:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _below(output: Path, folder: str) -> list[str]:
+    """Files and links below `folder`; links are not followed."""
+    found = []
+    for place, directories, names in os.walk(output / folder):
+        there = [*names, *(name for name in directories if os.path.islink(os.path.join(place, name)))]
+        found += [Path(place, name).relative_to(output).as_posix() for name in there]
+    return sorted(found)

@@ -1,0 +1,251 @@
+"""MLflow against the checkpoints and the log: params, tags, names, inputs, metrics, deleted runs and experiments."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.credentials import strip_credentials
+from xray_runtime.lineage.attestation import statement_sha256
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.log import LogView
+from xray_runtime.lineage.audit.pages import check_pages
+from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_registry, point
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import LOG
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.identity import digest
+from xray_runtime.tracking.mlflow_tracker import (
+    ATTEMPTS_TAG,
+    CACHED_TAG,
+    KEY_TAG,
+    PARENT_TAG,
+    STAGE_TAG,
+    params_of,
+)
+from xray_runtime.tracking.recorder import ATTEMPTS, METRICS, RECORDS, read_points
+from xray_runtime.tracking.registry import LOG_TAG
+
+STATUSES = {"completed": ("FINISHED",), "failed": ("FAILED",), "interrupted": ("KILLED",)}
+"""What MLflow may say of a run that ended so."""
+STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
+"""Tags of ours that a stage's run has."""
+
+
+def check_tracking(
+    store: LineageStore, view: LogView, nodes: list[Node], everything: bool, changed: list[Node]
+) -> Iterator[Finding]:
+    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also what it knows and the
+    store does not, and the runs of the log."""
+    asked = store.tracking_uri and ("" if store.artifacts is not None else strip_credentials(store.tracking_uri))
+    for address in sorted({run.tracking for run in view.runs.values()} - {asked}):
+        if address or (store.output / "mlflow.db").is_file():
+            where = address or "mlflow.db"
+            yield Finding("MLflow", "tracking-unchecked", f"runs are recorded in {where}, which was not asked")
+        else:
+            yield Finding("MLflow", "tracking-missing", "mlflow.db, where runs were recorded, is not there")
+    if store.tracking_uri is None:
+        return
+    try:
+        snapshot = RegistryView(store.tracking_uri)
+        found: list[Finding] = []
+        for node in changed:
+            found += _check_node(snapshot, store, view, node)
+        audited = {node.sha256 for node in nodes}
+        found += check_registry(snapshot, store, view, audited, everything)
+        found += check_pages(snapshot, store, audited)
+        if everything:
+            found += check_orphans(snapshot, store, view.pruned)
+            found += _check_runs(snapshot, view, asked)
+    # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        yield Finding("MLflow", "tracking-unreadable", f"{type(error).__name__}: {reason}")
+        return
+    yield from found
+
+
+def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
+    """The runs of whole lifecycles; and how long the log was when each ended, as far as MLflow knows."""
+    for run_id, run in snapshot.runs.items():
+        reason = view.contradicts(run.data.tags.get(LOG_TAG, ""))
+        if reason is not None:
+            yield Finding(LOG, "log-shorter", f"{reason} (run {run_id[:12]} in MLflow)")
+    for run_id, began in view.runs.items():
+        run = snapshot.runs.get(run_id)
+        if began.tracking != asked:
+            continue
+        if run is None:
+            yield Finding(f"run {run_id[:12]}", "mlflow-run-missing", f"lifecycle run {run_id}")
+            continue
+        experiment = snapshot.experiments.get(run.info.experiment_id)
+        if run.info.lifecycle_stage != "active" or experiment is None or experiment.lifecycle_stage != "active":
+            yield Finding(f"run {run_id[:12]}", "mlflow-run-deleted", f"lifecycle run {run_id}, or its experiment")
+        differing = [tag for tag, value in began.tags.items() if run.data.tags.get(tag) != value]
+        known = {*began.tags, LOG_TAG}
+        differing += [tag for tag in run.data.tags if tag.startswith("xray.") and tag not in known]
+        facts = {
+            "params": (digest(dict(run.data.params)), began.params),
+            "name": (run.info.run_name, began.name),
+            "experiment": (experiment.name if experiment is not None else "", began.experiment),
+        }
+        differing += [name for name, (shown, said) in facts.items() if shown != said]
+        ended = view.ended.get(run_id)
+        # After its end is signed, a run that is killed stays at work in MLflow.
+        if ended is not None and run.info.status not in (*STATUSES.get(ended.status, ()), "RUNNING"):
+            differing.append("status")
+        if differing:
+            yield Finding(f"run {run_id[:12]}", "mlflow-run-changed", f"lifecycle run: {', '.join(sorted(differing))}")
+
+
+def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
+    models = snapshot.by_sha.get(node.sha256, [])
+    digest = statement_sha256(node.directory)
+    statement = node.statement
+    facts = statement.predicate.details.run if statement is not None else None
+    # A checkpoint that was computed again has other records too: with the statement of then, or of another run.
+    models = sorted(
+        models,
+        key=lambda m: (
+            m.params.get("statement_sha256") == digest,
+            facts is not None and m.source_run_id == facts.mlflow_run_id,
+        ),
+    )
+    if not models:
+        yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
+        return
+    model = models[-1]
+    differing = sorted(
+        name for name, value in _model_params(node, digest).items() if (model.params.get(name) or "") != value
+    )
+    if Path(model.params.get("uri", "")).name != node.directory.name:
+        differing.append("uri")
+    if differing:
+        yield Finding(node.name, "mlflow-model-changed", f"params of {model.model_id}: {', '.join(differing)}")
+    if model.model_type != node.manifest.kind or any(tag.startswith("xray.") for tag in model.tags):
+        yield Finding(node.name, "mlflow-model-changed", f"kind or tags of {model.model_id}")
+    run_id = model.source_run_id
+    if facts is not None and facts.mlflow_run_id in snapshot.runs and facts.mlflow_run_id != run_id:
+        yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
+        run_id = facts.mlflow_run_id
+    run = snapshot.runs.get(run_id)
+    if run is None:
+        yield Finding(node.name, "mlflow-run-missing", f"run {run_id}")
+        return
+    if run.info.lifecycle_stage != "active":
+        yield Finding(node.name, "mlflow-run-deleted", f"run {run_id}")
+    parent = run.data.tags.get(PARENT_TAG)
+    if parent in snapshot.runs and snapshot.runs[parent].info.lifecycle_stage != "active":
+        yield Finding(node.name, "mlflow-run-deleted", f"lifecycle run {parent}")
+    recorded = facts.mlflow_parent_run_id if facts is not None and facts.mlflow_run_id == run_id else parent
+    if recorded is not None and recorded not in snapshot.runs:
+        yield Finding(node.name, "mlflow-run-missing", f"lifecycle run {recorded}")
+    yield from _check_run(run, node, recorded)
+    yield from _check_inputs(snapshot, run, node)
+    yield from _check_metrics(snapshot, store, view, run_id, node)
+
+
+def _model_params(node: Node, digest: str | None) -> dict[str, str]:
+    manifest = node.manifest
+    return {
+        "sha256": node.sha256,
+        "key": manifest.key,
+        "config_digest": manifest.config_digest,
+        "code_digest": manifest.code_digest,
+        "seed": str(manifest.seed),
+        "dataset_sha256": manifest.dataset or "",
+        "statement_sha256": digest or "",
+    } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
+
+
+def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
+    manifest = node.manifest
+    expected = params_of(manifest.config) | {"key": manifest.key}
+    params = run.data.params
+    differing = sorted(name for name in {*expected, *params} if params.get(name) != expected.get(name))
+    if differing:
+        yield Finding(node.name, "mlflow-run-changed", f"params of run {run.info.run_id}: {', '.join(differing[:8])}")
+    tags = {KEY_TAG: manifest.key, STAGE_TAG: manifest.stage} | ({PARENT_TAG: parent} if parent else {})
+    differing = [name for name, value in tags.items() if run.data.tags.get(name) != value]
+    differing += [name for name in run.data.tags if name.startswith("xray.") and name not in STAGE_TAGS]
+    attempts = run.data.tags.get(ATTEMPTS_TAG, "0")
+    if len(attempts) > 6 or not attempts.isascii() or not attempts.isdigit() or int(attempts) > _attempts(node):
+        differing.append(ATTEMPTS_TAG)
+    if run.info.run_name != manifest.stage:
+        differing.append("name")
+    if differing:
+        detail = f"name or tags of run {run.info.run_id}: {', '.join(sorted(differing))}"
+        yield Finding(node.name, "mlflow-run-changed", detail)
+
+
+def _attempts(node: Node) -> int:
+    """How often a run can say that its stage was begun; less where a later run found it."""
+    facts = node.statement.predicate.details.run if node.statement is not None else None
+    begun = facts.attempts if facts is not None else 0
+    with contextlib.suppress(OSError, ValueError):
+        # An attempt after the one that published may have been needed to say so.
+        path = node.directory.parent.parent / RECORDS / node.directory.name / ATTEMPTS
+        begun = max(begun, int(read_bounded(path)))
+    return begun
+
+
+def _check_metrics(
+    snapshot: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
+) -> Iterator[Finding]:
+    """Every point against the file of metrics, which is signed; the numbers of an evaluation against its own too."""
+    name = f"{RECORDS}/{node.directory.name}/{METRICS}"
+    metrics = snapshot.runs[run_id].data.metrics
+    differing = []
+    for result, value in node.results.items() if node.sides else ():
+        if isinstance(value, int | float):
+            shown = metrics.get(f"{node.manifest.kind}/{result}")
+            if shown is None or not math.isclose(shown, float(value), rel_tol=1e-9, abs_tol=1e-12):
+                differing.append(f"{node.manifest.kind}/{result}")
+    if name in view.files:
+        try:
+            recorded = {
+                point(metric, at["step"], at["time_ms"], value)
+                for at in read_points(store.output / name)
+                for metric, value in at["metrics"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # It is not the file that was signed, which is found by itself.
+            return
+        shown_points = snapshot.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
+        differing += {found[0] for found in recorded - shown_points}
+        more = {found[0] for found in shown_points - recorded}
+        # An attempt that was cut short has sent points that the next one made again, at another time.
+        once = node.statement is None or node.statement.predicate.details.run.attempts <= 1
+        differing += more if once else ()
+        if more and not once:
+            detail = f"{', '.join(sorted(more)[:8])}"
+            yield Finding(node.name, "mlflow-metric-earlier", detail)
+    if differing:
+        yield Finding(node.name, "mlflow-metric-changed", ", ".join(sorted(set(differing))[:8]))
+
+
+def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
+    parents = set(node.manifest.parents.values())
+    shown = {model_id: snapshot.model_sha(model_id) for model_id in snapshot.model_inputs(run.info.run_id)}
+    for model_id, sha in sorted(shown.items()):
+        if sha is None:
+            yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")
+        elif sha not in parents:
+            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, no parent")
+    for missing in sorted(parents - {sha for sha in shown.values() if sha}):
+        yield Finding(node.name, "mlflow-input-missing", f"parent {missing[:12]} is not among the run's inputs")
+    datasets = []
+    for entry in run.inputs.dataset_inputs if run.inputs else []:
+        tags = {tag.key: tag.value for tag in entry.tags}
+        datasets.append((entry.dataset.digest, tags.get("xray.sha256")))
+    wanted = node.manifest.dataset
+    if wanted is not None and (wanted[:36], wanted) not in datasets:
+        code = "mlflow-dataset-changed" if datasets else "mlflow-input-missing"
+        yield Finding(node.name, code, f"dataset {wanted[:12]} is not among the run's inputs")
+    for short, whole in datasets:
+        if wanted is None or (short, whole) != (wanted[:36], wanted):
+            yield Finding(node.name, "mlflow-dataset-changed", f"dataset {short[:12]} is not the one that was used")

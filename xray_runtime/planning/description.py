@@ -1,0 +1,143 @@
+"""A plan for people and for programs: the table that `xray plan` prints, its JSON, and the machine it is for."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from rich.console import Console
+
+from xray_runtime.planning.memory import Layout, Memory
+from xray_runtime.planning.plan import Plan, RolePlan
+from xray_runtime.planning.suggestions import Suggestion
+from xray_runtime.planning.workload import GIB, Machine, this_machine
+from xray_runtime.terminal import print_table
+
+COLUMNS = {
+    "states": ("weights", "gradients", "optimizer"),
+    "passes": ("activations", "logits"),
+    "KV": ("kv_cache",),
+    "other": ("buffers", "process"),
+}
+"""Columns of the table over fields of `Memory`; the JSON has every field."""
+
+
+def as_dict(chosen: Plan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
+    """The plan for programs. GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices."""
+    machine, workload = chosen.machine, chosen.workload
+    policy = workload.roles[0]
+    states = {
+        str(stage): workload.memory(policy, Layout(zero_stage=stage, dp=machine.num_devices)) for stage in range(4)
+    }
+    return {
+        "fits": chosen.fits,
+        "placement": chosen.placement,
+        "in_turn": chosen.fullest.in_turn,
+        "num_devices": machine.num_devices,
+        "memory_gib": round(machine.memory_bytes / GIB, 3),
+        "usable_gb": _gb(machine.usable_bytes),
+        "peak_gb": _gb(chosen.fullest.peak_bytes),
+        "layout": {
+            p.role.name: {
+                "zero_stage": p.layout.zero_stage,
+                "tp": p.layout.tp,
+                "pp": p.layout.pp,
+                "dp": p.layout.dp,
+                "checkpointing": p.role.options.checkpointing,
+                "num_devices": p.layout.num_devices,
+            }
+            for p in chosen.roles
+        },
+        "training": {
+            p.role.name: {
+                "weight_bytes": p.role.weight_bytes,
+                "lora_rank": p.role.options.lora_rank,
+                "offload": p.role.options.offload,
+            }
+            for p in chosen.roles
+            if p.role.use == "train"
+        },
+        "memory_gb": {p.role.name: _gb(p.memory.total) for p in chosen.roles},
+        "breakdown_gb": {
+            p.role.name: {field.name: _gb(getattr(p.memory, field.name)) for field in fields(Memory)}
+            for p in chosen.roles
+        },
+        "parameters": policy.shape.num_parameters,
+        "model_state_gb": {stage: _gb(m.weights + m.gradients + m.optimizer) for stage, m in states.items()},
+        "limits": [_limit(chosen)],
+        "notes": [note] if note else [],
+        "reasons": list(chosen.reasons),
+        "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
+    }
+
+
+def _limit(chosen: Plan) -> str:
+    group = chosen.fullest
+    largest, part, size = group.largest()
+    return (
+        f"the fullest device needs {_short(group.peak_bytes)} of {_short(chosen.machine.usable_bytes)} usable GB, most "
+        f"of it {largest.role.name}'s {part.replace('_', ' ')} ({_short(size)} GB)"
+    )
+
+
+def show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
+    machine = chosen.machine
+    console.print(
+        f"{content['parameters'] / 1e6:,.1f}M parameters, sequences of {chosen.workload.sequence_tokens} tokens, "
+        f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
+        highlight=False,
+    )
+    verdict = "" if chosen.fits else "[red]nothing fits; nearest:[/red] "
+    turn = ", generator and trainers in turn" if content["in_turn"] else ""
+    console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
+    console.print("GB on one device", style="italic")
+    sizes, rows = (*COLUMNS, "total"), []
+    for p in chosen.roles:
+        parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
+        cells = (_short(size) for size in (*parts, p.memory.total))
+        rows.append((p.role.name, str(p.layout.num_devices), *cells, _words(p)))
+    print_table(console, ("role", "devices", *sizes, "layout"), rows, right=sizes)
+    states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
+    console.print(
+        f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False, soft_wrap=True
+    )
+    for title, lines in (
+        ("limit", content["limits"]),
+        ("note", content["notes"]),
+        ("not", content["reasons"]),
+        ("would fit with", [s["text"] for s in content["suggestions"]]),
+    ):
+        for line in lines:
+            console.print(f"[bold]{title}[/bold]  {line}", highlight=False, soft_wrap=True)
+
+
+def _words(p: RolePlan) -> str:
+    layout = p.layout
+    words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "train" or layout.zero_stage else []
+    words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
+    options = p.role.options
+    words += ["bf16"] if options.float32_sums else []
+    words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
+    words += ["offload"] if options.offload else []
+    words += ["recompute"] if options.checkpointing else []
+    return " ".join(words) or "whole"
+
+
+def machine_of(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:
+    """The machine described, what is not described being this machine's."""
+    if num_devices is not None and memory_gib is not None:
+        described = Machine(num_devices=int(num_devices), memory_bytes=int(memory_gib * GIB))
+        return replace(described, device="cpu") if device == "cpu" else described
+    here = this_machine(device, threads)
+    count = here.num_devices if num_devices is None else int(num_devices)
+    each = here.memory_bytes if here.device == "cuda" else here.memory_bytes * here.num_devices // count
+    return replace(here, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))
+
+
+def _short(size: int) -> str:
+    gb = size / 1e9
+    return "" if not size else f"{gb:.{0 if gb >= 100 else 1 if gb >= 10 else 2}f}"
+
+
+def _gb(size: float) -> float:
+    return round(size / 1e9, 4)

@@ -1,0 +1,35 @@
+"""Whether this machine's processor computes in bfloat16, or pretends to, many times slower than in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xray_runtime.config.lifecycle import LifecycleConfig
+
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTIONS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+"""As Linux names them: of x86 the first two, of ARM the last."""
+
+
+def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
+    """Whether the processor has instructions for bfloat16; None where the system does not tell."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = [line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))]
+    return bool(INSTRUCTIONS & set(flags[0])) if flags else None
+
+
+def slow_precision(config: LifecycleConfig, device: str, cpuinfo: Path = CPUINFO) -> str | None:
+    """One line for people where `config` asks for bfloat16 of a processor that has no instructions for it."""
+    asked = {name: engine.precision for name, engine in config.engines.items()} | {"frozen": config.frozen.precision}
+    fields = [f"{name}.precision" for name, precision in asked.items() if precision == "bfloat16"]
+    if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
+        return None
+    return (
+        f"this processor has no bfloat16 instructions (avx512_bf16, amx_bf16): {', '.join(fields)} = bfloat16 will be "
+        "several times slower here than float32"
+    )

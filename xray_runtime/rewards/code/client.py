@@ -1,0 +1,109 @@
+"""Asks a `server` what code of replies is worth: by tests, or by what programs print."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xray_runtime
+from xray_runtime.rewards.code import server
+from xray_runtime.rewards.sandbox import LIMITED, START_S, Answerer, LimitedProcess
+from xray_runtime.rewards.source import Score, failure
+
+ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
+
+
+@dataclass(frozen=True)
+class Program:
+    """A case of code that is a program: what it reads, and what it should print."""
+
+    stdin: str
+    stdout: str
+
+
+def read_tests(value: Any) -> str | list[Program]:
+    """What a column holds: Python statements that raise where the code is wrong, or cases of a program.
+
+    Raises:
+        ValueError: it holds neither.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value)
+    if isinstance(value, dict):
+        inputs, outputs = value.get("inputs"), value.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+            raise ValueError(ALLOWED)
+        if not all(isinstance(text, str) for text in (*inputs, *outputs)):
+            raise ValueError(ALLOWED)
+        return [Program(*case) for case in zip(inputs, outputs, strict=True)]
+    lines = value if isinstance(value, list) else [value]
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError(ALLOWED)
+    return "\n".join(lines)
+
+
+class CodeSandbox:
+    """A `server`, and the file that takes what programs print."""
+
+    def __init__(self, directory: Path) -> None:
+        self._output = os.memfd_create("xray-output")
+        root = str(Path(xray_runtime.__file__).parents[1])
+        program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
+        warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
+        self._process = LimitedProcess(Answerer(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory)
+
+    def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
+        """1 where the code passes all tests, else 0 and why; a failure where the tests are of no use.
+
+        Raises:
+            RuntimeError: the sandbox does not work.
+            OSError: the sandbox cannot be started.
+        """
+        memory = memory_mb * 2**20
+        if isinstance(tests, str):
+            answer = self._ask(_question(server.TESTS, code, tests, limit_s, memory), limit_s)
+            if "unusable" in answer:
+                return failure(answer["unusable"])
+            return Score(float(answer["passed"]), answer.get("why"))
+        for number, case in enumerate(tests):
+            answer = self._ask(_question(server.CASE, code, case.stdin, limit_s, memory), limit_s)
+            if not answer["passed"]:
+                return Score(0.0, f"case {number}: {answer['why']}")
+            if _printed(self._read_output()) != _printed(case.stdout):
+                return Score(0.0, f"case {number}: it prints something else")
+        return Score(1.0)
+
+    def close(self) -> None:
+        """End the server for good."""
+        self._process.end()
+        os.close(self._output)
+
+    def _ask(self, question: bytes, limit_s: float) -> dict[str, Any]:
+        # The server keeps to the limit itself, and ends after an error.
+        try:
+            answer = self._process.ask(question, limit_s + START_S)
+        except RuntimeError:
+            self._process.end()
+            raise
+        if answer is None:
+            raise RuntimeError(f"the sandbox does not answer within {limit_s + START_S:g} s")
+        return answer
+
+    def _read_output(self) -> str:
+        return os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
+
+
+def _printed(text: str) -> list[str]:
+    """The lines, without the white space that ends a line or the whole."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _question(kind: int, code: str, other: str, limit_s: float, memory: int) -> bytes:
+    first, second = (text.encode(errors="surrogatepass") for text in (code, other))
+    return server.HEADER.pack(kind, len(first), len(second), limit_s, memory) + first + second

@@ -1,0 +1,131 @@
+"""Names on the Hugging Face hub: whether it can be reached, and which commit a name stands for."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import urllib.request
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.models.location import PACKAGED_MODELS
+
+CONNECT_S = 8.0
+"""To look up the hub's address and connect to it. Answers, and downloads, may take as long as they need."""
+ANSWER_S = 60.0
+HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+PACKAGED_DATA = {"chitchat": "chitchat_dataset"}
+"""Data sources that an installed package carries."""
+FILES = (
+    ".jsonl",
+    ".parquet",
+    ".gguf",
+    ".safetensors",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".jinja",
+)
+"""Endings by which files are told from names on a hub, which is not asked for them."""
+
+Holds = Literal["model", "dataset"]
+
+
+class OutsideError(ConfigError):
+    """What a config names cannot be found or read; one line that names the field."""
+
+
+def is_hub_name(value: str) -> bool:
+    """Whether `value`, which is neither a file nor a directory, may be a name on a hub."""
+    return bool(HUB_NAME.fullmatch(value)) and not value.startswith(".") and Path(value).suffix not in FILES
+
+
+@lru_cache(maxsize=64)
+def check_on_hub(value: str, field: str, holds: Holds) -> None:
+    """Have a name found on the hub, or in its cache where HF_HUB_OFFLINE is set, before anything is computed.
+
+    Raises:
+        OutsideError: it is not there, or the hub cannot be reached; one line.
+    """
+    from huggingface_hub import constants
+
+    packaged = PACKAGED_MODELS if holds == "model" else PACKAGED_DATA
+    if value in packaged or Path(value).exists() or not is_hub_name(value):
+        return
+    reason = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    if reason is not None:
+        raise OutsideError(
+            f"{field}: {value!r}: cannot reach the Hugging Face hub ({reason}); give a directory, or set "
+            "HF_HUB_OFFLINE=1 with a cached copy"
+        )
+    commit(value, field, holds)
+
+
+def commit(name: str, field: str, holds: Holds) -> str:
+    """The commit a hub name stands for: as the hub says, or where it cannot be asked, as it was last downloaded.
+
+    Raises:
+        OutsideError: the hub has no such name, or cannot be asked and nothing was downloaded.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    hub: Any = HfApi()
+    try:
+        reason = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+        if reason is None:
+            info = (hub.model_info if holds == "model" else hub.dataset_info)(name, timeout=ANSWER_S)
+            if info.sha:
+                return str(info.sha)
+            reason = "the hub names no commit"
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise OutsideError(
+            f"{field}: {name!r} is neither a file nor a directory, and the hub has no such {holds} "
+            f"({_first_line(error)})"
+        ) from error
+    except Exception as error:  # every transport below the hub's client has exceptions of its own
+        reason = _first_line(error)
+    folder = "--".join([f"{holds}s", *name.split("/")])
+    main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
+    try:
+        return main.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise OutsideError(
+            f"{field}: {name!r} cannot be asked for on the hub ({reason}) and was not downloaded before"
+        ) from error
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Why nothing answers there, or at the proxy on the way there; None where something does."""
+    address = urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(address.scheme)
+    if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
+        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = address.port or (443 if address.scheme == "https" else 80)
+    found: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
+            found.append(None)
+        except OSError as error:
+            found.append(error.strerror or _first_line(error))
+
+    # By itself, since looking up a name knows no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    said = found[0] if found else f"no answer in {CONNECT_S:.0f} s"
+    return None if said is None else f"{address.hostname}: {said}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,104 @@
+"""Seals: what a run keeps and reads again is signed, so that nothing planted or edited is read.
+
+A digest beside a file proves nothing: an intruder who can write one can write both. A seal is a signature (ECDSA over
+SHA-256, deterministic after RFC 6979) of the output directory's key over what the content is for and its sha256.
+
+    sft-1-ab12…/answers.json         a file
+    sft-1-ab12…/answers.json.seal    its seal, for a file of this name in a directory of this name
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from xray_runtime.files import write_atomic
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.identity import file_sha256
+
+SEALED = ".seal"
+"""Ending of a seal's file."""
+MAX_SEAL_BYTES = 4096
+
+
+class Seal:
+    """Makes and checks seals.
+
+    Args:
+        private: PEM of the key that makes them; None: they are only checked.
+        trusted: PEM of the keys whose seals count.
+    """
+
+    def __init__(self, private: bytes | None, trusted: Sequence[bytes]) -> None:
+        self._private = serialization.load_pem_private_key(private, password=None) if private is not None else None
+        keys = [serialization.load_pem_public_key(pem) for pem in trusted]
+        self._trusted = [key for key in keys if isinstance(key, ec.EllipticCurvePublicKey)]
+
+    def sign(self, purpose: str, sha256: str) -> str:
+        """The seal of a content: its sha256, and what it is for."""
+        assert isinstance(self._private, ec.EllipticCurvePrivateKey)
+        algorithm = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
+        return base64.b64encode(self._private.sign(_signed(purpose, sha256), algorithm)).decode()
+
+    def holds(self, purpose: str, sha256: str, seal: object) -> bool:
+        """Whether `seal` is a trusted key's over this content for this purpose."""
+        try:
+            signature = base64.b64decode(str(seal), validate=True)
+        except ValueError:
+            return False
+        for key in self._trusted:
+            try:
+                key.verify(signature, _signed(purpose, sha256), ec.ECDSA(hashes.SHA256()))
+            except InvalidSignature:
+                continue
+            return True
+        return False
+
+    def seal_file(self, path: Path, written: Path | None = None) -> None:
+        """Write the seal of the file `path`, which as yet is `written`."""
+        write_atomic(_seal_path(path), self.sign(_purpose(path), file_sha256(written or path)))
+
+    def is_sealed(self, path: Path) -> bool:
+        """Whether a file is what was sealed under its name; reads all of it."""
+        try:
+            # No link is followed, and nothing waits for a pipe.
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                return False
+            seal = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
+        except (OSError, ValueError):
+            return False
+        return self.holds(_purpose(path), file_sha256(path), seal)
+
+
+@functools.cache
+def process_seal() -> Seal:
+    """A seal of this process alone, for stages outside of a run: nothing that another process wrote is read."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Seal(private, [public_pem(key.public_key())])
+
+
+def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _seal_path(path: Path) -> Path:
+    return path.with_name(path.name + SEALED)
+
+
+def _purpose(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _signed(purpose: str, sha256: str) -> bytes:
+    return f"xray seal 1\n{purpose}\n{sha256}".encode("utf-8", "surrogateescape")

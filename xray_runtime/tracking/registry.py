@@ -1,0 +1,99 @@
+"""MLflow's registry: versions of registered models, the aliases that point to them, and their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Self
+
+from xray_runtime.store.ref import CheckpointRef
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SHA256_TAG = "xray.sha256"
+"""Of a registered version: the checkpoint it is."""
+URI_TAG = "xray.uri"
+"""Of a registered version: the checkpoint's directory when it was registered."""
+LOG_TAG = "xray.log"
+"""Of a registered version and of a run: which log, and its head when this was written."""
+TRAINING = "?workflowType=machine_learning"
+"""Ends the address of an experiment or a run on MLflow's pages. Without it they open on a dashboard of traces, of which
+we have none, whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
+
+
+class Registry:
+    """The registry of one MLflow store."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+
+    @classmethod
+    def open(cls, uri: str) -> Self:
+        import mlflow
+
+        return cls(mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri))
+
+    def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
+        """Register `ref` as a version of `name` and set `alias` to it; returns the version.
+
+        The same checkpoint is registered once: registering it again only moves the alias.
+        """
+        from mlflow.exceptions import MlflowException
+
+        version = self.version_of(name, ref.sha256)
+        # MLflow reads all versions of a name to say that it is there.
+        if version is None and not self._client.search_model_versions(f"name = '{name}'", max_results=1):
+            try:
+                self._client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+        if version is None:
+            made = self._client.create_model_version(
+                name,
+                source=f"models:/{ref.mlflow_model_id}",
+                run_id=run_id,
+                model_id=ref.mlflow_model_id,
+                tags={SHA256_TAG: ref.sha256, URI_TAG: ref.uri},
+            )
+            version = str(made.version)
+        self._client.set_registered_model_alias(name, alias, version)
+        return version
+
+    def version_of(self, name: str, sha256: str) -> str | None:
+        """The version of the registered model `name` that is the checkpoint `sha256`."""
+        if "'" in name:
+            # MLflow's filter cannot quote it; our names have no quote.
+            return None
+        # By its tag: a name may have thousands of versions, more than one answer holds.
+        versions = self._client.search_model_versions(f"name = '{name}' and tags.`{SHA256_TAG}` = '{sha256}'")
+        return next((str(v.version) for v in versions), None)
+
+    def set_aliases(self, name: str, aliases: Mapping[str, str]) -> None:
+        """Point each alias of the registered model `name` to its version."""
+        for alias, version in aliases.items():
+            self._client.set_registered_model_alias(name, alias, version)
+
+    def describe_model(self, name: str, description: str, tags: Mapping[str, str]) -> None:
+        """Write the page of a registered model."""
+        known = self._client.get_registered_model(name)
+        if known.description != description:
+            self._client.update_registered_model(name, description=description)
+        for tag, value in tags.items():
+            if known.tags.get(tag) != value:
+                self._client.set_registered_model_tag(name, tag, value)
+
+    def describe_version(self, name: str, version: str, description: str, tags: Mapping[str, str]) -> None:
+        """Write the page of a registered version."""
+        self._client.update_model_version(name, version, description=description)
+        for tag, value in tags.items():
+            self._client.set_model_version_tag(name, version, tag, value)
+
+    def experiment_of(self, run_id: str) -> str | None:
+        """The experiment of a run; None where the store does not know the run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.get_run(run_id).info.experiment_id)
+        except MlflowException:
+            return None
