@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from xray.tasks.result import Result
     from xray.tasks.task_runner import task_runner
     from xray.tasks.workspace import Workspace
+    from xray_runtime.algorithms.checking import check_advantages, check_loss
+    from xray_runtime.algorithms.estimators import AdvantageInputs
+    from xray_runtime.algorithms.losses import PolicyLossInputs, TokenLoss
     from xray_runtime.config.engines import Section
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.environments.protocol import Start, Step
@@ -64,6 +67,9 @@ _WHERE = {
     "xray.tasks.task_runner": ("task_runner",),
     "xray.tasks.result": ("Result",),
     "xray.tasks.workspace": ("Workspace",),
+    "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
+    "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
+    "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
     "xray_runtime.config.engines": ("Section",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),

@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
 
-PolicyLoss = Literal["ppo", "gspo", "cispo"]
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """Response tokens of one micro-batch, [R] each; any common shape where `replies` is None.
+
+    A loss may couple the tokens of a reply, never those of two replies: how a minibatch is split must not matter.
+    """
+
+    logprobs: Tensor
+    """With gradient."""
+    old_logprobs: Tensor
+    """The trainer's own, before the rollout's first update."""
+    advantages: Tensor
+    mask: Tensor
+    """1 at tokens that the policy chose, 0 elsewhere."""
+    replies: Tensor | None
+    """int64 from 0: which reply each token is of."""
+    clip_range: float
+    clip_range_high: float
+    dual_clip: float | None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log ρ = logp − old, bounded."""
+        return clamp_log_ratio(self.logprobs - self.old_logprobs)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a loss says of each token, and which tokens its bounds held back."""
+
+    loss: Tensor
+    clipped: Tensor | None = None
+    """bool: tokens whose ratio was clipped; None: the loss clips nothing."""
+    dual_clipped: Tensor | None = None
+
+
+PolicyLoss = Callable[[PolicyLossInputs], "Tensor | TokenLoss"]
+"""The loss of each token, before importance weights, mask and mean."""
+
+
+def ppo_loss(tokens: PolicyLossInputs) -> TokenLoss:
+    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) (Schulman et al. 2017); where A < 0 at most −c A (c = `dual_clip`, Ye et
+    al. 2020)."""
+    return _clipped_loss(tokens, tokens.log_ratio)
+
+
+def gspo_loss(tokens: PolicyLossInputs) -> TokenLoss:
+    """`ppo_loss` with the geometric mean of ρ over a reply in place of ρ (Zheng et al. 2025)."""
+    assert tokens.replies is not None
+    return _clipped_loss(tokens, reply_means(tokens.log_ratio, tokens.replies, tokens.mask.to(tokens.logprobs.dtype)))
+
+
+def cispo_loss(tokens: PolicyLossInputs) -> TokenLoss:
+    """−sg(min(ρ, 1 + ε_high)) A logp: the weight is clipped, no token loses its gradient (MiniMax 2025)."""
+    plain = tokens.log_ratio.exp() * tokens.advantages
+    clipped = tokens.log_ratio.exp().clamp(max=1 + tokens.clip_range_high) * tokens.advantages
+    return TokenLoss(-clipped.detach() * tokens.logprobs, clipped != plain)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {"ppo": ppo_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+
+
+def _clipped_loss(tokens: PolicyLossInputs, log_ratio: Tensor) -> TokenLoss:
+    ratio, advantages = log_ratio.exp(), tokens.advantages
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - tokens.clip_range, 1 + tokens.clip_range_high) * advantages
+    loss, dual = -torch.minimum(plain, clipped), None
+    if tokens.dual_clip is not None:
+        bound = -tokens.dual_clip * advantages
+        dual = (advantages < 0) & (loss > bound)
+        loss = torch.where(dual, bound, loss)
+    return TokenLoss(loss, clipped < plain, dual)
 
 
 def policy_loss(
@@ -22,52 +95,39 @@ def policy_loss(
     dual_clip: float | None,
     weights: Tensor | None = None,
     clip_range_high: float | None = None,
-    kind: PolicyLoss = "ppo",
+    loss: PolicyLoss = ppo_loss,
     replies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A surrogate of the policy gradient, by `kind`, with ρ = exp(logp − old).
-
-    `ppo`: −min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) (Schulman et al. 2017); where A < 0 it is at most −c A (c =
-    `dual_clip`, Ye et al. 2020). `gspo`: the same with the geometric mean of ρ over a reply in place of ρ (Zheng et al.
-    2025). `cispo`: −sg(min(ρ, 1 + ε_high)) A logp: the weight is clipped, no token loses its gradient (MiniMax 2025).
+    """A surrogate of the policy gradient, with ρ = exp(logp − old).
 
     Args:
-        logprobs, old_logprobs, advantages, mask: one common shape; `old_logprobs` are the trainer's own, before
-            the rollout's first update.
+        logprobs, old_logprobs, advantages, mask, replies: see `PolicyLossInputs`.
         weights: per-token importance weights of the trainer's old policy to the one that sampled, or None.
         clip_range_high: ε_high; None: ε.
-        replies: which reply each token is of, from 0, for `gspo`; shapes are then [R].
+        loss: of each token; a built-in of `POLICY_LOSSES`, or your own.
 
     Returns:
         (sum of the loss over valid tokens, sums: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)).
+
+    Raises:
+        ValueError: `loss` returned something else than one number a token.
     """
     valid = mask.to(logprobs.dtype)
-    log_ratio = clamp_log_ratio(logprobs - old_logprobs)
-    if kind == "gspo":
-        assert replies is not None
-        log_ratio = reply_means(log_ratio, replies, valid)
-    ratio, high = log_ratio.exp(), 1 + (clip_range if clip_range_high is None else clip_range_high)
-    plain = ratio * advantages
-    if kind == "cispo":
-        clipped = ratio.clamp(max=high) * advantages
-        loss = -clipped.detach() * logprobs
-    else:
-        clipped = ratio.clamp(1 - clip_range, high) * advantages
-        loss = -torch.minimum(plain, clipped)
-    dual = torch.zeros_like(mask, dtype=torch.bool)
-    if dual_clip is not None and kind != "cispo":
-        bound = -dual_clip * advantages
-        dual = (advantages < 0) & (loss > bound)
-        loss = torch.where(dual, bound, loss)
-    if weights is not None:
-        loss = loss * weights
+    high = clip_range if clip_range_high is None else clip_range_high
+    answer = loss(PolicyLossInputs(logprobs, old_logprobs, advantages, mask, replies, clip_range, high, dual_clip))
+    made = answer if isinstance(answer, TokenLoss) else TokenLoss(answer)
+    if not isinstance(made.loss, Tensor) or made.loss.shape != logprobs.shape:
+        shown = list(made.loss.shape) if isinstance(made.loss, Tensor) else type(made.loss).__name__
+        raise ValueError(f"loss: it returned {shown}: it must return the loss of each token, {list(logprobs.shape)}")
+    total = made.loss if weights is None else made.loss * weights
     with torch.no_grad():
+        nothing = torch.zeros_like(mask, dtype=torch.bool)
         stats = {
-            "clip_count": ((clipped != plain if kind == "cispo" else clipped < plain) * valid).sum(),
-            "dual_clip_count": (dual * valid).sum(),
+            "clip_count": ((nothing if made.clipped is None else made.clipped) * valid).sum(),
+            "dual_clip_count": ((nothing if made.dual_clipped is None else made.dual_clipped) * valid).sum(),
             "approx_kl_sum": (kl_estimate(old_logprobs, logprobs, "k3") * valid).sum(),
         }
-    return (loss * valid).sum(), stats
+    return (total * valid).sum(), stats
 
 
 def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:

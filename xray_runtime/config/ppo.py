@@ -27,8 +27,11 @@ from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sampling import BIASING, Stop
-from xray_runtime.config.sources import GivenGold
+from xray_runtime.config.sources import BuiltInOrFunction, GivenGold, is_function
 from xray_runtime.config.watch import WatchConfig
+
+PolicyLossName = Annotated[str, BuiltInOrFunction(("ppo", "gspo", "cispo"))]
+AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "grpo", "dr_grpo", "rloo", "reinforce++"))]
 
 
 class JudgingConfig(Section):
@@ -123,16 +126,17 @@ class PPOStageConfig(TrainingConfig):
     """Policy ratio is clipped to 1 ± this."""
     clip_range_high: Positive | None = None
     """Another bound upwards, 1 + this (clip-higher); None: `clip_range`."""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    loss: PolicyLossName = "ppo"
     """`ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`: each token's
-    gradient, weighted by its ratio cut at 1 + `clip_range_high`."""
+    gradient, weighted by its ratio cut at 1 + `clip_range_high`. Or a function of your own, of `PolicyLossInputs`."""
     loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
     """How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch; over its replies,
     of each of which the mean over tokens is taken; or replies × `max_new_tokens` (with an environment its
     `max_tokens`), which knows no lengths."""
-    advantages: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce++"] = "gae"
+    advantages: AdvantagesName = "gae"
     """`gae`: by a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
-    `reinforce++` takes the rewards still to come."""
+    `reinforce++` takes the rewards still to come. Or a function of your own, of `AdvantageInputs`, which has no critic
+    unless `critic` is set."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on the loss where the advantage is negative (Ye et al. 2020); None: off."""
     value_clip_range: Positive = 0.2
@@ -164,9 +168,9 @@ class PPOStageConfig(TrainingConfig):
     moments; `none`: as scored."""
     reward_clip: Positive | None = 5.0
     """Bound on the absolute scaled reward; None: off."""
-    critic: Literal["shared", "separate"] = "shared"
-    """With `advantages: gae`. `shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its
-    own, from the SFT model."""
+    critic: Literal["shared", "separate"] | None = None
+    """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model.
+    None: `shared` with `advantages: gae`, no critic with others."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
     critic_engine: EngineConfig | None = None
@@ -200,7 +204,7 @@ class PPOStageConfig(TrainingConfig):
     @property
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """Where values come from."""
-        return self.critic if self.advantages == "gae" else "none"
+        return self.critic or ("shared" if self.advantages == "gae" else "none")
 
     @model_validator(mode="before")
     @classmethod
@@ -230,6 +234,10 @@ class PPOStageConfig(TrainingConfig):
                 f"samples_per_prompt = {self.samples_per_prompt} must be at least 2 with advantages = "
                 f"{self.advantages!r}: replies to one prompt are compared"
             )
+        if self.critic is not None and self.advantages != "gae" and not is_function(self.advantages):
+            raise ValueError(
+                f"critic = {self.critic!r} must be left out with advantages = {self.advantages!r}, which has none"
+            )
         if self.critic_in_use == "none" and self.truncated == "bootstrap":
             raise ValueError(
                 f"truncated = 'bootstrap' must be 'lowest' or 'penalize' with advantages = {self.advantages!r}: there "
@@ -257,8 +265,8 @@ class PPOStageConfig(TrainingConfig):
         self._check_environment()
         check_one_row_each(self.engine, "minibatch_size", self.minibatch_size)
         if self.critic_engine is not None:
-            if self.critic == "shared":
-                raise ValueError("critic_engine must be absent when critic is 'shared': there is no critic of its own")
+            if self.critic_in_use != "separate":
+                raise ValueError("critic_engine must be left out unless critic is 'separate'")
             check_one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
             check_whole_layers(self.lora, self.critic_engine, "critic_engine")
         return self

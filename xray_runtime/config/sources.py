@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.engines import Section
 from xray_runtime.credentials import has_login, strip_credentials
 
 BUILT_IN_GOLD = "vader"
+FUNCTION_NAME = re.compile(r"[^:]+:[^:]+")
+"""An import path `module:function`, or the name of a function that was handed over."""
 
 
 def without_login(source: str) -> str:
@@ -34,6 +39,32 @@ Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), Afte
 
 Gold = Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"), AfterValidator(_allowed)]
 """A `Function`, or `vader`."""
+
+
+@dataclass(frozen=True)
+class BuiltInOrFunction:
+    """The annotation of a field that takes one of `names`, an import path `module:function`, or the name of a function
+    that was handed over."""
+
+    names: tuple[str, ...]
+
+    def _check(self, value: str) -> str:
+        if value in self.names or FUNCTION_NAME.fullmatch(value):
+            return value
+        raise ValueError(f"{value!r} is not allowed: must be {', '.join(map(repr, self.names))} or 'module:function'")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        function = {"pattern": f"^{FUNCTION_NAME.pattern}$", "type": "string"}
+        return {"anyOf": [{"enum": list(self.names), "type": "string"}, function]}
+
+
+def is_function(value: str) -> bool:
+    """Whether a `BuiltInOrFunction` names a function."""
+    return ":" in value
+
 
 GivenGold = Annotated[str, Field(pattern=r"^(vader|[^:]+:[^:]+)$")]
 """A `Gold`, or the name of a function that was handed over."""

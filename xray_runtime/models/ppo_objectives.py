@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.losses import kl_loss, policy_loss, value_loss
+from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss, kl_loss, policy_loss, value_loss
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, response_positions
 
@@ -28,6 +28,8 @@ class PPOObjective:
     """
 
     config: PPOStageConfig
+    policy_loss: PolicyLoss | None = None
+    """A function of the user's; None: the built-in that `config.loss` names."""
 
     def score(self, module: HeadedLM, rows: Tensors) -> Scores:
         judged, rows = rows, _as_sampled(rows)
@@ -66,7 +68,7 @@ class PPOObjective:
             clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
             weights=rows["weights"] * share,
-            kind=config.loss,
+            loss=self.policy_loss or POLICY_LOSSES[config.loss],
             replies=replies,
         )
         stats |= {"policy_loss": loss.detach(), "entropy_sum": (entropy * mask).sum().detach()}

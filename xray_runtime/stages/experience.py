@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xray_runtime.algorithms.advantages import gae, masked_mean, place_rewards, whiten
-from xray_runtime.algorithms.groups import group_advantages, tied_groups
+from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
+from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
+from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
@@ -45,6 +46,7 @@ def build_experience(
     scores: Rows,
     rewards: torch.Tensor,
     kl_coef: float,
+    estimator: AdvantageEstimator | None = None,
 ) -> Experience:
     """Rewards, advantages and weights of one rollout. A reply without a reward is left out, as if it was absent.
 
@@ -55,8 +57,10 @@ def build_experience(
         scores: `logprobs` and `ref_logprobs` of each response token; of a critic `values` of each, `final_values` [B].
         rewards: of each reply [B], scaled (`scaled_rewards`); NaN where there is none.
         kl_coef: weight of the per-token penalty.
+        estimator: a function of the user's; None: the built-in that `config.advantages` names.
 
     Raises:
+        ValueError: what the user's function returned is refused.
         NonFiniteError: a reward is infinite, or what the update would read is not finite.
     """
     if rewards.isinf().any():
@@ -88,20 +92,23 @@ def build_experience(
         rewards = rewards + overlong_penalty(mask.sum(-1), config.max_new_tokens, config.overlong_buffer)
     in_reward = kl_coef if config.kl.place == "reward" else 0.0
     penalties = in_reward * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
-    if config.advantages == "gae" or config.advantages == "reinforce++":
-        by_turn = torch.zeros_like(logprobs)
-        if "turn_rewards" in rollout:
-            by_turn = torch.from_numpy(rollout["turn_rewards"].dense())
-        # What is no single turn's, of other sources or for a cut, comes with the last token.
-        token_rewards = place_rewards(rewards - by_turn.sum(-1), penalties, mask) + by_turn
-        lam = config.gae_lambda if has_critic else 1.0
-        advantages, returns = gae(token_rewards, values, mask, bootstrap, gamma=config.gamma, lam=lam)
-    else:
-        # Replies alike have one KL, but for the last bits, which a group's deviation would blow up.
-        alike = torch.from_numpy(first_alike(row_keys(rows)))
-        compared = rewards - (penalties * mask).sum(-1)[alike]
-        of_reply = group_advantages(compared, groups, config.advantages)
-        advantages = returns = of_reply.to(values.dtype)[:, None] * mask
+    by_turn = torch.zeros_like(logprobs)
+    if "turn_rewards" in rollout:
+        by_turn = torch.from_numpy(rollout["turn_rewards"].dense())
+    # Equal replies have one KL, but for the last bits, which a group's deviation would blow up.
+    alike = torch.from_numpy(first_alike(row_keys(rows)))
+    inputs = AdvantageInputs(
+        scores=rewards - (penalties * mask).sum(-1)[alike],
+        # Rewards of no single turn, from other sources or for a cut, come with the last token.
+        rewards=place_rewards(rewards - by_turn.sum(-1), penalties, mask) + by_turn,
+        mask=mask,
+        groups=groups,
+        values=values,
+        bootstrap_values=bootstrap,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda if has_critic else 1.0,
+    )
+    advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
     weights, mismatch = importance_weights(

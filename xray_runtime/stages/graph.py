@@ -133,7 +133,7 @@ class StageCall:
     parents: dict[str, Handle]
     """Role → what plays it; `rewards.0`, `rewards.1`, … of a role that takes many."""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Those that were handed over as objects, by name: of rewards, and the gold score."""
+    """Those that were handed over as objects, by name: rewards, the gold score, an algorithm of the user's."""
 
     def config_json(self) -> dict[str, Any]:
         dumped: dict[str, Any] = self.config.model_dump(mode="json")
@@ -189,8 +189,9 @@ class Graph:
         known = kind.field_names(keywords, where=stage)
         values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
-        if callable(values.get("gold")):
-            values["gold"] = bound.hand_over("gold", reward(values["gold"]))
+        for key, value in values.items():
+            if callable(value):
+                values[key] = bound.hand_over(key, reward(value))
         environment = values.get("environment")
         if isinstance(environment, Mapping) and callable(environment.get("path")):
             values["environment"] = {**environment, "path": bound.hand_over("environment", reward(environment["path"]))}

@@ -27,7 +27,7 @@ from xray_runtime.config.preferences import (
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBaseConfig, RewardConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.config.sources import BUILT_IN_GOLD, is_function
 from xray_runtime.report.findings import (
     data_findings,
     evaluation_findings,
@@ -79,6 +79,10 @@ def _judges(config: Any) -> list[str]:
     environment = getattr(config, "environment", None)
     answering = [environment.path] if environment is not None else []
     return _gold(config) + answering + [term.function for term in terms if term.function is not None]
+
+
+def _ppo_functions(config: PPOConfig) -> list[str]:
+    return _judges(config) + [name for name in (config.advantages, config.loss) if is_function(name)]
 
 
 def _frozen(config: JudgingConfig, *roles: str) -> Layouts:
@@ -270,7 +274,7 @@ PPO = register(
         Model,
         "xray_runtime.stages.ppo:run",
         models=_ppo_models,
-        functions=_judges,
+        functions=_ppo_functions,
         check=checks.check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[

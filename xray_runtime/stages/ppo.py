@@ -18,17 +18,20 @@ what is left to wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.algorithms.checking import check_advantages, check_loss
 from xray_runtime.algorithms.kl import make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.gold import load_gold
+from xray_runtime.data.gold import import_function, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.data.rows import num_response_tokens, num_rows, take
 from xray_runtime.engines.generation.sampling import Sampling
@@ -70,6 +73,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     kl = make_kl_controller(config.kl)
+    estimator = _own(stage, "advantages", check_advantages)
     layers = config.trainable_layers
     rewards = RewardSources(stage, tokenizer, None if layers is None else (stage.inputs.policy.path, layers))
     moments, skipped = RunningMoments(), SkippedSteps()
@@ -120,7 +124,9 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 replaced += len(tied)
             with clock.phase("score"):
                 scaled = scaled_rewards(config, rewards, scored.sources, moments)
-                experience = build_experience(config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef)
+                experience = build_experience(
+                    config, scored.rows, scored.sampled, scored.scores, scaled, kl.coef, estimator
+                )
                 _check_mismatch(probed.get("sync/mismatch", experience.metrics["rollout/mismatch"]), config)
             with clock.phase("update"):
                 times_trained = np.zeros(num_rows(experience.rows), np.int32)
@@ -170,7 +176,7 @@ def _models(
         "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
             policy,
-            PPOObjective(config),
+            PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),
             training=config,
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,
@@ -195,6 +201,16 @@ def _models(
             adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
         )
     return models
+
+
+def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
+    """The user's function that a field of the config names, tried; None where it names a built-in."""
+    name = getattr(stage.config, field)
+    if not is_function(name):
+        return None
+    function = stage.functions.get(name) or import_function(name, field)
+    check(function, name)
+    return function
 
 
 def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator
-from xray_runtime.algorithms.losses import kl_loss, policy_loss, value_loss
+from xray_runtime.algorithms.losses import cispo_loss, gspo_loss, kl_loss, policy_loss, value_loss
 from xray_runtime.algorithms.pairwise import pairwise_loss
 
 
@@ -261,7 +261,7 @@ def test_gspo_by_hand() -> None:
         clip_range=0.2,
         dual_clip=None,
         weights=f64([1 / 3] * 3),
-        kind="gspo",
+        loss=gspo_loss,
         replies=torch.tensor([0, 0, 0]),
     )
     # The geometric mean of the ratios, once a reply: exp(0.1), and a third of it for each token.
@@ -280,7 +280,7 @@ def test_gspo_leaves_out_what_was_read_between_turns() -> None:
         clip_range=0.2,
         dual_clip=None,
         weights=f64([1 / 3] * 4),
-        kind="gspo",
+        loss=gspo_loss,
         replies=torch.tensor([0, 0, 0, 0]),
     )
     assert loss.item() == pytest.approx(-1.1051709)
@@ -291,7 +291,14 @@ def test_cispo_by_hand() -> None:
     old = f64([-1, -2, -0.5])
     logprobs = (old + f64([1.25, 0.5, 6.0]).log()).requires_grad_()
     loss, stats = policy_loss(
-        logprobs, old, f64([1, 1, 1]), torch.ones(3), clip_range=0.2, clip_range_high=4.0, dual_clip=3.0, kind="cispo"
+        logprobs,
+        old,
+        f64([1, 1, 1]),
+        torch.ones(3),
+        clip_range=0.2,
+        clip_range_high=4.0,
+        dual_clip=3.0,
+        loss=cispo_loss,
     )
     weights = f64([1.25, 0.5, 5.0])
     assert loss.item() == pytest.approx(-(weights * logprobs.detach()).sum().item())
@@ -317,6 +324,6 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl(estimator: KLEstimator, m
 def test_cispo_has_no_dual_clip() -> None:
     # 1.2 · 2 · 10 for a bad token, which PPO's dual clip would hold at 3 · 2.
     given = (f64([10.0]), f64([10.0 - math.log(5.0)]), f64([-2.0]), torch.ones(1))
-    plain, _ = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=None)
-    found, stats = policy_loss(*given, kind="cispo", clip_range=0.2, dual_clip=3.0)
+    plain, _ = policy_loss(*given, loss=cispo_loss, clip_range=0.2, dual_clip=None)
+    found, stats = policy_loss(*given, loss=cispo_loss, clip_range=0.2, dual_clip=3.0)
     assert (found.item(), stats["dual_clip_count"].item()) == (plain.item(), 0)

@@ -141,7 +141,10 @@ REFUSED = [
         "frozen: zero_stage = 3 must be at most 0 with tensor_parallel or pipeline_parallel above 1",
     ),
     ("frozen: {num_workhorses: 16}\nevaluate: {num_prompts: 8}", "evaluate.num_prompts = 8 must be at least frozen"),
-    ("ppo: {stages: [{critic_engine: {}}]}", "ppo.stages.0: critic_engine must be absent when critic is 'shared'"),
+    (
+        "ppo: {stages: [{critic_engine: {}}]}",
+        "ppo.stages.0: critic_engine must be left out unless critic is 'separate'",
+    ),
     (
         "ppo: {stages: [{critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
         "ppo.stages.0.critic_engine.tensor_parallel = 2 must divide base.num_heads = 5",

@@ -604,6 +604,31 @@ def test_gold_is_a_function_too(graph: Graph) -> None:
         assert refused(lambda gold=gold: xray.evaluate(base, base, data, name="e", gold=gold)).startswith(message)
 
 
+def test_an_algorithm_is_a_function_too(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, base, _ = parts()
+
+    def centred(rollout: Any) -> Any:
+        return rollout.scores - rollout.scores.mean()
+
+    call = xray.ppo(base, data, rewards=[brevity], advantages=centred).call
+    assert call is not None
+    name = f"{__name__}:test_an_algorithm_is_a_function_too.<locals>.centred"
+    assert (call.config.advantages, call.config.critic_in_use, call.functions[name]) == (name, "none", centred)
+    assert call.kind.functions(call.config) == [f"{__name__}:brevity", name]
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "mine.losses")
+    named = xray.ppo(base, data, rewards=[brevity], loss="mine.losses:sapo", critic="separate", name="named").call
+    assert named is not None
+    assert (named.config.loss, named.config.critic_in_use) == ("mine.losses:sapo", "separate")
+    for fields, message in (
+        ({"loss": "os:system"}, "ppo-2: 'os:system' is not allowed: it would import os"),
+        ({"loss": "sapo"}, "ppo-2.loss: 'sapo' is not allowed: must be 'ppo', 'gspo', 'cispo' or 'module:function'"),
+        ({"advantages": 3}, "ppo-2.advantages: 3 is not allowed"),
+        ({"method": "grpo", "critic": "shared"}, "ppo-2: critic = 'shared' must be left out with advantages = 'grpo'"),
+    ):
+        said = refused(lambda fields=fields: xray.ppo(base, data, rewards=[brevity], **fields))
+        assert said.startswith(message)
+
+
 def test_only_numbers_weigh(graph: Graph) -> None:
     _, _, kind = parts()
     with pytest.raises(TypeError):

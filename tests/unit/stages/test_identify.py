@@ -242,6 +242,19 @@ def test_a_function_handed_over_counts_by_its_source_and_values(memory: DigestMe
     assert key(source.replace("len(reply)", "len(reply.split())"), SCALE=1.0) != before
 
 
+def test_an_algorithm_handed_over_counts_by_its_source(memory: DigestMemory) -> None:
+    def key(source: str) -> str:
+        with recording() as graph:
+            base, data = xray.base(model="smollm2-135m"), xray.prepare()
+            matches = xray.reward(verifier={"kind": "regex", "pattern": "a"})
+            xray.ppo(base, data, rewards=[matches], advantages=cell(source))
+        return keys(graph, memory)["ppo"]
+
+    source = "def mine(rollout):\n    return rollout.scores\n"
+    assert key(source) == key(source.replace("\n", "  # a comment\n", 1))
+    assert key(source) != key(source.replace("scores", "scores - 1"))
+
+
 def test_a_function_that_has_no_digest_is_refused(memory: DigestMemory) -> None:
     mine = cell("def mine(prompts, replies):\n    return [WHAT for _ in replies]\n", WHAT=object())
     with pytest.raises(ValueError, match=r"^mine: global 'WHAT' is a object, which cannot be digested; "):
