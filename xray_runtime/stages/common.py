@@ -94,12 +94,12 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         row = int(self.rows[index])
         return self._pairs[row].prompt, self._tokens.prompt(row)
 
-    def report(self, recorder: Recorder) -> None:
-        """What is left out because it does not fit; once, before the first step."""
+    def metrics(self) -> dict[str, float]:
+        """How many prompts are left out because they do not fit; a stage records it once, where there are any."""
         if not self.num_too_long:
-            return
+            return {}
         counts = {"different": len(self), "too_long": self.num_too_long, "max_tokens": self.max_prompt}
-        recorder.metrics({f"prompts/{name}": float(count) for name, count in counts.items()}, step=0)
+        return {f"prompts/{name}": float(count) for name, count in counts.items()}
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Column that the dataset carries → its values where those prompts first appear, None where there is none."""

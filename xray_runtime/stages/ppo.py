@@ -96,10 +96,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
         state = Resumable(recorder, trained, keep_files, cursor=cursor, kl=kl, moments=moments, **remembered)
-        begun = state.restore()
-        if not begun:
-            prompts.report(recorder)
-        for iteration in range(begun, config.iterations):
+        for iteration in range(state.restore(), config.iterations):
             clock, sent = PhaseClock(f"{stage.name}, iteration {iteration}"), None
             with clock.phase("sync"):
                 if iteration:
@@ -140,7 +137,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             kl.update(experience.metrics["kl/reference_k1"], num_rows(experience.rows))
 
             metrics = experience.metrics | reward_metrics(rewards, scored.sources) | _update_metrics(sums)
-            metrics |= {"kl/coef": kl.coef} | probed | clock.metrics()
+            metrics |= {"kl/coef": kl.coef} | probed | clock.metrics() | (prompts.metrics() if not iteration else {})
             metrics |= {"rollout/version": rollout.version, "rollout/lag": iteration - rollout.version}
             metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
             if config.environment is not None:
