@@ -64,9 +64,11 @@ def _started(output: Path) -> tuple[subprocess.Popen[bytes], str]:
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline, "no Workhorse was started"
         time.sleep(0.2)
-    marks = {child.environ().get("XRAY_RUN_TAG") for child in psutil.Process(process.pid).children(recursive=True)} - {
-        None
-    }
+    marks = set()
+    for child in psutil.Process(process.pid).children(recursive=True):
+        # Some live for moments alone.
+        with contextlib.suppress(psutil.Error):
+            marks |= {child.environ().get("XRAY_RUN_TAG")} - {None}
     assert len(marks) == 1
     return process, marks.pop()
 
