@@ -8,8 +8,9 @@ A stage that is given such a function runs the same checks before it computes an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,9 @@ def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
     """
     rollout = _rollout()
     plain, _ = estimate(estimator, rollout, name)
-    pad = {field: torch.nn.functional.pad(getattr(rollout, field), (0, 2)) for field in ("rewards", "mask", "values")}
+    pad: dict[str, Any] = {
+        field: torch.nn.functional.pad(getattr(rollout, field), (0, 2)) for field in ("rewards", "mask", "values")
+    }
     padded, _ = estimate(estimator, replace(rollout, **pad), name)
     if not _equal(padded[:, : plain.shape[1]], plain):
         raise ValueError(f"advantages: {name} depends on padding: count tokens where `mask` is True alone")
@@ -101,7 +104,7 @@ def _loss_of(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> Tensor:
 
 def _select(tokens: PolicyLossInputs, mine: Tensor) -> PolicyLossInputs:
     columns = ("logprobs", "old_logprobs", "advantages", "mask")
-    taken: Mapping[str, Tensor] = {column: getattr(tokens, column)[mine] for column in columns}
+    taken: dict[str, Any] = {column: getattr(tokens, column)[mine] for column in columns}
     return replace(tokens, **taken, replies=torch.zeros(int(mine.sum()), dtype=torch.int64))
 
 
