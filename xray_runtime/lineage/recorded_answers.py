@@ -32,9 +32,9 @@ def servers(config: PPOConfig) -> list[int]:
     return [n for n, term in enumerate(config.rewards) if term.service is not None or term.judge is not None]
 
 
-def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, directory: Path) -> list[str]:
-    """Have what servers and environments answered lie in `directory` as an attempt before would have left it; returns
-    their names.
+def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, journal: Journal) -> list[str]:
+    """Write what servers and environments answered to `journal`, as an attempt before would have left it; returns their
+    names.
 
     Args:
         iteration: up to which the ledger in `checkpoint` has every one, with its tokens, where there are servers. Of an
@@ -47,7 +47,7 @@ def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iterati
 
     if not servers(config) and config.environment is None:
         return []
-    journal, taken, tokenizer = Journal(directory), set[str](), load_tokenizer(checkpoint)
+    taken, tokenizer = set[str](), load_tokenizer(checkpoint)
     for number in range(iteration + 1):
         path = shard_path(checkpoint / LEDGER, number)
         if not path.exists() and not servers(config):

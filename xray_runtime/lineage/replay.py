@@ -22,6 +22,7 @@ from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import servers, take_answers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
 from xray_runtime.lineage.signing import has_signing_key
+from xray_runtime.rewards.journal import Journal
 from xray_runtime.stages.answer import Answer
 from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.stages.kind import Stage, StageKind, config_of
@@ -148,7 +149,11 @@ def replay(
     Raises:
         Exception: whatever the body raises.
     """
-    result = Replay(iteration, taken=take_answers(stage.node.directory, stage.config, stage.inputs, iteration, scratch))
+    # What it keeps beside its parents is sealed as a run's is: an audit names what is not.
+    output = stage.node.directory.parents[1]
+    seal = seal_of(output) if has_signing_key(output) else process_seal()
+    journal = Journal(scratch, seal=seal)
+    result = Replay(iteration, taken=take_answers(stage.node.directory, stage.config, stage.inputs, iteration, journal))
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
@@ -160,9 +165,6 @@ def replay(
             generator: Any = _WatchedGenerator(models["generator"], recorder.sent)
             yield models | {"generator": generator}
 
-    # What it keeps beside its parents is sealed as a run's is: an audit names what is not.
-    output = stage.node.directory.parents[1]
-    seal = seal_of(output) if has_signing_key(output) else process_seal()
     body: Stage[Any, Any] = Stage(
         manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch, seal=seal
     )

@@ -114,8 +114,8 @@ def _unreachable(endpoint: str) -> str | None:
 
     def connect() -> None:
         try:
-            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
-            found.append(None)
+            with socket.create_connection((address.hostname or "", port), timeout=CONNECT_S):
+                found.append(None)
         except OSError as error:
             found.append(error.strerror or _first_line(error))
 
