@@ -31,8 +31,8 @@ from xray_runtime.data.pairs import TRAIN, Example, Pairs, prompt_text
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.data.tokens import in_shards
-from xray_runtime.stages import prepare
-from xray_runtime.stages.kind import NoInputs, Stage
+from xray_runtime.graph.kind import NoInputs, Stage
+from xray_runtime.preparation import prepare
 from xray_runtime.store.seal import process_seal
 
 CHARACTERS = 145

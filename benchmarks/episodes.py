@@ -40,10 +40,10 @@ from xray_runtime.engines.generation.sampling import Place, Sampling
 from xray_runtime.environments import worker
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.processes import kill_tagged, start_reaper
-from xray_runtime.stages.episodes import Episodes
-from xray_runtime.stages.kind import Stage
+from xray_runtime.rl.episodes import Episodes
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.protocols import Ready

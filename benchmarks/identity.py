@@ -23,8 +23,8 @@ from unittest.mock import patch
 import xray
 from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.stages.graph import Graph, recording
-from xray_runtime.stages.identify import identify
+from xray_runtime.graph.graph import Graph, recording
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.store import content_digest
 from xray_runtime.store.digest_memory import DigestMemory
 

@@ -31,7 +31,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.stages.common import text_rows
+from xray_runtime.training.common import text_rows
 from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 

@@ -29,12 +29,12 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.data.pairs import TRAIN
+from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.planning.shapes import ModelShape, from_pretrained
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.recorder import METRICS, records_directory
+from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
 
 TRL = "trl==1.11.0"
 WORK = {

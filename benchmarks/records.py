@@ -30,6 +30,7 @@ from benchmarks.machine import line, machine
 from xray.deployments.server_home import ServerHome
 from xray.deployments.status import service_status
 from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -41,8 +42,7 @@ from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.stages.artifacts import dataset_of
-from xray_runtime.stages.kind import find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.digest_memory import SETTLED_S
 from xray_runtime.store.identity import Identity

@@ -42,7 +42,7 @@ def passes() -> dict[str, list[float]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from xray_runtime.models.location import locate
+    from xray_runtime.store.location import locate
 
     torch.set_num_threads(THREADS)
     name, file = locate("smollm2-135m")

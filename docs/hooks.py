@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-    from xray_runtime.stages.kind import Role, StageKind
+    from xray_runtime.graph.kind import Role, StageKind
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("xray_runtime.config.lifecycle:LifecycleConfig", "xray.flows.search:SearchConfig")
@@ -43,7 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def kinds_page() -> str:
     """Every stage kind that X-ray ships: inputs, output, config fields."""
-    from xray_runtime.stages.kind import KINDS, find_kind
+    from xray_runtime.graph.kind import KINDS
+    from xray_runtime.stages.kinds import find_kind
 
     find_kind("")
     lines = [
@@ -138,7 +139,8 @@ def config_page() -> str:
 
 def _all_sections() -> list[type[BaseModel]]:
     """The files people write, then every section they hold, then those that only stage kinds hold."""
-    from xray_runtime.stages.kind import KINDS, find_kind
+    from xray_runtime.graph.kind import KINDS
+    from xray_runtime.stages.kinds import find_kind
 
     find_kind("")
     found: dict[str, type[BaseModel]] = {}

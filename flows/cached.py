@@ -15,9 +15,9 @@ from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.graph.graph import Graph, StageCall, recording
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.log import LIFECYCLE
-from xray_runtime.stages.graph import Graph, StageCall, recording
-from xray_runtime.stages.identify import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.ref import CheckpointRef

@@ -13,12 +13,14 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.current import current_graph
+from xray_runtime.graph.graph import Graph, recording
+from xray_runtime.graph.handles import Handle
 from xray_runtime.planning.auto import plan_config
 from xray_runtime.planning.demand import check_config
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import Changes, Planner
 from xray_runtime.planning.workload import Machine, local_node
-from xray_runtime.stages.graph import Graph, Handle, current_graph, recording
 from xray_runtime.stages.kinds import (
     BASE,
     BENCHMARK,

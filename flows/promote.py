@@ -27,14 +27,14 @@ from xray.tasks.workspace import Workspace
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.handles import Handle, RewardSource, reward
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import Review
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.stages.graph import Handle, RewardSource, reward
-from xray_runtime.stages.identify import identify
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import digest

@@ -19,7 +19,7 @@ from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import put, read_mapping, validate
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.stages.graph import StageCall
+from xray_runtime.graph.graph import StageCall
 from xray_runtime.store.identity import digest
 
 Mode = Literal["max", "min"]

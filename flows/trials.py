@@ -39,12 +39,11 @@ from xray_runtime.cores import load
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.handles import Handle
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.log import LIFECYCLE
 from xray_runtime.processes import redirect_output
-from xray_runtime.progress import find_progress
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.stages.graph import Handle
-from xray_runtime.stages.identify import identify
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.seal import process_seal
 from xray_runtime.store.shared import open_shared
@@ -52,6 +51,7 @@ from xray_runtime.store.snapshots import Snapshots
 from xray_runtime.tracking.mlflow_tracker import StageRun
 from xray_runtime.tracking.recorder import METRICS, records_directory, snapshots_directory
 from xray_runtime.workers.placement import resolve_layouts
+from xray_runtime.workers.progress import find_progress
 
 State = Literal["running", "finished", "pruned", "failed"]
 Points = list[tuple[int, float]]

@@ -14,7 +14,7 @@ import ray
 
 from xray.tasks.page import show
 from xray_runtime.errors import StageInterruptedError
-from xray_runtime.progress import find_progress
+from xray_runtime.workers.progress import find_progress
 
 if TYPE_CHECKING:
     from xray.tasks.spec import StageResult

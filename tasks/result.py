@@ -39,7 +39,7 @@ class Result:
     def figure(self) -> Figure | None:
         """Its training curves, as the report shows them; None of a stage that has none."""
         from xray_runtime.report.figures import training_figure
-        from xray_runtime.stages.kind import find_kind
+        from xray_runtime.stages.kinds import find_kind
 
         kind = find_kind(self.stage.kind)
         return training_figure(kind.panels, self.series()) if kind is not None else None

@@ -14,14 +14,14 @@ import yaml
 
 from xray.tasks.spec import StageResult
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, listed
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import FIGURE, read_metrics
 from xray_runtime.report.stages import computed_text
-from xray_runtime.stages.artifacts import Evaluation
-from xray_runtime.stages.kind import find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import METRICS, records_directory

@@ -37,7 +37,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import NonFiniteError, WorkerEndedError, error_summary, is_cancelled, may_retry
 
 if TYPE_CHECKING:
-    from xray_runtime.stages.kind import Stage, StageKind
+    from xray_runtime.graph.kind import Stage, StageKind
     from xray_runtime.store.content_digest import Outside
     from xray_runtime.store.identity import Identity
     from xray_runtime.store.ref import CheckpointRef
@@ -66,9 +66,10 @@ def stage(
         functions: reward functions that were handed over as objects.
     """
     from xray_runtime.cores import give_way
+    from xray_runtime.graph.kind import config_of
+    from xray_runtime.graph.stage_identity import identify
     from xray_runtime.processes import redirect_output
-    from xray_runtime.stages.identify import identify
-    from xray_runtime.stages.kind import config_of, import_kind
+    from xray_runtime.stages.kinds import import_kind
     from xray_runtime.store.checkpoints import CHECKPOINTS, Store
     from xray_runtime.store.digest_memory import DigestMemory
     from xray_runtime.store.function_digest import remember_sources
@@ -237,7 +238,7 @@ class _Job:
         return self._tracker.stage_run(context.run_id, spec.name, self.key, self.identity.config, context.tags)
 
     def _dataset(self) -> str | None:
-        from xray_runtime.stages.artifacts import dataset_of
+        from xray_runtime.graph.artifacts import dataset_of
 
         return dataset_of(self._parents.values())
 
@@ -267,7 +268,7 @@ class _Job:
         )
 
     def _stage(self, runtime: Any, recorder: StageRecorder) -> Stage[Any, Any]:
-        from xray_runtime.stages.kind import Stage
+        from xray_runtime.graph.kind import Stage
         from xray_runtime.workers.opening import model_opener
 
         return Stage(
@@ -309,7 +310,7 @@ def _only_one(output: Path, job: _Job) -> Iterator[None]:
 
 def _check_code(spec: StageSpec, kind: StageKind) -> None:
     """Raises ConfigError where this node's code is not that which the graph was written with."""
-    from xray_runtime.stages.identify import code_of
+    from xray_runtime.graph.stage_identity import code_of
     from xray_runtime.store.identity import OTHER_ENVIRONMENT
 
     here = code_of(kind)
@@ -331,7 +332,7 @@ def _log_warnings() -> None:
 
 def _check_numbers(stage: str, built: Path, results: str | None) -> None:
     """Raises NonFiniteError where a weight, or a number in the file of results, is NaN or infinite."""
-    from xray_runtime.stages.finite import naming
+    from xray_runtime.training.finite import naming
 
     with naming(stage):
         if any(built.rglob("*.safetensors")):

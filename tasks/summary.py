@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from xray.tasks.spec import StageResult
-from xray_runtime.stages.kind import StageKind
+from xray_runtime.graph.kind import StageKind
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 24

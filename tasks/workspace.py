@@ -33,12 +33,12 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.cores import load
+from xray_runtime.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
+from xray_runtime.graph.graph import Graph, StageCall
+from xray_runtime.graph.handles import Handle
+from xray_runtime.graph.stage_identity import check_hub_names, code_of
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.planning.demand import check_call
-from xray_runtime.progress import open_progress
-from xray_runtime.stages.artifacts import TYPES, Artifact, Benchmark, Evaluation
-from xray_runtime.stages.graph import Graph, Handle, StageCall
-from xray_runtime.stages.identify import check_hub_names, code_of
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
@@ -46,6 +46,7 @@ from xray_runtime.workers.nodes import node_addresses, nodes, only_node
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.placement import with_device
 from xray_runtime.workers.pool import open_worker_pool
+from xray_runtime.workers.progress import open_progress
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.engines import Section
     from xray_runtime.config.validation import ConfigError
     from xray_runtime.environments.protocol import Start, Step
-    from xray_runtime.stages.artifacts import (
+    from xray_runtime.graph.artifacts import (
         Artifact,
         Benchmark,
         Comparison,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         Preferences,
         RewardModel,
     )
-    from xray_runtime.stages.graph import Handle, reward
-    from xray_runtime.stages.kind import Recorder, Stage, StageKind, stage_kind
+    from xray_runtime.graph.handles import Handle, reward
+    from xray_runtime.graph.kind import Recorder, Stage, StageKind, stage_kind
     from xray_runtime.stages.kinds import (
         BASE as base,
         BENCHMARK as benchmark,
@@ -73,7 +73,7 @@ _WHERE = {
     "xray_runtime.config.engines": ("Section",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),
-    "xray_runtime.stages.artifacts": (
+    "xray_runtime.graph.artifacts": (
         "Artifact",
         "Benchmark",
         "Comparison",
@@ -84,8 +84,8 @@ _WHERE = {
         "Preferences",
         "RewardModel",
     ),
-    "xray_runtime.stages.graph": ("Handle", "reward"),
-    "xray_runtime.stages.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
+    "xray_runtime.graph.graph": ("Handle", "reward"),
+    "xray_runtime.graph.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if not name.startswith("_"):
-        from xray_runtime.stages.kind import find_kind
+        from xray_runtime.stages.kinds import find_kind
 
         kind = find_kind(name)
         if kind is not None:
@@ -103,7 +103,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from xray_runtime.stages.kind import KINDS, find_kind
+    from xray_runtime.graph.kind import KINDS
+    from xray_runtime.stages.kinds import find_kind
 
     find_kind("")
     return sorted([*_MODULES, *KINDS])

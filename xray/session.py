@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import validate_as
-from xray_runtime.stages.artifacts import Evaluation, Model
-from xray_runtime.stages.graph import Graph, Handle, current_graph, is_planning
+from xray_runtime.graph.artifacts import Evaluation, Model
+from xray_runtime.graph.current import current_graph, is_planning
+from xray_runtime.graph.graph import Graph
+from xray_runtime.graph.handles import Handle
 
 if TYPE_CHECKING:
     from xray.script import Script

@@ -21,10 +21,9 @@ from typing import Any
 
 from tests.chaos import games
 from tests.chaos.harness import MAX_DELAY_SECONDS, ROOT, TARGETS, Case, Lifecycle, run, storms
-from xray_runtime.data.ledger import iterations, read_shard, readable, shard_path
+from xray_runtime.data.ledger import LEDGER, iterations, read_shard, readable, shard_path
 from xray_runtime.environments import worker
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages.artifacts import LEDGER
 
 FRESH_S = games.PAUSE_S
 """What was answered so long ago is not yet followed by the next answer."""

@@ -26,12 +26,14 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.inputs import PPOInputs, SFTInputs
+from xray_runtime.graph.kind import NoInputs, Stage
 from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
-from xray_runtime.stages import ppo, prepare, sft
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.inputs import PPOInputs, SFTInputs
-from xray_runtime.stages.kind import NoInputs, Stage
+from xray_runtime.preparation import prepare
+from xray_runtime.rl import ppo
 from xray_runtime.store.seal import process_seal
+from xray_runtime.training import sft
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 

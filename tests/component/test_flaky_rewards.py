@@ -17,10 +17,10 @@ from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.rewards import RegexVerifier, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.ppo import run
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.rl.ppo import run
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 

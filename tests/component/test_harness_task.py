@@ -19,11 +19,11 @@ from tests.component.test_learner import RUNTIME
 from tests.unit.stages.recorder import FakeRecorder
 from tests.unit.stages.test_harness_task import CHOICE, REPLY
 from xray_runtime.config.lm_eval import LMEvalConfig
-from xray_runtime.stages import harness_task
-from xray_runtime.stages.artifacts import Model
-from xray_runtime.stages.harness_files import read_tasks
-from xray_runtime.stages.inputs import LMEvalInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.evaluation import harness_task
+from xray_runtime.evaluation.harness_files import read_tasks
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import LMEvalInputs
+from xray_runtime.graph.kind import Stage
 
 ASKED = ["hello there", "how are you", "fine thanks", "how are you today", "hello", "are you there"]
 

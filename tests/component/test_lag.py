@@ -21,12 +21,12 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.ppo import run
+from xray_runtime.rl.ppo import run
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.generator_spec import GeneratorSpec

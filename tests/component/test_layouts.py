@@ -34,7 +34,7 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.engines.engine import can_be_cut
+from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, fill, skeleton_of
 from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
@@ -309,12 +309,12 @@ def test_what_the_model_cannot_be_cut_into_is_refused(
         run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
 
 
-def test_what_a_model_can_be_cut_into_is_known_from_its_config(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_a_model_can_shard_into_is_known_from_its_config(tiny_model: Path, tmp_path: Path) -> None:
     """For the planner: Llama's plan is AutoTP's too; GPT-NeoX has a plan, other parts than Llama; GPT-2 has neither."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     transformers.GPTNeoXConfig(**sizes).save_pretrained(tmp_path / "neox")
     transformers.GPT2Config(**sizes).save_pretrained(tmp_path / "gpt2")
-    found = [can_be_cut(str(model)) for model in (tiny_model, tmp_path / "neox", tmp_path / "gpt2")]
+    found = [can_shard(str(model)) for model in (tiny_model, tmp_path / "neox", tmp_path / "gpt2")]
     assert found == [(True, True), (True, False), (False, False)]
 
 

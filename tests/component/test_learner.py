@@ -25,7 +25,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.stages.common import text_rows
+from xray_runtime.training.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import Workhorse

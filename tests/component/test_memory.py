@@ -18,9 +18,9 @@ from xray.tasks.out_of_memory import run_in_memory
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.errors import StageOutOfMemoryError
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.inputs import SFTInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.inputs import SFTInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.stages.kinds import SFT
 from xray_runtime.store.seal import process_seal
 from xray_runtime.store.snapshots import Snapshot

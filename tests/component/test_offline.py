@@ -24,12 +24,13 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
-from xray_runtime.stages import best_of_n, dpo, kto, reward_model, sft, trunk_states
-from xray_runtime.stages.artifacts import Dataset, Model, Preferences
-from xray_runtime.stages.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.trunk_states import TrunkStates
+from xray_runtime.graph.artifacts import Dataset, Model, Preferences
+from xray_runtime.graph.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.rl import best_of_n
 from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.training import dpo, kto, reward_model, sft, trunk_states
+from xray_runtime.training.trunk_states import TrunkStates
 
 PAIRS, BATCH, STEPS = 24, 8, 6
 """Two epochs."""

@@ -23,12 +23,12 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.progress import find_progress, open_progress
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
+from xray_runtime.workers.progress import find_progress, open_progress
 
 numbers = itertools.count(1000)
 

@@ -16,10 +16,10 @@ from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, ope
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.errors import StageInterruptedError
-from xray_runtime.progress import open_progress
 from xray_runtime.workers.acquisition import BusyClusterError
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
+from xray_runtime.workers.progress import open_progress
 from xray_runtime.workers.reservations import Reservation, Reservations, Ticket, open_reservations
 
 LAYOUTS = {"single": (FrozenConfig(), 0.6), "placement groups": (FrozenConfig(num_workhorses=2), 0.3)}

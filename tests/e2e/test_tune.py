@@ -13,7 +13,7 @@ import yaml
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
-from xray_runtime.stages.identify import identify
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.store.digest_memory import DigestMemory
 
 pytestmark = pytest.mark.long

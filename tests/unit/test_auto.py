@@ -291,7 +291,7 @@ def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
 
 def test_what_cannot_be_cut_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """34.5 × 10⁹ parameters in float32: 138 GB over two devices, and 8 GB of gathered parameters on each."""
-    monkeypatch.setattr(planner, "_can_be_cut", lambda model: (False, False))
+    monkeypatch.setattr(planner, "_can_shard", lambda model: (False, False))
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
     config = validate(written)

@@ -21,7 +21,7 @@ from xray_runtime.config.base import FreshBase
 from xray_runtime.data.chat_templates import CHATML
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
-from xray_runtime.models import causal_lm, location
+from xray_runtime.models import causal_lm
 from xray_runtime.models.causal_lm import (
     check_publishable,
     copy_model,
@@ -36,6 +36,7 @@ from xray_runtime.models.causal_lm import (
     stops_of,
 )
 from xray_runtime.models.tensor_file import TensorFile
+from xray_runtime.store import location
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=32)
 WEIGHTS = "model.safetensors"

@@ -20,16 +20,16 @@ from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, Messages, write_pairs
 from xray_runtime.data.tokenizing import encode_conversations, train_tokenizer
+from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
+from xray_runtime.graph.inputs import RewardBaseInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.stages.artifacts import REWARD_HEAD, Dataset
-from xray_runtime.stages.common import text_rows
-from xray_runtime.stages.inputs import RewardBaseInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.reward_base import run
-from xray_runtime.stages.reward_reader import RewardReader
+from xray_runtime.preparation.reward_base import run
+from xray_runtime.rl.reward_reader import RewardReader
+from xray_runtime.training.common import text_rows
 from xray_runtime.workers.learner import as_tensors
 from xray_runtime.workers.protocols import Ready
 

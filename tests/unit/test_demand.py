@@ -15,11 +15,11 @@ from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import may_retry
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.graph import Graph
+from xray_runtime.graph.kind import NoInputs, StageKind
 from xray_runtime.planning import demand
 from xray_runtime.planning.demand import Demand, call_demands, check_graph, graph_demands
-from xray_runtime.stages.artifacts import Model
-from xray_runtime.stages.graph import Graph
-from xray_runtime.stages.kind import NoInputs, StageKind
 
 TWO_CORES = [{"CPU": 2.0, "memory": 1e9}]
 

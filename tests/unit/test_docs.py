@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.stages.graph import planning
-from xray_runtime.stages.kind import KINDS, find_kind
+from xray_runtime.graph.current import planning
+from xray_runtime.graph.kind import KINDS
+from xray_runtime.stages.kinds import find_kind
 
 ROOT = Path(__file__).parents[2]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.report.findings import (
+from xray_runtime.stages.findings import (
     evaluation_findings,
     policy_findings,
     preferences_findings,

@@ -69,7 +69,7 @@ OWNERS = {
     "megatron": {"xray_runtime/engines/training/megatron/"},
     "fsspec": {"xray_runtime/store/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
-    "lm_eval": {"xray_runtime/stages/harness_task.py"},
+    "lm_eval": {"xray_runtime/evaluation/harness_task.py"},
     "reasoning_gym": {"xray_runtime/environments/reasoning_gym.py"},
 }
 """Heavy library → the only places that import it."""

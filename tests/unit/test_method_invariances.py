@@ -20,7 +20,7 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.stages.experience import build_experience
+from xray_runtime.rl.experience import build_experience
 
 MakeLM = Callable[[int], Any]
 NAN = math.nan

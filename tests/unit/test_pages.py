@@ -21,8 +21,9 @@ from xray.deployments.status import service_status, show
 from xray.deployments.suspension import LOST, STOPPED
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import BARS, headline, sparkline, stage_markdown
+from xray_runtime.graph.kind import StageKind
 from xray_runtime.stages import kinds
-from xray_runtime.stages.kind import StageKind, find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.ref import CheckpointRef
 
 SHA = "ab" * 32

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from xray_runtime.graph.answer import Answer
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.stages.answer import Answer
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking import recorder as module
 from xray_runtime.tracking.recorder import StageRecorder

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from xray_runtime.graph.kind import KINDS
 from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
 from xray_runtime.report.html import lineage_graph, write_report
-from xray_runtime.stages.kind import KINDS
 from xray_runtime.stages.kinds import PPO, PREPARE, SFT
 
 PANELS = {name: kind.panels for name, kind in KINDS.items() if kind.panels}

@@ -16,9 +16,9 @@ from tests.unit.test_store import KEY, publish
 from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.keys import exchange_keys, read_rotations, rotate, trusted_keys
 from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
-from xray_runtime.stages.identify import identify
 from xray_runtime.stages.kinds import FRESH_BASE
 from xray_runtime.store import shared as module
 from xray_runtime.store.checkpoints import Store, verify

@@ -13,9 +13,10 @@ from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.current import planning
+from xray_runtime.graph.graph import Graph, OnlyPlannedError, StageCall
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.adopt import sha256_of
-from xray_runtime.stages.graph import Graph, OnlyPlannedError, StageCall, planning
-from xray_runtime.stages.identify import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_manifest
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity

@@ -22,12 +22,12 @@ from xray_runtime.config.loading import check_storage, load_config, parse_overri
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.demand import check_graph
 from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.workload import local_node, this_machine
-from xray_runtime.stages.identify import check_hub_names
 
 
 def run(

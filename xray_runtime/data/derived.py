@@ -23,7 +23,7 @@ from xray_runtime.store.identity import digest, environment_digest
 from xray_runtime.store.seal import Seal
 
 if TYPE_CHECKING:
-    from xray_runtime.stages.kind import Stage
+    from xray_runtime.graph.kind import Stage
 
 log = logging.getLogger(__name__)
 

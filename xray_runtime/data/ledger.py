@@ -41,6 +41,8 @@ from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.files import write_atomic
 
+LEDGER = "ledger"
+"""Directory of a checkpoint that holds them."""
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """Columns of lists: of token ids, and of numbers of each token of the reply."""

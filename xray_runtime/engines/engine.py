@@ -1,21 +1,13 @@
-"""What a Workhorse asks of a training engine, however its model is cut; and which engine a layout gets."""
+"""What a Workhorse asks of a training engine, however its model is sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
-
-from xray_runtime.config.engines import FrozenConfig, TrainingConfig
-from xray_runtime.engines.topology import Topology
-
-if TYPE_CHECKING:
-    from xray_runtime.engines.shard_loading import Weights
-    from xray_runtime.engines.training.mesh import Mesh
-    from xray_runtime.models.heads import HeadedLM
 
 
 @dataclass(frozen=True)
@@ -66,94 +58,3 @@ class Engine(Scorer, Protocol):
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote: under the same layout to the same bits."""
-
-
-def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: Any) -> Engine:
-    """The engine of `training.engine`'s layout, around this rank's part of `module`, which is cut here.
-
-    Where its causal LM is a skeleton, only what is left on this rank is read from `checkpoint`.
-
-    Raises:
-        ValueError: the model cannot be cut or trained so; the message names the field.
-    """
-    from xray_runtime.engines.training.pipeline import PipelineEngine
-    from xray_runtime.engines.training.zero import ZeroEngine, check_offload
-
-    training.engine.check_zero_stage()
-    check_offload(training.engine)
-    if training.engine.library == "megatron":
-        from xray_runtime.engines.training.megatron.engine import MegatronEngine
-
-        return MegatronEngine(module, training, checkpoint, device)
-    if training.engine.activation_checkpointing:
-        module.checkpoint_activations()
-    mesh, weights = _cut(module, Topology.of(training.engine), checkpoint, device, "engine")
-    engine = ZeroEngine(module, training, weights, device, mesh)
-    return engine if mesh is None or mesh.topology.pipeline == 1 else PipelineEngine(engine, mesh)
-
-
-def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: Any) -> Scorer:
-    """This rank of a frozen model, cut and read as `build_engine` does it.
-
-    Raises:
-        ValueError: the model cannot be cut so; the message names the field.
-    """
-    import torch
-
-    from xray_runtime.engines.shard_loading import fill
-    from xray_runtime.engines.training.pipeline import StageScorer
-    from xray_runtime.engines.training.scorer import PlainScorer
-    from xray_runtime.engines.training.zero import ZeroScorer
-
-    topology = Topology.of(layout)
-    mesh, weights = _cut(module, topology, checkpoint, device, "frozen")
-    dtype = getattr(torch, layout.precision)
-    if layout.zero_stage and topology.data > 1:
-        return ZeroScorer(module, weights, device, dtype)
-    fill(module, weights, device, dtype)
-    return PlainScorer(module) if mesh is None or topology.pipeline == 1 else StageScorer(module, mesh)
-
-
-def _cut(
-    module: HeadedLM, topology: Topology, checkpoint: Path, device: Any, field: str
-) -> tuple[Mesh | None, Weights]:
-    """Leave this rank's part of `module`, still without its weights.
-
-    Returns who holds the other parts (None: every rank has a whole replica), and what the weights are.
-    """
-    from xray_runtime.engines.shard_loading import Weights
-    from xray_runtime.engines.training.mesh import Mesh
-    from xray_runtime.engines.training.pipeline import check_stages
-    from xray_runtime.engines.training.tensor import check_split, split_layers
-
-    if not topology.cuts:
-        return None, Weights(module, checkpoint)
-    # Refused before any group is made: all ranks fail alike, and none waits for another.
-    if topology.pipeline > 1:
-        check_stages(module, topology.pipeline, field)
-    if topology.tensor > 1:
-        check_split(module.lm, topology.tensor, field)
-    mesh = Mesh(topology)
-    splits = split_layers(module, mesh, device) if topology.tensor > 1 else {}
-    if topology.pipeline > 1:
-        module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
-    return mesh, Weights(module, checkpoint, splits, mesh.tensor_rank)
-
-
-def can_be_cut(model: str) -> tuple[bool, bool]:
-    """Whether layers of `model` (as in `PretrainedBase`) can be split by tensor, and dealt to pipeline stages."""
-    from xray_runtime.engines.training.pipeline import check_stages
-    from xray_runtime.engines.training.tensor import check_split
-    from xray_runtime.models.causal_lm import skeleton
-    from xray_runtime.models.heads import HeadedLM
-
-    module = HeadedLM(skeleton(model))
-
-    def accepted(check: Callable[[], None]) -> bool:
-        try:
-            check()
-        except ValueError:
-            return False
-        return True
-
-    return accepted(lambda: check_split(module.lm, 1, "engine")), accepted(lambda: check_stages(module, 1, "engine"))

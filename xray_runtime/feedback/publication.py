@@ -21,6 +21,7 @@ from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
+from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
 from xray_runtime.lineage.attestation import attest, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.audit.registry import RegistryView
@@ -29,7 +30,6 @@ from xray_runtime.lineage.log import digests, log_checkpoints
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.stages.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef

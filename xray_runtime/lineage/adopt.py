@@ -14,12 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import opened, take_in
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.stages.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.store.checkpoints import CHECKPOINTS, verify
 from xray_runtime.store.ref import CheckpointRef
 

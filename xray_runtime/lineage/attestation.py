@@ -21,18 +21,18 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
 from xray_runtime.lineage.signing import sign
 from xray_runtime.lineage.statement import OutsideSource, RunFacts, Statement
-from xray_runtime.stages.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
-from xray_runtime.stages.kind import find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_bounded, read_manifest
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
+from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
 from xray_runtime.store.ref import CheckpointRef
 
-STATEMENT, DIFF, EVALUATED_CARD = "statement.json", "code.diff", "card.md"
+DIFF, EVALUATED_CARD = "code.diff", "card.md"
 
 
 def attest(
@@ -93,14 +93,6 @@ def read_statement(directory: Path) -> Statement:
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
     return Statement.read(directory / ATTESTATION / STATEMENT)
-
-
-def statement_sha256(directory: Path) -> str | None:
-    """Digest of the statement, where there is one."""
-    path = directory / ATTESTATION / STATEMENT
-    if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
-        return None
-    return file_sha256(path)
 
 
 def _statement(

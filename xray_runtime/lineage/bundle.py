@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.attestation import STATEMENT
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
@@ -42,7 +41,7 @@ from xray_runtime.lineage.signing import (
 )
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import ATTESTATION, MANIFEST
+from xray_runtime.store.manifest import ATTESTATION, MANIFEST, STATEMENT
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import is_safe
 from xray_runtime.tracking.recorder import records_directory

@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
+from xray_runtime.graph.artifacts import Model, is_a
 from xray_runtime.lineage.statement import Statement
-from xray_runtime.stages.artifacts import Model, is_a
-from xray_runtime.stages.kind import find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.manifest import Manifest
 
 CHECKPOINT_LINE = "| what | |\n|---|---|\n| checkpoint | `{}` |"

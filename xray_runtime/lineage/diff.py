@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, printable
-from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 CAUSES = ("parents", "config", "functions", "code", "versions")

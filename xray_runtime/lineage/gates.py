@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
+from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.independence import not_independent
@@ -23,7 +24,6 @@ from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.terms import conflicts
-from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.store.manifest import ATTESTATION, SIGNATURE
 
 NOT_EVALUATED = "the candidate has no evaluation in the store"

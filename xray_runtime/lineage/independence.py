@@ -17,9 +17,9 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import source_names
 from xray_runtime.data.pairs import TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.evaluation.judge_leakage import JUDGES, Made, dependent_judges, learnt_from, trained_against
+from xray_runtime.graph.artifacts import JUDGED_PAIRS, Model, Preferences, RewardModel
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.stages.artifacts import JUDGED_PAIRS, Model, Preferences, RewardModel
-from xray_runtime.stages.independence import JUDGES, Made, dependent_judges, learnt_from, trained_against
 
 WEIGHTS = ".safetensors"
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.card import result_rows
 from xray_runtime.lineage.decisions import current, decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import Decision, mark
 from xray_runtime.lineage.signing import signer_of, signing_key
-from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.checkpoints import read_bounded, read_manifest, statement_sha256
 from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import LOG_TAG, TRAINING, Registry

@@ -14,7 +14,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.report.findings import watched
+from xray_runtime.stages.findings import watched
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.tracking.mlflow_tracker import flatten
 from xray_runtime.tracking.recorder import METRICS, records_directory

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import ANSWERS, FAILURE, SCORE, read_shard, reply_texts, shard_path, sources_of
+from xray_runtime.data.ledger import ANSWERS, FAILURE, LEDGER, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
-from xray_runtime.stages.artifacts import LEDGER
-from xray_runtime.stages.episodes import answer_key, rollout_name
-from xray_runtime.stages.reward_sources import ENVIRONMENT
-from xray_runtime.stages.rollouts import purpose_of
+from xray_runtime.rl.episodes import answer_key, rollout_name
+from xray_runtime.rl.reward_sources import ENVIRONMENT
+from xray_runtime.rl.rollouts import purpose_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from xray_runtime.config.ppo import PPOConfig
-    from xray_runtime.stages.inputs import PPOInputs
+    from xray_runtime.graph.inputs import PPOInputs
 
 
 def servers(config: PPOConfig) -> list[int]:

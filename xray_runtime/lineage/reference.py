@@ -9,11 +9,12 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
+from xray_runtime.graph.artifacts import TYPES, Model
 from xray_runtime.lineage.graph import Graph, Node, checkpoint_entries, read_graph
 from xray_runtime.lineage.log import Published, readable_lines
-from xray_runtime.stages.artifacts import TYPES, Model
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.tracking.registry import registered_checkpoint
 
 ALLOWED = (
     "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
@@ -178,8 +179,6 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageSto
 
 def _registered(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[str, Path, str]:
     """(sha256, output directory, MLflow's address) of a registered model's alias or version."""
-    from xray_runtime.lineage.audit.registry import registered_checkpoint
-
     uri = tracking_uri
     if uri is None and output is not None and (output / "mlflow.db").is_file():
         uri = f"sqlite:///{(output / 'mlflow.db').absolute()}"

@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
-from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.data.ledger import LEDGER, Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import servers, take_answers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
 from xray_runtime.lineage.signing import has_signing_key
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.stages.answer import Answer
-from xray_runtime.stages.artifacts import LEDGER
-from xray_runtime.stages.kind import Stage, StageKind, config_of
-from xray_runtime.stages.watch import read_answers
+from xray_runtime.rl.hacking_monitor import read_answers
 from xray_runtime.store.checkpoints import inspect
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.seal import process_seal
 from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get
 
 if TYPE_CHECKING:
-    from xray_runtime.stages.kind import OpenModels
+    from xray_runtime.graph.kind import OpenModels
     from xray_runtime.store.identity import Identity
     from xray_runtime.store.snapshots import Snapshot
 
@@ -89,7 +88,7 @@ class Replayable:
 
     def identity(self, memory: Any) -> Identity:
         """What the stage's key would digest today: code and libraries may be others than those that computed it."""
-        from xray_runtime.stages.identify import identify
+        from xray_runtime.graph.stage_identity import identify
 
         manifest = self.node.manifest
         parents = manifest.parents

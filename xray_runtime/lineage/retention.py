@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
+from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation, Judgements
 from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.stages.artifacts import Benchmark, Comparison, Evaluation, Judgements
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import Query, iterations, read_shard, readable, shard_path
+from xray_runtime.data.ledger import LEDGER, Query, iterations, read_shard, readable, shard_path
 from xray_runtime.lineage.graph import Node
-from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.store.identity import file_sha256
 
 

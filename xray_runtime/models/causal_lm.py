@@ -21,8 +21,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import named_template
-from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.store.location import NO_CODE, locate
 
 if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase

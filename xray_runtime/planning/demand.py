@@ -19,7 +19,7 @@ from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
     from xray_runtime.config.lifecycle import LifecycleConfig
-    from xray_runtime.stages.graph import Graph, StageCall
+    from xray_runtime.graph.graph import Graph, StageCall
 
 Resources = Mapping[str, float]
 """Ray's names of resources ("CPU", "GPU") → amount."""

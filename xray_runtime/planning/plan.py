@@ -250,7 +250,7 @@ def _cuts(role: Role, machine: Machine, model: str | None) -> Iterator[tuple[int
         return
     shape, node = role.shape, machine.devices_per_node or machine.num_devices
     # Only now: it takes seconds of imports, and what is small enough for one device never asks.
-    by_tensor, by_layers = _can_be_cut(model) if model is not None else (True, True)
+    by_tensor, by_layers = _can_shard(model) if model is not None else (True, True)
     heads = math.gcd(shape.num_heads, shape.num_kv_heads)
     tensor = [tp for tp in CUTS if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
     stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= shape.num_layers)]
@@ -258,10 +258,10 @@ def _cuts(role: Role, machine: Machine, model: str | None) -> Iterator[tuple[int
 
 
 @cache
-def _can_be_cut(model: str) -> tuple[bool, bool]:
-    from xray_runtime.engines.engine import can_be_cut
+def _can_shard(model: str) -> tuple[bool, bool]:
+    from xray_runtime.engines.make import can_shard
 
-    return can_be_cut(model)
+    return can_shard(model)
 
 
 def _groups(machine: Machine, tp: int, others: list[int]) -> int:

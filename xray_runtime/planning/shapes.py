@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.models.location import NO_CODE, locate
 from xray_runtime.store.hub import check_on_hub
+from xray_runtime.store.location import NO_CODE, locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xray_runtime.stages.kind import StageKind
+from xray_runtime.graph.kind import StageKind
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import digest
 

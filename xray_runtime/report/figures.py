@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.stages.kind import Panels, find_kind
+from xray_runtime.graph.kind import Panels
+from xray_runtime.stages.kinds import find_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
 from xray_runtime.report.stages import computed_text, run_text
-from xray_runtime.stages.artifacts import SHOWN_ROLLOUTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

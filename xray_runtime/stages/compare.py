@@ -1,118 +1,25 @@
-"""Stage `compare`: a candidate against the present champion, on held-out prompts that neither was trained on.
-
-Each answers in its own tokenizer with the same seeds; what is judged is text, so that the two may have different
-vocabularies and shapes.
-"""
+"""The stage kind `compare`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.graph.artifacts import Comparison
+from xray_runtime.graph.inputs import CompareInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.stages.shared import called_functions, check_evaluation, frozen_layouts
 
-import numpy as np
-
-from xray_runtime.config.evaluate import PEOPLE
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
-from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
-from xray_runtime.stages.judging import Panel, Scoring, judge, record_replies
-from xray_runtime.stages.people import judged_by_people
-from xray_runtime.stages.policy_replies import PolicyReplies, ask_policy
-from xray_runtime.workers.generator_spec import GeneratorSpec
-
-if TYPE_CHECKING:
-    from xray_runtime.config.evaluate import EvaluationConfig
-    from xray_runtime.stages.inputs import CompareInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-SIDES = ("champion", "candidate")
-MIN_PROMPTS = 8
-
-
-def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Recorder) -> int:
-    """Writes comparison.json, samples.json and prompts.json, as the evaluation does.
-
-    Raises:
-        ValueError: too few held-out prompts are left that the champion has not seen.
-    """
-    config, inputs = stage.config, stage.inputs
-    paths = {"candidate": inputs.policy.path, "champion": inputs.champion.path}
-    tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
-    seen = seen_by_champion(inputs)
-    prompts, columns = asked_prompts(stage, tokenizers, seen)
-    people = {}
-    if inputs.verdicts is not None:
-        people[PEOPLE] = judged_by_people(inputs.verdicts.path, paths, inputs.prompts.path, seen)
-    asked = [prompt_text(messages) for messages in prompts]
-    limit = _max_prompt(stage)
-    replies: dict[str, PolicyReplies] = {}
-    for number, side in enumerate(SIDES, start=1):
-        tokenizer, path = tokenizers[side], paths[side]
-        spec = GeneratorSpec(path, limit + config.max_response_tokens, config.generator)
-        with stage.open_models({"generator": spec}) as models:
-            begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
-            replies[side] = ask_policy(
-                stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir
-            )
-        recorder.progress(number, 3, "steps", f"asked the {side}")
-    panel = _judged(stage, prompts, asked, replies, columns)
-    comparison: dict[str, Any] = {"samples": len(asked)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, people)
-    for side in SIDES:
-        comparison[f"length_{side}"] = float(np.mean([len(ids) for ids in replies[side].own]))
-        comparison |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
-    shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "comparison", "compare", comparison, asked, shown, panel, config)
-    rate = comparison["win_rate"]
-    recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate over the champion {rate:.2f}")
-    return 0
-
-
-def seen_by_champion(inputs: CompareInputs) -> TextSet:
-    """The prompts that the champion was trained on, and the candidate was not."""
-    return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
-
-
-def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
-    inputs, reply = stage.inputs, stage.config.max_response_tokens
-    return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
-
-
-def asked_prompts(
-    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], seen: TextSet
-) -> tuple[list[Messages], dict[str, list[Any]]]:
-    """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
-    the dataset carries for them."""
-    dataset = stage.inputs.prompts.path
-    limit = _max_prompt(stage)
-    heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
-    found = [messages for messages, _ in heldout]
-    sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
-    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
-    if len(fit) < MIN_PROMPTS:
-        raise ValueError(
-            f"{len(fit)} held-out prompts are left that the champion was not trained on, and {MIN_PROMPTS} are needed: "
-            "evaluate both on a dataset neither has seen, or set promotion.max_regression=null"
-        )
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
-    chosen = [fit[i] for i in order[: stage.config.num_prompts]]
-    return [found[i] for i in chosen], heldout.columns(chosen)
-
-
-def _judged(
-    stage: Stage[EvaluationConfig, CompareInputs],
-    prompts: list[Messages],
-    asked: list[str],
-    replies: dict[str, PolicyReplies],
-    columns: dict[str, list[Any]],
-) -> Panel:
-    """What is said of each reply, texts encoded as each model reads them."""
-    scoring = Scoring(stage)
-    with stage.open_models(scoring.specs()) as models:
-        for side in SIDES:
-            said = replies[side]
-            scoring.score(side, models, prompts, asked, said.texts, columns, episodes=said.scores)
-    return scoring.panel
+COMPARE = register(
+    StageKind(
+        "compare",
+        EvaluationConfig,
+        CompareInputs,
+        Comparison,
+        "xray_runtime.evaluation.compare:run",
+        models=lambda config: {"generator": config.generator} | frozen_layouts(config),
+        functions=called_functions,
+        check=check_evaluation,
+        headline={"win_rate": "win rate"},
+        results="comparison.json",
+        sides=("policy", "champion"),
+    )
+)

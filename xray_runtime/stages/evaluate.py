@@ -1,101 +1,28 @@
-"""Stage `evaluate`: a policy against the model it came from, on held-out prompts."""
+"""The stage kind `evaluate`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from xray_runtime.config.evaluate import EvaluationConfig
+from xray_runtime.graph.artifacts import Evaluation
+from xray_runtime.graph.inputs import EvaluateInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.stages.findings import evaluation_findings
+from xray_runtime.stages.shared import called_functions, check_evaluation, fewer_prompts, frozen_layouts
 
-import numpy as np
-import torch
-from safetensors.torch import load_file
-
-from xray_runtime.algorithms.kl import kl_summary
-from xray_runtime.algorithms.statistics import distinct_n
-from xray_runtime.config.evaluate import PEOPLE
-from xray_runtime.data.pairs import HELDOUT, prompt_text
-from xray_runtime.models.causal_lm import load_tokenizer, stops_of
-from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
-from xray_runtime.stages.judging import Scoring, judge, record_replies
-from xray_runtime.stages.people import judged_by_people
-from xray_runtime.stages.policy_replies import PolicyReplies, ask_policy
-from xray_runtime.weights.object_store import pack
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import ModelHandle, get, get_all
-
-if TYPE_CHECKING:
-    from xray_runtime.config.evaluate import EvaluationConfig
-    from xray_runtime.stages.inputs import EvaluateInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-SIDES = ("before", "after")
-"""The model it is held against, and the policy."""
-
-
-def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Recorder) -> int:
-    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (pairs a person can read) and
-    prompts.json (all prompts it was done on, for whoever checks that none was trained on)."""
-    config, inputs = stage.config, stage.inputs
-    before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
-    tokenizer = load_tokenizer(before)
-    stops = stops_of(before, tokenizer)
-    limit = min(max_prompt_tokens(dataset, model, config.max_response_tokens) for model in (before, policy))
-    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
-    if found.num_too_long:
-        recorder.metrics(found.metrics(), step=0)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    chosen = order[: config.num_prompts].tolist()
-    prompts, columns = [found[i] for i in chosen], found.columns(chosen)
-    asked = [prompt_text(messages) for messages, _ in prompts]
-    people = {}
-    if inputs.verdicts is not None:
-        people[PEOPLE] = judged_by_people(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
-    scoring = Scoring(stage, tokenizer)
-    specs: dict[str, ModelSpec | GeneratorSpec] = {
-        **scoring.specs(),
-        "generator": GeneratorSpec(before, limit + config.max_response_tokens, config.generator),
-        "before": ModelSpec(before, ReferenceObjective(config.temperature), frozen=config.frozen),
-        "after": ModelSpec(policy, ReferenceObjective(config.temperature), frozen=config.frozen),
-    }
-    replies: dict[str, PolicyReplies] = {}
-    with stage.open_models(specs) as models:
-        for version, side in enumerate(SIDES):
-            if version:
-                weights = load_file(policy / "model.safetensors")
-                get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
-            replies[side] = ask_policy(
-                stage, models["generator"], before, tokenizer, prompts, columns, limit, recorder.log_dir, version
-            )
-            recorder.progress(version + 1, 3, "steps", f"sampled {side}")
-        kl = _kl(models, replies["after"])
-        for side in SIDES:
-            said = replies[side]
-            tokens = text_rows(said.begun, [with_end_of_turn(reply, stops) for reply in said.ids])
-            messages = [messages for messages, _ in prompts]
-            scoring.score(side, models, messages, asked, said.texts, columns, tokens, said.scores)
-
-    evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, people)
-    for side in SIDES:
-        evaluation[f"length_{side}"] = float(np.mean([len(reply) for reply in replies[side].own]))
-        evaluation[f"distinct_2_{side}"] = distinct_n(replies[side].own, 2)
-        evaluation |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
-    shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "evaluation", "evaluate", evaluation, asked, shown, scoring.panel, config)
-    rate = evaluation["win_rate"]
-    recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate {rate:.2f}")
-    return 0
-
-
-def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
-    """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
-    rows = text_rows(replies.begun, replies.ids)
-    # Both work at the same time, and share their threads.
-    after, before = get_all([models[side].score.remote(rows, 2) for side in ("after", "before")])
-    logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
-    chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
-    padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
-    summary = kl_summary(*padded)
-    return float(summary["k1"])
+EVALUATE = register(
+    StageKind(
+        "evaluate",
+        EvaluationConfig,
+        EvaluateInputs,
+        Evaluation,
+        "xray_runtime.evaluation.evaluate:run",
+        models=lambda config: {"generator": config.generator} | frozen_layouts(config, "before", "after"),
+        functions=called_functions,
+        check=check_evaluation,
+        shorten=fewer_prompts,
+        headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},
+        findings=evaluation_findings,
+        results="evaluation.json",
+        sides=("policy", "against"),
+    )
+)

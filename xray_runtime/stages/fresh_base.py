@@ -1,40 +1,19 @@
-"""Stage `fresh_base`: a small Llama with random weights, and a tokenizer trained on the conversations."""
+"""The stage kind `fresh_base`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from xray_runtime.config.base import FreshBase
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import FreshBaseInputs
+from xray_runtime.graph.kind import StageKind, register
 
-from xray_runtime.data.pairs import TRAIN, Example, Pairs, prompt_text
-from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.models.causal_lm import fresh_llama, save_model
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.base import report_size
-
-if TYPE_CHECKING:
-    from xray_runtime.config.base import FreshBase
-    from xray_runtime.stages.inputs import FreshBaseInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-
-def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder) -> int:
-    """Writes config.json, model.safetensors and the tokenizer's files."""
-    recorder.progress(0, 1, "models", "loading")
-    examples = Pairs(stage.inputs.data.path / TRAIN, Example)
-    tokenizer = train_tokenizer((text for e in examples for text in _texts(e)), stage.config.vocab_size)
-    lm = fresh_llama(stage.config, tokenizer, derive_seed(stage.seed, "base", "weights"))
-    save_model(lm, tokenizer, out)
-    report_size(recorder, sum(p.numel() for p in lm.parameters()), len(tokenizer))
-    return 0
-
-
-def _texts(example: Example) -> Iterator[str]:
-    """What the model will read and write; tools and calls as the chat template puts them."""
-    yield prompt_text(example.prompt)
-    yield example.response
-    for tool in example.prompt[0].get("tools", ()):
-        yield json.dumps(tool, ensure_ascii=False)
-    for call in example.tool_calls or ():
-        yield f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+FRESH_BASE = register(
+    StageKind(
+        "fresh_base",
+        FreshBase,
+        FreshBaseInputs,
+        Model,
+        "xray_runtime.preparation.fresh_base:run",
+        title="a model with random weights, from which everything starts",
+    )
+)

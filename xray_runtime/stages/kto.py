@@ -1,176 +1,41 @@
-"""Stage `kto`: a policy that learns from replies of which each is desirable or not (Ethayarajh et al. 2024).
-
-Replies come from preference pairs, and from people's verdicts, where both of two may be good, or bad. The loss holds
-each against z, the mean log-ratio of replies under prompts that are not theirs. It is computed once a step, over all
-rows and ranks, with the policy as it is before the step. Which reply stands under which prompt is settled for the whole
-stage: each prompt gets the next reply of a seeded order, so the reference scores those once too.
-
-With `validation` some prompts are left out of training, with all replies to them, and the loss on these, held against
-their own z, chooses the version that the stage ends with.
-"""
+"""The stage kind `kto`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-import torch
-
-from xray_runtime.algorithms.preference_losses import kto_baseline
-from xray_runtime.algorithms.statistics import wins
-from xray_runtime.data.batching import Cursor
-from xray_runtime.data.heldout import draw_left_out, held_out_prompts
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text
-from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched
-from xray_runtime.data.tokens import Tokens
-from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.preference_objectives import KTOObjective
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.artifacts import VERDICTS
-from xray_runtime.stages.common import lr_at, tokenizing
-from xray_runtime.stages.finite import SkippedSteps
-from xray_runtime.stages.policy_versions import BestVersion
-from xray_runtime.stages.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.trunk_states import TrunkStates
-from xray_runtime.workers.protocols import ModelHandle, get
-
-if TYPE_CHECKING:
-    from xray_runtime.config.kto import KTOConfig
-    from xray_runtime.stages.inputs import KTOInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-HELDOUT_PAIRS = 256
-PURPOSE = "kto validation"
-"""Of the draw of replies that are left out of training."""
-MISMATCHED = "mismatched"
-"""Part of the reference's scores: each prompt with another's reply."""
+from xray_runtime.config.kto import KTOConfig
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import KTOInputs
+from xray_runtime.graph.kind import StageKind, register
 
 
-def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
+    if not {"preferences", "verdicts"} & set(inputs):
+        raise ValueError("preferences: is required, or verdicts")
+    if "verdicts" in inputs and "data" not in inputs:
+        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
 
-    Raises:
-        ValueError: fewer than two replies are left, or with `validation` none to train on or to choose by.
-    """
-    config, inputs, validation = stage.config, stage.inputs, stage.config.validation
-    parts, desirable, prompts, counts = _data(stage, load_tokenizer(inputs.policy.path), recorder)
-    train = parts[TRAIN]
-    beside = inputs.preferences or inputs.verdicts
-    assert beside is not None
-    wanted, where = validation.num_replies if validation is not None else 0, f"{stage.name}.validation.num_replies"
-    left_out = draw_left_out(prompts, train.size, wanted, stage.seed, PURPOSE, where)
-    trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
-    best = BestVersion(stage.kept or recorder.log_dir, validation)
-    steps = max(1, config.epochs * len(trained) // config.batch_size)
-    cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
-    reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
-    objective = KTOObjective(config)
-    used = trained[cursor.ahead(steps * config.batch_size)]
-    states, of_mismatched = (
-        TrunkStates(stage, inputs.policy.path, beside.path, parts[name], used, recorder) for name in (TRAIN, MISMATCHED)
+
+KTO = register(
+    StageKind(
+        "kto",
+        KTOConfig,
+        KTOInputs,
+        Model,
+        "xray_runtime.training.kto:run",
+        models=lambda config: {"policy": config.engine},
+        check=check_kto,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["kto/loss", "kto/validation_loss"]),
+            ("implicit rewards", ["kto/desirable_reward", "kto/undesirable_reward"]),
+            ("z, KL to the reference (nats a reply)", ["kto/baseline"]),
+            ("held-out pairs in the right order", ["kto/heldout_accuracy"]),
+            ("gradient norm", ["kto/grad_norm"]),
+        ],
+        headline={"kto/loss": "loss", "kto/heldout_accuracy": "held-out accuracy"},
+        title="a policy after learning from desirable and undesirable replies",
     )
-    with open_policy(stage, objective, reference) as (policy, known):
-        assert known is not None
-        states.compute(policy)
-        of_mismatched.compute(policy)
-        skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
-        done = state.restore()
-        if not done:
-            recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)
-        for step in range(done, steps):
-            index = trained[cursor.take(config.batch_size)]
-            lr = lr_at(config, step, steps)
-            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, of_mismatched))
-            rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
-            rows |= states.columns(index)
-            stats = get(policy.train.remote(rows, {"rows": config.batch_size, "baseline": baseline}, lr))
-            skipped.took(stage, "policy", step, stats)
-            metrics = {
-                "kto/loss": stats["loss"] / config.batch_size,
-                "kto/baseline": baseline,
-                "kto/grad_norm": stats["grad_norm"],
-                "kto/lr": lr,
-            }
-            for name, num in (("desirable", desirable[index].sum()), ("undesirable", (~desirable[index]).sum())):
-                if num:
-                    metrics[f"kto/{name}_reward"] = stats[f"{name}_rewards"] / num
-            if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
-                pairs = _ratios(policy, parts, known, HELDOUT, np.arange(parts[HELDOUT].size))
-                metrics["kto/heldout_accuracy"] = float(wins(*pairs.reshape(-1, 2).T).mean())
-            if validation is not None and validation.is_due(step + 1, steps):
-                z = kto_baseline(_ratios(policy, parts, known, MISMATCHED, chosen_by))
-                ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
-                found = float(objective.of_replies(ratios, good, z).mean())
-                metrics |= {"kto/validation_loss": found, "kto/validation_accuracy": _accuracy(ratios, good, z)}
-                best.saw(models, step + 1, -found)
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
-            state.step_done(step + 1, steps)
-        if validation is not None:
-            return best.save(models, out, steps, {"replies": len(chosen_by)})
-        get(policy.save.remote(out))
-    return steps
-
-
-def _data(
-    stage: Stage[KTOConfig, KTOInputs], tokenizer: Any, recorder: Recorder
-) -> tuple[dict[str, Replies], np.ndarray, Iterator[str], dict[str, float]]:
-    """(what is trained on, mismatched, and held out; of the first which are desirable [N], and the prompt of each;
-    counts)."""
-    inputs = stage.inputs
-    sources: list[Replies] = []
-    labels: list[np.ndarray] = []
-    prompts: list[Iterable[str]] = []
-    counts: dict[str, float] = {}
-    parts: dict[str, Replies] = {}
-    if inputs.preferences is not None:
-        train, heldout = (
-            Tokens(inputs.preferences.path / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
-            for side in (TRAIN, HELDOUT)
-        )
-        sources.append(both_sides(train))
-        labels.append(np.arange(2 * len(train)) % 2 == 0)
-        asked = Pairs(inputs.preferences.path / TRAIN, PreferenceExample).prompt_texts()
-        prompts.append(text for text in asked for _ in SIDES)
-        parts[HELDOUT] = both_sides(heldout, HELDOUT_PAIRS)
-    if inputs.verdicts is not None:
-        assert inputs.data is not None
-        held_out = held_out_prompts(inputs.data.path)
-        with (inputs.verdicts.path / VERDICTS).open(encoding="utf-8") as lines:
-            found, counts = from_verdicts(map(json.loads, lines), held_out)
-        sources.append(encoded(found, tokenizer))
-        labels.append(np.array([one.desirable for one in found], dtype=bool))
-        prompts.append([prompt_text(one.prompt) for one in found])
-    replies, desirable = joined(sources), np.concatenate(labels)
-    if replies.size < 2:
-        raise ValueError(f"{stage.name}: {replies.size} replies are too few, must be at least 2 (left out: {counts})")
-    parts |= {TRAIN: replies, MISMATCHED: mismatched(replies, derive_seed(stage.seed, stage.name, "mismatched"))}
-    good = float(desirable.sum())
-    counts |= {"desirable": good, "undesirable": replies.size - good}
-    return parts, desirable, chain.from_iterable(prompts), counts
-
-
-def _ratios(
-    policy: ModelHandle,
-    parts: dict[str, Replies],
-    known: dict[str, np.ndarray],
-    part: str,
-    numbers: np.ndarray,
-    states: TrunkStates | None = None,
-) -> torch.Tensor:
-    """Log-ratios of some replies of a part, as the policy is now [len(numbers)]."""
-    rows = parts[part].take(numbers) | (states.columns(numbers) if states is not None else {})
-    logprobs = get(policy.score.remote(rows))["logprobs"]
-    return torch.from_numpy(logprobs - known[part][numbers])
-
-
-def _accuracy(ratios: torch.Tensor, desirable: torch.Tensor, baseline: float) -> float:
-    """Share of replies where they should be: log-ratios of desirable ones above z, of others below; ties half."""
-    z = torch.full_like(ratios, baseline)
-    return float(torch.where(desirable, wins(ratios, z), wins(z, ratios)).mean())
+)

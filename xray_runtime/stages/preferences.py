@@ -1,169 +1,76 @@
-"""Stage `preferences`: pairs of replies to one prompt, one of them preferred."""
+"""The stage kind `preferences`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-
-from xray_runtime.algorithms.best_of_n import best_of, tied, worst_of
 from xray_runtime.config.preferences import (
     DatasetPreferences,
+    GoldPreferences,
     JudgedPreferences,
+    PreferencesStageConfig,
     RatingPreferences,
     RewardedPreferences,
     SampledPreferences,
 )
-from xray_runtime.data.dropped import DroppedRows
-from xray_runtime.data.gold import load_gold
-from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
-from xray_runtime.data.length_baseline import length_baseline_accuracy
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
-from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
-from xray_runtime.data.sources import Where, chitchat_conversations, read_records
-from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.artifacts import JUDGED_PAIRS
-from xray_runtime.stages.common import UniquePrompts, max_prompt_tokens
-from xray_runtime.stages.sampled_groups import sample_groups
-from xray_runtime.stages.sampled_replies import sample_replies, sampling_of
-from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.graph.artifacts import Preferences
+from xray_runtime.graph.inputs import PreferencesInputs
+from xray_runtime.graph.kind import Layouts, StageKind, register
+from xray_runtime.stages.findings import preferences_findings
+from xray_runtime.stages.shared import called_functions, check_rewards, fewer_prompts, frozen_layouts
 
-if TYPE_CHECKING:
-    from xray_runtime.stages.inputs import PreferencesInputs
-    from xray_runtime.stages.kind import Recorder, Stage
+FEW_PAIRS = 64
+CHITCHAT = "chitchat"
 
 
-def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow, heldout.arrow (no prompt on both sides), stats.json and dropped.jsonl (which rows of your own
-    pairs were left out, and why). Gold scores are in none of them."""
-    config = stage.config
-    sided: Iterable[tuple[bool, PreferenceExample]]
-    with (
-        PairsWriter(out / TRAIN, PreferenceExample) as train,
-        PairsWriter(out / HELDOUT, PreferenceExample) as heldout,
-        DroppedRows(out) as left_out,
-    ):
-        if isinstance(config, RatingPreferences):
-            sided, stats = _from_ratings(stage, config)
-        else:
-            pairs: Iterable[PreferenceExample]
-            if isinstance(config, SampledPreferences):
-                pairs, stats = _from_gold(stage, config, recorder)
-            elif isinstance(config, RewardedPreferences):
-                pairs, stats = _from_rewards(stage, recorder)
-            else:
-                pairs, stats = _from_dataset(stage, config, left_out), {}
-            sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
-        for held_out, pair in sided:
-            (heldout if held_out else train).append(pair)
-    stats |= {"pairs": train.count + heldout.count} | {f"dropped_{why}": n for why, n in left_out.counts.items()}
-    if not train.count or not heldout.count:
-        dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
-        raise ValueError(
-            f"{stage.name}: {train.count} training and {heldout.count} held-out pairs; both must be at least 1: give "
-            f"more pairs, or change heldout_fraction (dropped: {dropped})"
-        )
-    written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
-    stats["length_baseline_accuracy"] = length_baseline_accuracy(*written)
-    (out / "stats.json").write_text(json.dumps(dict(sorted(stats.items())), indent=2) + "\n")
-    recorder.metrics({f"preferences/{name}": float(value) for name, value in stats.items()}, step=0)
-    recorder.table(
+def _preferences_read(config: Any) -> dict[str, str]:
+    if isinstance(config, RatingPreferences):
+        # No field names them: they come with the conversations.
+        return {"ratings": CHITCHAT}
+    return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
+
+
+def _preferences_models(config: Any) -> Layouts:
+    if isinstance(config, RewardedPreferences):
+        return {"generator": config.generator, **frozen_layouts(config)}
+    return {"generator": config.generator} if isinstance(config, SampledPreferences) else {}
+
+
+def _fewer_preferences(config: Any) -> Any:
+    if isinstance(config, RewardedPreferences):
+        return fewer_prompts(config)
+    if isinstance(config, GoldPreferences):
+        return config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
+    return config
+
+
+def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
+    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
+    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
+    needed = ("data",) if isinstance(config, RatingPreferences) else needed
+    needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
+    for role in needed:
+        if role not in inputs:
+            raise ValueError(f"{role}: is required with source {config.source!r}")
+    if isinstance(config, RewardedPreferences):
+        check_rewards(config, inputs)
+
+
+PREFERENCES = register(
+    StageKind(
         "preferences",
-        ["prompt", "chosen", "rejected"],
-        [[prompt_text(p.prompt), *p.texts] for p in written[1][:20]],
+        PreferencesStageConfig,
+        PreferencesInputs,
+        Preferences,
+        "xray_runtime.preparation.preferences:run",
+        models=_preferences_models,
+        outside=_preferences_read,
+        functions=called_functions,
+        check=check_preferences,
+        findings=preferences_findings,
+        shorten=_fewer_preferences,
+        headline={"pairs": "pairs"},
+        results="stats.json",
     )
-    recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", "labelled")
-    return 0
-
-
-def _from_ratings(
-    stage: Stage[Any, PreferencesInputs], config: RatingPreferences
-) -> tuple[Iterable[tuple[bool, PreferenceExample]], dict[str, float]]:
-    assert stage.inputs.data is not None
-    examples = list(Pairs(stage.inputs.data.path / TRAIN, Example))
-    ratings = {c.id: float(c.ratings[config.rating]) for c in chitchat_conversations() if config.rating in c.ratings}
-    train, heldout, stats = split_ratings(examples, ratings, config, derive_seed(stage.seed, stage.name, "pairs"))
-    return [*((False, pair) for pair in train), *((True, pair) for pair in heldout)], stats
-
-
-def _from_dataset(
-    stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences, dropped: DroppedRows
-) -> Iterator[PreferenceExample]:
-    """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
-    records: Iterable[tuple[Where, dict[str, Any]]]
-    if isinstance(config, JudgedPreferences):
-        assert stage.inputs.judgements is not None
-        judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)
-        records = ((Where("judgements", "pair", number), pair._asdict()) for number, pair in enumerate(judged, start=1))
-    else:
-        _, records = read_records("preferences.path", config.path, config.split)
-    data = stage.inputs.data
-    asked = held_out_prompts(data.path) if data is not None else TextSet()
-    for row, pair in from_dataset(records, config.max_pairs, dropped):
-        if prompt_text(pair.prompt) in asked:
-            dropped.add("prompt_held_out", {"row": row})
-        else:
-            yield pair
-
-
-def _from_gold(
-    stage: Stage[Any, PreferencesInputs], config: SampledPreferences, recorder: Recorder
-) -> tuple[list[PreferenceExample], dict[str, float]]:
-    assert stage.inputs.policy is not None
-    assert stage.inputs.data is not None
-    policy, data = stage.inputs.policy.path, stage.inputs.data.path
-    tokenizer = load_tokenizer(policy)
-    gold = load_gold(config.gold, stage.functions)
-    limit = max_prompt_tokens(data, policy, config.max_new_tokens)
-    found = UniquePrompts(tokenizer, data / TRAIN, limit, stage.seal)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    prompts = [found[i] for i in order[: config.num_pairs]]
-    if len(prompts) < config.num_pairs:
-        raise ValueError(
-            f"{stage.name}.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are"
-        )
-    # Row 2i and row 2i + 1 are the two replies to prompt i.
-    twice = [ids for _, ids in prompts for _ in range(2)]
-    sampling = sampling_of(config, policy, tokenizer)
-    generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
-
-    def done(count: int) -> None:
-        recorder.progress(count // 2, len(prompts), "pairs", "sampling replies")
-
-    with stage.open_models({"generator": generator}) as models:
-        sampled = sample_replies(models["generator"], stage, sampling, twice, done=done)
-    replies = decode_replies(tokenizer, sampled)
-    asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
-    scores = gold(asked, replies)
-    return label_pairs(
-        [messages for messages, _ in prompts],
-        list(zip(replies[::2], replies[1::2], strict=True)),
-        list(zip(scores[::2], scores[1::2], strict=True)),
-        config.sharpness,
-        derive_seed(stage.seed, stage.name, "labels"),
-    )
-
-
-def _from_rewards(
-    stage: Stage[Any, PreferencesInputs], recorder: Recorder
-) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """The best and the worst reply to each prompt; prompts whose replies are tied teach nothing."""
-    assert stage.inputs.policy is not None
-    assert stage.inputs.data is not None
-    groups = sample_groups(stage, stage.inputs.policy.path, stage.inputs.data.path, recorder)
-    best, worst = best_of(groups.rewards).tolist(), worst_of(groups.rewards).tolist()
-    stats = groups.stats | {"dropped_tied": 0.0, "dropped_same": 0.0}
-    pairs = []
-    for row, even in enumerate(tied(groups.rewards).tolist()):
-        chosen, rejected = groups.replies[row][best[row]], groups.replies[row][worst[row]]
-        if even or chosen == rejected:
-            stats["dropped_tied" if even else "dropped_same"] += 1
-        else:
-            pairs.append(PreferenceExample(f"{stage.name}-{row}", groups.prompts[row], chosen, rejected))
-    return pairs, stats | {"pairs": float(len(pairs))}
+)

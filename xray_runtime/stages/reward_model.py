@@ -1,114 +1,31 @@
-"""Stage `reward_model`: a pairwise Bradley–Terry reward model on the SFT model."""
+"""The stage kind `reward_model`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.graph.artifacts import REWARD_HEAD, RewardModel
+from xray_runtime.graph.inputs import RewardModelInputs
+from xray_runtime.graph.kind import StageKind, register
 
-import numpy as np
-import torch
-
-from xray_runtime.algorithms.statistics import wins
-from xray_runtime.data.batching import Cursor
-from xray_runtime.data.length_baseline import length_baseline_accuracy
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
-from xray_runtime.data.rows import Rows, join, num_rows
-from xray_runtime.data.tokens import Tokens
-from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.artifacts import REWARD_HEAD
-from xray_runtime.stages.common import lr_at, tokenizing
-from xray_runtime.stages.finite import SkippedSteps
-from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.trunk_states import TrunkStates
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import ModelHandle, get
-
-if TYPE_CHECKING:
-    from xray_runtime.config.reward_model import RewardConfig
-    from xray_runtime.stages.inputs import RewardModelInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-
-def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the model, its head, and reward.json: mean and deviation of its scores, held-out accuracy, baseline."""
-    config = stage.config
-    start, dataset = stage.inputs.policy.path, stage.inputs.data.path
-    tokenizer = load_tokenizer(start)
-    train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
+REWARD_MODEL = register(
+    StageKind(
+        "reward_model",
+        RewardConfig,
+        RewardModelInputs,
+        RewardModel,
+        "xray_runtime.training.reward_model:run",
+        models=lambda config: {"reward": config.engine},
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["reward_model/loss"]),
+            (
+                "pairs in the right order",
+                ["reward_model/accuracy", "reward_model/heldout_accuracy", "reward_model/length_baseline_accuracy"],
+            ),
+            ("gradient norm", ["reward_model/grad_norm"]),
+        ],
+        headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
+        results="reward.json",
+        title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
     )
-    heldout_rows = _both_sides(heldout, range(len(heldout)))
-    steps = max(1, config.epochs * len(train) // config.batch_size)
-    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
-    model = ModelSpec(
-        start,
-        RewardObjective(),
-        training=config,
-        new_head=True,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
-    states = TrunkStates(stage, start, dataset, train, cursor.ahead(steps * config.batch_size), recorder)
-    baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
-
-    with stage.open_models({"reward": model}) as models:
-        reward = models["reward"]
-        states.compute(reward)
-        skipped = SkippedSteps()
-        state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
-        for step in range(state.restore(), steps):
-            index = cursor.take(config.batch_size)
-            batch = _both_sides(train, index) | states.columns(index)
-            lr = lr_at(config, step, steps)
-            stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
-            skipped.took(stage, "reward", step, stats)
-            metrics = {
-                "reward_model/loss": stats["loss"] / config.batch_size,
-                "reward_model/accuracy": stats["correct"] / config.batch_size,
-                "reward_model/grad_norm": stats["grad_norm"],
-                "reward_model/lr": lr,
-                "reward_model/length_baseline_accuracy": baseline,
-            }
-            if step + 1 == steps or step % max(steps // 8, 1) == 0:
-                chosen, rejected = _scores(reward, heldout_rows)
-                metrics["reward_model/heldout_accuracy"] = _accuracy(chosen, rejected)
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
-            state.step_done(step + 1, steps)
-        scores = np.concatenate([chosen, rejected])
-        if not scores.std() > 0:
-            raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
-            )
-        summary = {
-            "mean": float(scores.mean()),
-            "std": float(scores.std()),
-            "accuracy": metrics["reward_model/heldout_accuracy"],
-            "length_baseline_accuracy": baseline,
-            "heldout_pairs": len(heldout),
-        }
-        get(reward.save.remote(out, REWARD_HEAD))
-    (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    return steps
-
-
-def _both_sides(pairs: Tokens, rows: Sequence[int]) -> Rows:
-    """Rows with the chosen side in `input_ids` and the other in `rejected_ids`."""
-    taken = pairs.take(rows)
-    return {name: taken[name] for name in ("input_ids", "rejected_ids")}
-
-
-def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    # Of both sides at once: a model remembers what a frozen trunk gave the rows it scored last.
-    sides, n = [{"input_ids": ids} for ids in rows.values()], num_rows(rows)
-    scores = get(reward.score.remote(join(sides, [range(n), range(n, 2 * n)])))["scores"]
-    return scores[:n], scores[n:]
-
-
-def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:
-    return float(wins(torch.from_numpy(chosen), torch.from_numpy(rejected)).mean())
+)

@@ -1,133 +1,39 @@
-"""Stage `sft`: supervised fine-tuning of the base model on people's replies."""
+"""The stage kind `sft`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from xray_runtime.data.batching import Cursor
-from xray_runtime.data.conversations import ConversationTokens
-from xray_runtime.data.dropped import DroppedRows
-from xray_runtime.data.pairs import HELDOUT, TRAIN
-from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
-from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.common import (
-    is_in_order,
-    lr_at,
-    max_prompt_tokens,
-    max_reply_tokens,
-    tokenizing,
-    validation_file,
+from xray_runtime.config.sft import SFTConfig
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import SFTInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.stages.findings import sft_findings
+from xray_runtime.stages.shared import FEW_STEPS, check_validation
+
+
+def check_sft(config: SFTConfig, inputs: Mapping[str, Any]) -> None:
+    check_validation(config, inputs["data"])
+
+
+SFT = register(
+    StageKind(
+        "sft",
+        SFTConfig,
+        SFTInputs,
+        Model,
+        "xray_runtime.training.sft:run",
+        models=lambda config: {"policy": config.engine},
+        check=check_sft,
+        shorten=lambda config: config.model_copy(update={"steps": FEW_STEPS}),
+        panels=[
+            ("loss (nats a token)", ["sft/loss", "sft/heldout_loss", "sft/validation_loss"]),
+            ("gradient norm", ["sft/grad_norm"]),
+            ("tokens a second", ["speed/train_tokens_per_s"]),
+        ],
+        headline={"sft/loss": "loss"},
+        findings=sft_findings,
+        title="supervised fine-tuning on people's replies",
+    )
 )
-from xray_runtime.stages.finite import SkippedSteps
-from xray_runtime.stages.policy_versions import BestVersion
-from xray_runtime.stages.resumable import Resumable
-from xray_runtime.stages.trunk_states import TrunkStates
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import ModelHandle, get
-
-if TYPE_CHECKING:
-    from xray_runtime.config.sft import SFTConfig, SFTValidation
-    from xray_runtime.stages.inputs import SFTInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-HELDOUT_ROWS = 256
-"""Held-out conversations behind the reported held-out loss."""
-
-
-def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the tuned model in Hugging Face form, and dropped.jsonl (which replies were too long to be learned); with
-    `validation` the version that is kept, and validation.json."""
-    config, validation = stage.config, stage.config.validation
-    base, dataset = stage.inputs.base.path, stage.inputs.data.path
-    tokenizer = load_tokenizer(base)
-    longest = max_reply_tokens(config.max_response_tokens, base)
-    limits = (max_prompt_tokens(dataset, base, longest), longest)
-    train, heldout = (
-        ConversationTokens(dataset / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
-    )
-    if not len(train) or not len(heldout):
-        raise ValueError(
-            f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
-        )
-    heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
-    validation_rows = (
-        _validation_rows(stage, validation, tokenizer, limits, recorder) if validation is not None else None
-    )
-    best = BestVersion(stage.kept or recorder.log_dir, validation)
-    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
-    model = ModelSpec(
-        base,
-        SFTObjective(),
-        training=config,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
-
-    states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
-
-    with stage.open_models({"policy": model}) as models:
-        policy = models["policy"]
-        states.compute(policy)
-        skipped = SkippedSteps()
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
-        done = state.restore()
-        if not done:
-            limited = {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
-            counts = {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
-            recorder.metrics({"sft/pairs": train.num_replies, "sft/conversations": len(train)} | limited | counts, 0)
-        for step in range(done, config.steps):
-            start = time.perf_counter()
-            index = cursor.take(config.batch_size)
-            batch = train.take(index) | states.columns(index)
-            tokens = num_response_tokens(batch)
-            stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
-            skipped.took(stage, "policy", step, stats)
-            seconds = time.perf_counter() - start
-            loss = stats["nll"] / tokens
-            metrics = {
-                "sft/loss": loss,
-                "sft/grad_norm": stats["grad_norm"],
-                "sft/lr": lr_at(config, step, config.steps),
-                "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
-            }
-            if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
-                metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
-            if validation is not None and validation_rows is not None and validation.is_due(step + 1, config.steps):
-                metrics["sft/validation_loss"] = _loss(policy, validation_rows)
-                best.saw(models, step + 1, -metrics["sft/validation_loss"])
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
-            state.step_done(step + 1, config.steps)
-        done = config.steps
-        if validation_rows is not None:
-            done = best.save(models, out, config.steps, {"conversations": num_rows(validation_rows)})
-        else:
-            get(policy.save.remote(out))
-    with DroppedRows(out) as dropped:
-        train.list_dropped(dropped)
-    return done
-
-
-def _validation_rows(
-    stage: Stage[SFTConfig, SFTInputs],
-    validation: SFTValidation,
-    tokenizer: Any,
-    limits: tuple[int, int],
-    recorder: Recorder,
-) -> Rows:
-    found = ConversationTokens(
-        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, stage.seal, tokenizing(recorder)
-    )
-    if not len(found):
-        raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")
-    return found.take(range(min(validation.num_conversations, len(found))))
-
-
-def _loss(policy: ModelHandle, rows: Rows) -> float:
-    """Nats a token of what assistants say in `rows`."""
-    return float(get(policy.score.remote(rows))["nll"].sum()) / num_response_tokens(rows)

@@ -1,49 +1,20 @@
-"""Stage `split_preferences`: one of two parts of preference pairs, no prompt in both.
-
-What a policy learns from, by a reward model or by DPO, is one part; from the other learns a reward model that judges.
-"""
+"""The stage kind `split_preferences`: what it takes, needs and shows."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from xray_runtime.config.preferences import SplitPreferencesConfig
+from xray_runtime.graph.artifacts import Preferences
+from xray_runtime.graph.inputs import SplitPreferencesInputs
+from xray_runtime.graph.kind import StageKind, register
 
-from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.length_baseline import length_baseline_accuracy
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text, write_pairs
-
-if TYPE_CHECKING:
-    from xray_runtime.config.preferences import SplitPreferencesConfig
-    from xray_runtime.stages.inputs import SplitPreferencesInputs
-    from xray_runtime.stages.kind import Recorder, Stage
-
-PURPOSE = "judge"
-"""Of the draw: another than that which holds pairs out of training, so that each part has both sides."""
-
-
-def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow and heldout.arrow, each pair on the side where it was, and stats.json.
-
-    Raises:
-        ValueError: a side of the part would be empty.
-    """
-    config, source = stage.config, stage.inputs.preferences.path
-    wanted = config.part == "heldout"
-    counts = {}
-    for side in (TRAIN, HELDOUT):
-        pairs = Pairs(source / side, PreferenceExample)
-        kept = (p for p in pairs if is_held_out(stage.seed, PURPOSE, prompt_text(p.prompt), config.heldout) == wanted)
-        counts[side] = write_pairs(out / side, PreferenceExample, kept)
-    if not all(counts.values()):
-        raise ValueError(
-            f"{stage.name}: {counts[TRAIN]} training and {counts[HELDOUT]} held-out pairs; both must be at least 1: "
-            "give more pairs, or change the share"
-        )
-    stats = {"pairs": sum(counts.values()), "train_pairs": counts[TRAIN], "heldout_pairs": counts[HELDOUT]}
-    written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
-    found = stats | {"length_baseline_accuracy": length_baseline_accuracy(*written)}
-    (out / "stats.json").write_text(json.dumps(dict(sorted(found.items())), indent=2) + "\n")
-    recorder.metrics({f"preferences/{name}": float(value) for name, value in found.items()}, step=0)
-    recorder.progress(stats["pairs"], stats["pairs"], "pairs", f"kept for {config.part}")
-    return 0
+SPLIT_PREFERENCES = register(
+    StageKind(
+        "split_preferences",
+        SplitPreferencesConfig,
+        SplitPreferencesInputs,
+        Preferences,
+        "xray_runtime.preparation.split_preferences:run",
+        computes=False,
+        results="stats.json",
+    )
+)

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from xray_runtime.files import sync
 from xray_runtime.store.identity import Identity, file_sha256
-from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, FileEntry, Manifest
+from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, FileEntry, Manifest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
 
@@ -339,3 +339,11 @@ def _move_aside(place: Path) -> None:
     aside = place.with_name(f"{place.name}.damaged-{number}")
     os.rename(place, aside)
     log.warning("%s was damaged; it is kept as %s", place, aside)
+
+
+def statement_sha256(directory: Path) -> str | None:
+    """Digest of the statement, where there is one."""
+    path = directory / ATTESTATION / STATEMENT
+    if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
+        return None
+    return file_sha256(path)

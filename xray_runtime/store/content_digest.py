@@ -19,9 +19,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.models.location import PACKAGED_MODELS
 from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
 from xray_runtime.store.hub import PACKAGED_DATA, OutsideError, commit, is_hub_name
+from xray_runtime.store.location import PACKAGED_MODELS
 
 __all__ = [
     "DigestMemory",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.models.location import PACKAGED_MODELS
+from xray_runtime.store.location import PACKAGED_MODELS
 
 CONNECT_S = 8.0
 """To look up the hub's address and connect to it. Answers, and downloads, may take as long as they need."""

@@ -14,6 +14,8 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MANIFEST = "manifest.json"
 
 CARD, ATTESTATION, SIGNATURE = "README.md", "attestation", "attestation.sig"
+STATEMENT = "statement.json"
+"""In `ATTESTATION`."""
 """What may lie beside the files of a checkpoint without being part of it: how this copy came to be (see `lineage`)."""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.attestation import statement_sha256
+from xray_runtime.store.checkpoints import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import TRAINING, Registry

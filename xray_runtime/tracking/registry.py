@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from xray_runtime.store.ref import CheckpointRef
@@ -97,3 +100,32 @@ class Registry:
             return str(self._client.get_run(run_id).info.experiment_id)
         except MlflowException:
             return None
+
+
+def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
+    """(sha256, directory) of `name@alias` or `name/version`; None when there is none."""
+    from mlflow.exceptions import MlflowException
+
+    with contextlib.suppress(MlflowException, OSError, ValueError):
+        check_sqlite(uri)
+        import mlflow
+
+        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        name, _, alias = reference.rpartition("@")
+        if name:
+            version = client.get_model_version_by_alias(name, alias)
+        else:
+            name, _, number = reference.rpartition("/")
+            version = client.get_model_version(name, number)
+        params = client.get_logged_model(version.source.removeprefix("models:/")).params
+        if re.fullmatch(r"[0-9a-f]{64}", params.get("sha256", "")):
+            return params["sha256"], Path(params.get("uri", ""))
+    return None
+
+
+def check_sqlite(uri: str) -> None:
+    """MLflow would fill a file that is missing or empty with tables of its own."""
+    if uri.startswith("sqlite:///"):
+        with open(uri.removeprefix("sqlite:///"), "rb") as file:
+            if file.read(16) != b"SQLite format 3\0":
+                raise ValueError("not an SQLite database")

@@ -24,11 +24,11 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import load
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.planning.demand import Demand, check
-from xray_runtime.progress import find_progress
 from xray_runtime.workers.groups import are_ready, bundle_of, holders_text, request_group
 from xray_runtime.workers.heartbeat import request_heartbeat
 from xray_runtime.workers.nodes import await_answers, nodes, num_lost
 from xray_runtime.workers.pool import evict_idle_workers, find_worker_pool, start
+from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Pingable, WorkhorseHandle, get
 from xray_runtime.workers.reservations import Reservation, Ticket, amount_text, open_reservations
 from xray_runtime.workers.workhorse import Workhorse

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.data.rows import Rows
 from xray_runtime.processes import at_low_priority
-from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.generation.sampling import Generation, Sampling
+    from xray_runtime.engines.generation.generation import Generation
+    from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.workers.generator_spec import GeneratorSpec
 
 
 class Generator(Workhorse):
@@ -34,7 +35,8 @@ class Generator(Workhorse):
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""
         self._begin(rank_info)
-        from xray_runtime.engines.generation.sampling import Generation, Place
+        from xray_runtime.engines.generation.generation import Generation
+        from xray_runtime.engines.generation.sampling import Place
 
         if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
             self._engine.restart(spec.directory)

@@ -16,7 +16,6 @@ from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
-from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from xray_runtime.weights.device_transfer import Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
+    from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
     from xray_runtime.workers.protocols import WorkhorseHandle
 
 
@@ -54,7 +54,7 @@ class Learner(Workhorse):
         self._begin(rank_info)
         from safetensors.torch import load_file
 
-        from xray_runtime.engines.engine import build_engine, build_scorer
+        from xray_runtime.engines.make import build_engine, build_scorer
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.training.zero import init_collectives

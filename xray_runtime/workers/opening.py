@@ -27,7 +27,7 @@ from xray_runtime.workers.pool import find_worker_pool
 from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
 
 if TYPE_CHECKING:
-    from xray_runtime.stages.kind import Layouts, OpenModels
+    from xray_runtime.graph.kind import Layouts, OpenModels
 
 PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0

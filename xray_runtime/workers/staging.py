@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 
 import ray
 
+from xray_runtime.data.ledger import LEDGER
 from xray_runtime.engines.training.disk import own_directory
-from xray_runtime.stages.artifacts import LEDGER
 from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import FileReceiverHandle, Ref
 

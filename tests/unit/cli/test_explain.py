@@ -16,8 +16,8 @@ from xray.cli.explain import differences, explain, explained
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages.graph import Graph, recording
-from xray_runtime.stages.identify import identify
+from xray_runtime.graph.graph import Graph, recording
+from xray_runtime.graph.stage_identity import identify
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
@@ -34,7 +34,7 @@ BEFORE = Identity(
     seed=0,
     parents={"policy": "ab" * 32, "prompts": "cd" * 32},
     functions={"mine:f": {"mine": "11" * 32, "mine.words": "22" * 32}},
-    code={"xray_runtime.stages.ppo": "33" * 32, "xray_runtime.seeding": "44" * 32},
+    code={"xray_runtime.rl.ppo": "33" * 32, "xray_runtime.seeding": "44" * 32},
     versions={"torch": "2.13.0", "numpy": "2.3"},
 )
 
@@ -74,7 +74,7 @@ def changed(**fields: Any) -> list[str]:
         ),
         ({"functions": {}}, ["function mine:f: module mine", "function mine:f: module mine.words"]),
         ({"code": BEFORE.code | {"xray_runtime.seeding": "55" * 32}}, ["code xray_runtime.seeding"]),
-        ({"code": {"xray_runtime.stages.ppo": "33" * 32}}, ["code xray_runtime.seeding"]),
+        ({"code": {"xray_runtime.rl.ppo": "33" * 32}}, ["code xray_runtime.seeding"]),
         ({"versions": BEFORE.versions | {"torch": "2.14.0"}}, ["library torch 2.13.0 → 2.14.0"]),
         ({"versions": {"torch": "2.13.0"}}, ["library numpy 2.3 → None"]),
     ],

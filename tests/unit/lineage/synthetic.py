@@ -19,14 +19,14 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
+from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, mark
 from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.report.figures import FIGURE
-from xray_runtime.stages.artifacts import dataset_of
-from xray_runtime.stages.kind import find_kind
+from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef

@@ -14,10 +14,10 @@ from tests.unit.lineage.synthetic import Lifecycle, pair_file
 from tests.unit.lineage.test_import import bundled
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
+from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.bundle import take_in
 from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.stages.artifacts import Artifact
 from xray_runtime.store.checkpoints import load_manifest, verify
 
 

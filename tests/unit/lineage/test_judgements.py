@@ -16,19 +16,19 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.evaluation.human_verdicts import judged_by_people
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
+from xray_runtime.graph.artifacts import Dataset, Judgements
+from xray_runtime.graph.inputs import PreferencesInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.stages import preferences
-from xray_runtime.stages.artifacts import Dataset, Judgements
-from xray_runtime.stages.inputs import PreferencesInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.people import judged_by_people
+from xray_runtime.preparation import preferences
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 

@@ -20,10 +20,10 @@ from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
 from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
-from xray_runtime.stages.inputs import PPOInputs
 from xray_runtime.workers.protocols import ModelHandle
 
 __all__ = ["inputs"]

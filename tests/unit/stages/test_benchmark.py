@@ -21,12 +21,12 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.evaluation import benchmark
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.inputs import BenchmarkInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages import benchmark
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.inputs import BenchmarkInputs
-from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import BENCHMARK
 
 ASKED = 10

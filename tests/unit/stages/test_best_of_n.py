@@ -22,13 +22,14 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.stages import best_of_n, preferences, sampled_groups
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.best_of_n import kept
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.inputs import BestOfNInputs, PreferencesInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.sampled_groups import _Done, _groups
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.inputs import BestOfNInputs, PreferencesInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.preparation import preferences
+from xray_runtime.rl import best_of_n, sampled_groups
+from xray_runtime.rl.best_of_n import kept
+from xray_runtime.rl.sampled_groups import _Done, _groups
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready
 

@@ -15,11 +15,11 @@ from xray_runtime.config.rewards import RegexVerifier, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.stages.artifacts import Artifact, Dataset, Model
-from xray_runtime.stages.compare import asked_prompts, seen_by_champion
-from xray_runtime.stages.inputs import CompareInputs
-from xray_runtime.stages.judging import Panel, judge
-from xray_runtime.stages.kind import Stage
+from xray_runtime.evaluation.compare import asked_prompts, seen_by_champion
+from xray_runtime.evaluation.judging import Panel, judge
+from xray_runtime.graph.artifacts import Artifact, Dataset, Model
+from xray_runtime.graph.inputs import CompareInputs
+from xray_runtime.graph.kind import Stage
 
 CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
 BRIEF = RewardTerm(verifier=RegexVerifier(pattern="^.{0,9}$"))

@@ -33,12 +33,12 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.environments import worker
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.lineage.recorded_answers import take_answers
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.seeding import derive_seed
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.inputs import PPOInputs
 
 HERE = sample_environments.__name__
 OF_TURNS = (0.0, 0.5, 1.0)

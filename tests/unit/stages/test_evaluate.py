@@ -21,11 +21,12 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.evaluation import evaluate
+from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
+from xray_runtime.graph.inputs import EvaluateInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages import evaluate, reward_sources
-from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
-from xray_runtime.stages.inputs import EvaluateInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.rl import reward_sources
 from xray_runtime.stages.kinds import EVALUATE
 
 PROMPTS = 8

@@ -21,8 +21,8 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.report.findings import policy_findings
-from xray_runtime.stages.experience import Experience, build_experience, reward_metrics, scaled_rewards
+from xray_runtime.rl.experience import Experience, build_experience, reward_metrics, scaled_rewards
+from xray_runtime.stages.findings import policy_findings
 
 NAN = float("nan")
 STATISTICS = ("mean", "std", "min", "max", "failed")

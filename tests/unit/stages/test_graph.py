@@ -15,18 +15,10 @@ from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages.artifacts import Artifact, Dataset, Model, Preferences, RewardModel
-from xray_runtime.stages.graph import (
-    Graph,
-    Handle,
-    OnlyPlannedError,
-    StageCall,
-    current_graph,
-    is_planning,
-    planning,
-    recording,
-    reward,
-)
+from xray_runtime.graph.artifacts import Artifact, Dataset, Model, Preferences, RewardModel
+from xray_runtime.graph.current import current_graph, is_planning, planning
+from xray_runtime.graph.graph import Graph, OnlyPlannedError, StageCall, recording
+from xray_runtime.graph.handles import Handle, reward
 
 
 def brevity(prompts: list[str], replies: list[str]) -> list[float]:

@@ -18,13 +18,13 @@ from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.evaluation import harness_task
+from xray_runtime.evaluation.harness_files import read_tasks
+from xray_runtime.evaluation.harness_task import numbers_of
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import LMEvalInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages import harness_task
-from xray_runtime.stages.artifacts import Model
-from xray_runtime.stages.harness_files import read_tasks
-from xray_runtime.stages.harness_task import numbers_of
-from xray_runtime.stages.inputs import LMEvalInputs
-from xray_runtime.stages.kind import Stage
 from xray_runtime.stages.kinds import LM_EVAL
 
 CHOICE = """

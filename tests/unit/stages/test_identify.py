@@ -24,11 +24,11 @@ from benchmarks.identity import CASES, TABLE, markdown, measure
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.stages import identify as identify_module
-from xray_runtime.stages.graph import Graph, recording
-from xray_runtime.stages.identify import DECLARATIONS, code_of, identify
-from xray_runtime.stages.kind import KINDS, StageKind, find_kind, import_kind
-from xray_runtime.stages.kinds import BASE, PPO, PREPARE, SFT
+from xray_runtime.graph import stage_identity as identify_module
+from xray_runtime.graph.graph import Graph, recording
+from xray_runtime.graph.kind import KINDS, StageKind
+from xray_runtime.graph.stage_identity import DECLARATIONS, code_of, identify
+from xray_runtime.stages.kinds import BASE, PPO, PREPARE, SFT, find_kind, import_kind
 from xray_runtime.store.code_digest import code_digest, library_versions_of, module_digests
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
@@ -274,7 +274,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             import xray
             from dataclasses import dataclass
             from prefect import flow
-            from xray_runtime.stages.kind import Stage, stage_kind
+            from xray_runtime.graph.kind import Stage, stage_kind
             from xray_runtime.stages.kinds import SFT
             from own_kinds.helper import cut
             class ShortenConfig(xray.Section):
@@ -298,7 +298,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n".join(line.removeprefix(" " * 12) for line in text.splitlines()) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("xray_runtime.stages.kind.KINDS", dict(KINDS))
+    monkeypatch.setattr("xray_runtime.graph.kind.KINDS", dict(KINDS))
     identify_module._code.cache_clear()
     yield folder
     identify_module._code.cache_clear()

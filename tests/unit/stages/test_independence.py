@@ -14,11 +14,12 @@ from xray_runtime.config.preferences import SplitPreferencesConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.stages import split_preferences
-from xray_runtime.stages.artifacts import Preferences
-from xray_runtime.stages.graph import Handle, recording
-from xray_runtime.stages.inputs import SplitPreferencesInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.graph.artifacts import Preferences
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.handles import Handle
+from xray_runtime.graph.inputs import SplitPreferencesInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.preparation import split_preferences
 
 MATHS: dict[str, Any] = {"verifier": {"kind": "regex", "pattern": "42"}}
 ORACLE = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "Is it kind?"}}

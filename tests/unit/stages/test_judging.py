@@ -13,7 +13,7 @@ import torch
 from tests.unit.stages.test_ppo_loop import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import RewardTerm
-from xray_runtime.stages.judging import Panel, judge, record_replies
+from xray_runtime.evaluation.judging import Panel, judge, record_replies
 
 NAN = math.nan
 

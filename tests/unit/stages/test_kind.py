@@ -17,11 +17,11 @@ import xray
 from xray_runtime.config.engines import Section
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.stages import artifacts, kind as kinds_module
-from xray_runtime.stages.artifacts import Artifact, Dataset, Model, RewardModel
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.kind import KINDS, Role, StageKind, config_of, find_kind, import_kind, register, stage_kind
-from xray_runtime.stages.kinds import COMPARE, EVALUATE, PPO, PREFERENCES, SFT
+from xray_runtime.graph import artifacts, kind as kinds_module
+from xray_runtime.graph.artifacts import Artifact, Dataset, Model, RewardModel
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.kind import KINDS, Role, StageKind, config_of, register, stage_kind
+from xray_runtime.stages.kinds import COMPARE, EVALUATE, PPO, PREFERENCES, SFT, find_kind, import_kind
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,11 +76,11 @@ def test_a_decorated_body_is_a_kind() -> None:
 
 def test_a_body_may_be_named() -> None:
     """Then whoever writes a graph does not import what it needs."""
-    made = register(StageKind("named", Fields, kinds_module.NoInputs, Model, "xray_runtime.stages.base:run"))
-    assert made.module == "xray_runtime.stages.base"
+    made = register(StageKind("named", Fields, kinds_module.NoInputs, Model, "xray_runtime.preparation.base:run"))
+    assert made.module == "xray_runtime.preparation.base"
     # Where it is registered is neither where its body is nor where its (shared) inputs are.
     assert made.registered_in == __name__
-    assert made.run.__module__ == "xray_runtime.stages.base"
+    assert made.run.__module__ == "xray_runtime.preparation.base"
 
 
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
@@ -143,7 +143,7 @@ def test_inputs_are_opened_in_the_order_of_their_numbers() -> None:
 def test_a_name_stands_for_one_kind() -> None:
     before = find_kind("sft")
     said = refused(lambda: stage_kind("sft", config=Fields, inputs=OneModel, output=Model)(body))
-    assert said == f"stage kind 'sft' is registered twice: in xray_runtime.stages.sft and in {__name__}"
+    assert said == f"stage kind 'sft' is registered twice: in xray_runtime.training.sft and in {__name__}"
     assert find_kind("sft") is before
 
     def other(stage: Any, out: Path, recorder: Any) -> int:
@@ -170,7 +170,7 @@ def test_a_type_has_one_meaning() -> None:
     other = type("Model", (Artifact,), {"__module__": "somewhere.else"})
     said = refused(lambda: stage_kind("mine", config=Fields, output=other)(body))
     assert said == (
-        "stage kind 'mine': the type Model of somewhere.else is not allowed: xray_runtime.stages.artifacts has one of "
+        "stage kind 'mine': the type Model of somewhere.else is not allowed: xray_runtime.graph.artifacts has one of "
         "this name"
     )
     own = type("Outline", (Artifact,), {})
@@ -344,7 +344,7 @@ def test_names_of_xray() -> None:
         "from xray.flows.lifecycle_graph import recorded_graph\n"
         "from xray_runtime.config.lifecycle import LifecycleConfig\n"
         "assert recorded_graph(LifecycleConfig()).calls",
-        "import xray_runtime.stages.identify",
+        "import xray_runtime.graph.stage_identity",
     ],
 )
 def test_writing_a_graph_imports_nothing_heavy(code: str) -> None:

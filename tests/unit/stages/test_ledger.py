@@ -13,7 +13,7 @@ from tests.unit.stages.recorder import FakeRecorder
 from tests.unit.stages.test_ppo_loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, inputs, logprob
 from xray_runtime.config.ppo import LedgerConfig, RewardTerm
 from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
-from xray_runtime.stages.inputs import PPOInputs
+from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.store.manifest import MANIFEST
 
 __all__ = ["inputs"]

@@ -23,10 +23,10 @@ from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
-from xray_runtime.stages import dpo, kto
-from xray_runtime.stages.artifacts import Dataset, Model, Preferences
-from xray_runtime.stages.finite import SkippedSteps, check_rollout, naming
-from xray_runtime.stages.inputs import DPOInputs, KTOInputs, PPOInputs
+from xray_runtime.graph.artifacts import Dataset, Model, Preferences
+from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
+from xray_runtime.training import dpo, kto
+from xray_runtime.training.finite import SkippedSteps, check_rollout, naming
 
 NAN, INF = math.nan, math.inf
 inputs, root = test_ppo_loop.inputs, test_preference_loops.root

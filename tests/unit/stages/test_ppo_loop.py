@@ -21,11 +21,11 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.stages.artifacts import Dataset, Model, RewardModel
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.ppo import run
-from xray_runtime.stages.rollouts import PROBE_ROWS
+from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.rl.ppo import run
+from xray_runtime.rl.rollouts import PROBE_ROWS
 from xray_runtime.store.shared import SharedFolder
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.workers.protocols import ModelHandle, Ready, get, get_all

@@ -24,11 +24,11 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.stages import dpo, kto
-from xray_runtime.stages.artifacts import Dataset, Judgements, Model, Preferences
-from xray_runtime.stages.inputs import DPOInputs, KTOInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.graph.artifacts import Dataset, Judgements, Model, Preferences
+from xray_runtime.graph.inputs import DPOInputs, KTOInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.training import dpo, kto
 from xray_runtime.workers.protocols import ModelHandle
 
 PAIRS, HELDOUT = 10, 3

@@ -14,9 +14,9 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, Pairs, prompt_text
-from xray_runtime.report.findings import data_findings
-from xray_runtime.stages.kind import NoInputs, Stage
-from xray_runtime.stages.prepare import run
+from xray_runtime.graph.kind import NoInputs, Stage
+from xray_runtime.preparation.prepare import run
+from xray_runtime.stages.findings import data_findings
 
 
 class Notes:

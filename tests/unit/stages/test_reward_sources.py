@@ -26,12 +26,12 @@ from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.errors import NonFiniteError
+from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
-from xray_runtime.stages.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.reward_sources import RewardSources
+from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.store.shared import SharedFolder, SharedStore
 
 __all__ = ["inputs"]

@@ -15,9 +15,9 @@ from tests.unit.stages.test_ppo_loop import inputs
 from tests.unit.stages.test_reward_sources import sources
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.scoring import Scorer
+from xray_runtime.rl.scoring import Scorer
 from xray_runtime.workers.model_spec import BranchSpec
 
 __all__ = ["inputs"]

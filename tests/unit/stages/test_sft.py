@@ -20,12 +20,12 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.stages import sft
-from xray_runtime.stages.artifacts import Dataset, Model
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.inputs import SFTInputs
-from xray_runtime.stages.kind import Stage
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.inputs import SFTInputs
+from xray_runtime.graph.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.training import sft
 
 SIZES = {"train": 8, "heldout": 2, "validation": 3}
 LOSSES = [9.0, 3.0, 1.0, 1.0, 2.0]

@@ -17,9 +17,9 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows, take
-from xray_runtime.stages import trunk_states
-from xray_runtime.stages.kind import Stage
-from xray_runtime.stages.trunk_states import TrunkStates
+from xray_runtime.graph.kind import Stage
+from xray_runtime.training import trunk_states
+from xray_runtime.training.trunk_states import TrunkStates
 
 HIDDEN = 3
 CHOSEN = [[1], [2, 3], [4, 5, 6], [7, 8], [9]]

@@ -27,10 +27,10 @@ from xray_runtime.config.rewards import Route
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.stages import reward_sources
-from xray_runtime.stages.artifacts import Dataset
-from xray_runtime.stages.graph import recording
-from xray_runtime.stages.inputs import PPOInputs
+from xray_runtime.graph.artifacts import Dataset
+from xray_runtime.graph.graph import recording
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.rl import reward_sources
 from xray_runtime.store.snapshots import Snapshot
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]

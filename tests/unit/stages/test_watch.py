@@ -15,9 +15,9 @@ from tests.unit.stages.recorder import FakeRecorder
 from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, logprob
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.stages.answer import Answer
-from xray_runtime.stages.inputs import PPOInputs
-from xray_runtime.stages.watch import ANSWERS, RECORD, read_answers
+from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.rl.hacking_monitor import ANSWERS, RECORD, read_answers
 
 inputs = test_ppo_loop.inputs
 ITERATIONS = 12

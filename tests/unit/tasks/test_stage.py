@@ -14,7 +14,7 @@ from xray.tasks.stage import _check_code, _check_numbers
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.stages.identify import code_of
+from xray_runtime.graph.stage_identity import code_of
 from xray_runtime.stages.kinds import PREPARE
 from xray_runtime.store.identity import OTHER_ENVIRONMENT
 

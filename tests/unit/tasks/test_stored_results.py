@@ -25,7 +25,7 @@ IDENTITY = Identity(
     seed=0,
     parents={"base": "cd" * 32},
     functions={},
-    code={"xray_runtime.stages.sft": "ef" * 32},
+    code={"xray_runtime.training.sft": "ef" * 32},
     versions={"torch": "2"},
 )
 KEY = IDENTITY.key

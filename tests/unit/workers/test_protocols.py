@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.progress import ProgressActor, ProgressHandle
 from xray_runtime.workers import protocols
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.pool import PoolHandle, WorkerPool
+from xray_runtime.workers.progress import ProgressActor, ProgressHandle
 from xray_runtime.workers.protocols import WholeModelHandle, WorkhorseHandle
 from xray_runtime.workers.reservations import Reservations, ReservationsHandle
 from xray_runtime.workers.whole_model import WholeModel

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, STATEMENT
+from xray_runtime.graph.artifacts import Benchmark, Evaluation
+from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_record
 from xray_runtime.lineage.audit.findings import Finding
@@ -31,10 +32,9 @@ from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
-from xray_runtime.stages.artifacts import Benchmark, Evaluation
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE
+from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
 WORKERS = 8
 """Checkpoints looked at side by side: much of it is waiting."""

@@ -19,9 +19,9 @@ from xray_runtime.data.pairs import Example, pairs_of, prompt_text
 from xray_runtime.data.replies import LabelledReply, from_verdicts
 from xray_runtime.data.spans import SPAN_WORDS, Hashes, SpanSet
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.graph.artifacts import VERDICTS, Dataset, Judgements, Model
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.stages.artifacts import VERDICTS, Dataset, Judgements, Model
 from xray_runtime.store.checkpoints import read_bounded
 
 

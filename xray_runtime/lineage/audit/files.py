@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import LogView
 from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, RunBegan
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.snapshots import SNAPSHOTS

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import LogView
 from xray_runtime.lineage.log import LOG
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.stages.artifacts import Evaluation
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
-from xray_runtime.tracking.registry import LOG_TAG
+from xray_runtime.tracking.registry import LOG_TAG, check_sqlite
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.reference import LineageStore
 
 PAGE = 1000
 
@@ -45,7 +45,7 @@ class RegistryView:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        _check_sqlite(uri)
+        check_sqlite(uri)
         import mlflow
         from mlflow.entities import ViewType
 
@@ -98,14 +98,6 @@ class RegistryView:
         return model.params.get("sha256") if model is not None else None
 
 
-def _check_sqlite(uri: str) -> None:
-    """MLflow would fill a file that is missing or empty with tables of its own."""
-    if uri.startswith("sqlite:///"):
-        with open(uri.removeprefix("sqlite:///"), "rb") as file:
-            if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("not an SQLite database")
-
-
 def _pages(page: Any) -> list[Any]:
     found: list[Any] = []
     token = None
@@ -115,27 +107,6 @@ def _pages(page: Any) -> list[Any]:
         token = answer.token
         if not token:
             return found
-
-
-def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
-    """(sha256, directory) of `name@alias` or `name/version`; None when there is none."""
-    from mlflow.exceptions import MlflowException
-
-    with contextlib.suppress(MlflowException, OSError, ValueError):
-        _check_sqlite(uri)
-        import mlflow
-
-        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        name, _, alias = reference.rpartition("@")
-        if name:
-            version = client.get_model_version_by_alias(name, alias)
-        else:
-            name, _, number = reference.rpartition("/")
-            version = client.get_model_version(name, number)
-        params = client.get_logged_model(version.source.removeprefix("models:/")).params
-        if re.fullmatch(r"[0-9a-f]{64}", params.get("sha256", "")):
-            return params["sha256"], Path(params.get("uri", ""))
-    return None
 
 
 def check_registry(

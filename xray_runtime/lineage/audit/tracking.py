@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.attestation import statement_sha256
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import LogView
 from xray_runtime.lineage.audit.pages import check_pages
@@ -17,7 +16,7 @@ from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, che
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.checkpoints import read_bounded, statement_sha256
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import (
     ATTEMPTS_TAG,

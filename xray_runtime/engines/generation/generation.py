@@ -1,0 +1,137 @@
+"""A sampler and the policy version it holds: what a Generator does."""
+
+from __future__ import annotations
+
+import bisect
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import safe_open
+
+from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.weights.versioned import VersionedWeights
+
+if TYPE_CHECKING:
+    from xray_runtime.weights.object_store import WeightUpdate
+
+
+from xray_runtime.engines.generation.sampling import Place, Reply, Sampler, Sampling
+
+
+class Generation:
+    """A sampler and the policy version it holds.
+
+    Args:
+        directory: Hugging Face checkpoint to start from, as weight version 0.
+        max_length: longest prompt and reply together, in tokens.
+    """
+
+    def __init__(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place
+    ) -> None:
+        self._shape, self._directory = _shape(directory, max_length, config), directory
+        self._sampler = _open(directory, max_length, config, runtime, place)
+        self._held = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights held."""
+        return self._held.version
+
+    def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
+        """Whether the checkpoint differs from the one this engine was started on in its weights alone."""
+        return _shape(directory, max_length, config) == self._shape
+
+    def restart(self, directory: Path) -> None:
+        """Hold the weights of `directory` as version 0, as if started on it."""
+        self._directory = directory
+        self._held.restart(directory)
+
+    def forget(self) -> None:
+        """Let go of the updates that came; the next call is `restart`."""
+        self._held.forget()
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take over `update`'s weights, whole or not at all; see `VersionedWeights.load`."""
+        self._held.load(update)
+
+    def revert(self) -> None:
+        """Go back to what was held before the last `load`."""
+        self._held.revert()
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
+        sampler: Any = self._sampler
+        if step == "init":
+            sampler.receive(step, info, version)
+        else:
+            run = partial(sampler.receive, step, info, version)
+            self._held.receive(run, version, first=step == "start", last=step == "finish")
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
+        """Sample one reply a prompt with policy version `version`.
+
+        Returns columns over B prompts: ragged `response_ids` int64 and `rollout_logprobs` float32 (at the sampling
+        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`).
+
+        Raises:
+            StaleWeightsError: another version is loaded, or a load failed half-way.
+        """
+        self._held.use(version)
+        replies = self._sampler.sample(prompts, seeds, sampling)
+        ended = [reply.ended(sampling) for reply in replies]
+        if sampling.stop:
+            from xray_runtime.models.causal_lm import load_tokenizer
+
+            tokenizer = load_tokenizer(self._directory)
+            cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
+            ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
+            replies = [after or before for before, after in zip(replies, cut, strict=True)]
+        return {
+            "response_ids": Ragged.of(reply.token_ids for reply in replies),
+            "rollout_logprobs": Ragged.of((reply.logprobs for reply in replies), np.float32),
+            "ended": np.array(ended),
+        }
+
+
+def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:
+    """`reply` up to the token that completes one of the texts `stop`; None where it holds none.
+
+    Engines sample without a tokenizer, so what comes after is sampled and thrown away. A reply is the same without it.
+    """
+
+    def holds_one(num_tokens: int) -> bool:
+        text = tokenizer.decode(reply.token_ids[:num_tokens], skip_special_tokens=True)
+        return any(each in text for each in stop)
+
+    if not holds_one(len(reply.token_ids)):
+        return None
+    end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_one)
+    return Reply(reply.token_ids[:end], reply.logprobs[:end])
+
+
+def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place) -> Sampler:
+    # Each library is imported only where it is used.
+    if config.engine == "vllm":
+        from xray_runtime.engines.generation.vllm import VLLMSampler
+
+        return VLLMSampler(directory, max_length, runtime, place)
+    if config.engine == "deepspeed":
+        from xray_runtime.engines.generation.deepspeed_inference import DeepSpeedSampler
+
+        return DeepSpeedSampler(directory, max_length, runtime, place)
+    from xray_runtime.engines.generation.transformers_generate import TransformersSampler
+
+    return TransformersSampler(directory, place)
+
+
+def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:
+    if not (directory / WEIGHTS_FILE).is_file():
+        return directory, max_length, config
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as tensors:
+        return (directory / "config.json").read_text(), sorted(tensors.keys()), max_length, config

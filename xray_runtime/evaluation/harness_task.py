@@ -1,0 +1,227 @@
+"""Stage `lm_eval`: a task, or a group, of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
+
+The harness makes prompts and metrics; here is its model, whose answers come from the policy's own engines. Greedy
+replies are the generator's with `top_k` 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xray_runtime.data.rows import Ragged
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.likelihood_objective import LikelihoodObjective
+from xray_runtime.seeding import derive_seed
+from xray_runtime.training.common import text_rows
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import ModelHandle, get
+
+if TYPE_CHECKING:
+    from xray_runtime.config.lm_eval import LMEvalConfig
+    from xray_runtime.graph.inputs import LMEvalInputs
+    from xray_runtime.graph.kind import Recorder, Stage
+
+BATCH = 512
+NUM_SAMPLES_SHOWN = 24
+Z = 1.959964
+"""Of a 95% interval."""
+
+
+def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder) -> int:
+    """Writes benchmark.json, prompts.json and samples.json, as `benchmark` does.
+
+    Raises:
+        ValueError: what is asked does not lie whole in its directory.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    config, policy = stage.config, stage.inputs.policy.path
+    asked = read_tasks(Path(config.task), f"{stage.name}.task")
+    specs: dict[str, ModelSpec | GeneratorSpec] = {}
+    if asked.samples_replies:
+        specs["generator"] = GeneratorSpec(policy, config.max_length, config.generator)
+    if asked.scores:
+        specs["policy"] = ModelSpec(policy, LikelihoodObjective(), frozen=config.frozen)
+    with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as files:
+        asked.write(Path(files), Path(files) / "cache")
+        seed = derive_seed(stage.seed, stage.name)
+        found = simple_evaluate(
+            _harness_model(stage, models, recorder),
+            tasks=[asked.name],
+            task_manager=TaskManager(include_path=files, include_defaults=False),
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            apply_chat_template=config.chat,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    content, prompts, shown = results_of(found, asked)
+    (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
+    (out / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
+    numbers = _values(content, "lm_eval")
+    for name, of_part in content.get("parts", {}).items():
+        numbers |= _values(of_part, f"lm_eval/{name}")
+    recorder.metrics(numbers, step=0)
+    recorder.table("samples", ["prompt", "answer", "target"], [list(row.values()) for row in shown])
+    recorder.progress(content["samples"], content["samples"], "documents", asked.name)
+    return 0
+
+
+def results_of(found: Mapping[str, Any], asked: HarnessTasks) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(what benchmark.json holds, different prompts, documents for people) of what the harness found.
+
+    A group's numbers are what its `aggregate_metric_list` comes to; `parts` has those of all that is in it.
+    """
+    each = {name: _documents(found["samples"][name]) for name in sorted(found["samples"])}
+    content: dict[str, Any] = {
+        "suite": "lm_eval",
+        "task": asked.name,
+        "samples": sum(len({row["doc_id"] for row in rows}) for rows in found["samples"].values()),
+        **numbers_of(found["results"][asked.name]),
+    }
+    if asked.groups:
+        content["parts"] = {
+            name: numbers_of(results) for name, results in sorted(found["results"].items()) if name != asked.name
+        }
+    prompts = list(dict.fromkeys(prompt for asked_of, _ in each.values() for prompt in asked_of))
+    of_each = max(NUM_SAMPLES_SHOWN // len(each), 1)
+    return content, prompts, [row for _, rows in each.values() for row in rows[:of_each]][:NUM_SAMPLES_SHOWN]
+
+
+def _values(content: Mapping[str, Any], under: str) -> dict[str, float]:
+    return {f"{under}/{name}": float(value) for name, value in content.items() if isinstance(value, int | float)}
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Metric → its value, with a 95% interval by the harness's standard error where it gives one.
+
+    A metric is named after its filter too, but for the plain one: `exact_match_strict`.
+    """
+    numbers: dict[str, Any] = {}
+    for key, value in results.items():
+        metric, _, chosen = key.partition(",")
+        if not chosen or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name = metric if chosen == "none" else f"{metric}_{chosen}"
+        numbers[name] = float(value)
+        error = results.get(f"{metric}_stderr,{chosen}")
+        if isinstance(error, int | float) and math.isfinite(error):
+            numbers[f"{name}_ci95"] = [value - Z * error, value + Z * error]
+    return numbers
+
+
+def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """(prompts, documents for people), in the task's order."""
+    ordered = sorted(rows, key=lambda row: row["doc_id"])
+    prompts = [str(row["arguments"][0][0]) for row in ordered]
+    shown = [
+        {"prompt": prompt, "answer": json.dumps(row["filtered_resps"], default=str), "target": str(row["target"])}
+        for prompt, row in zip(prompts, ordered, strict=True)
+    ]
+    return prompts, shown
+
+
+def _harness_model(
+    stage: Stage[LMEvalConfig, LMEvalInputs], models: Mapping[str, ModelHandle], recorder: Recorder
+) -> Any:
+    """The harness's model: what it asks goes to the stage's WholeModels."""
+    from lm_eval.api.model import TemplateLM
+
+    config, tokenizer = stage.config, load_tokenizer(stage.inputs.policy.path)
+    stops = stops_of(stage.inputs.policy.path, tokenizer)
+
+    class HarnessModel(TemplateLM):
+        backend = "causal"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokenizer = tokenizer
+
+        @property
+        def eot_token_id(self) -> int:
+            return stops[0]
+
+        @property
+        def tokenizer_name(self) -> str:
+            return ""  # it names a cache of prompts, which nobody keeps
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            ids: list[int] = tokenizer(string, add_special_tokens=False)["input_ids"]
+            return ids
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            text: str = tokenizer.apply_chat_template(
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            return text
+
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+            answers: list[tuple[float, bool]] = []
+            for start in range(0, len(pairs), BATCH):
+                prompts, replies = zip(*pairs[start : start + BATCH], strict=True)
+                scores = get(models["policy"].score.remote(text_rows(prompts, replies)))
+                found = zip(scores["loglikelihood"].tolist(), scores["greedy"].tolist(), strict=True)
+                answers += [(value, greedy == 1.0) for value, greedy in found]
+                recorder.progress(len(answers), len(pairs), "continuations", "scored")
+            return answers
+
+        def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+            """What fits: the end of the context, at least one token of it, and the continuation."""
+            continuation = continuation[-(config.max_length - 1) :]
+            return context[-(config.max_length - len(continuation)) :], continuation
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            found = []
+            for request in requests:
+                windows = get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, config.max_length - 1, 1
+                )
+                parts = [(None, *make_disjoint_window(window)) for window in windows]
+                found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+            return found
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            alike: dict[Sampling, list[int]] = {}
+            for number, request in enumerate(requests):
+                alike.setdefault(self._sampling(request.args[1]), []).append(number)
+            replies: dict[int, str] = {}
+            for sampling, numbers in alike.items():
+                for start in range(0, len(numbers), BATCH):
+                    batch = numbers[start : start + BATCH]
+                    room = config.max_length - sampling.max_new_tokens
+                    prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in batch]
+                    seeds = np.array([derive_seed(stage.seed, stage.name, number) for number in batch])
+                    rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
+                    answer = get(models["generator"].generate.remote(rows, sampling, 0))
+                    for number, ids in zip(batch, answer["response_ids"], strict=True):
+                        text = tokenizer.decode(ids, skip_special_tokens=True)
+                        # The harness takes what stands before the text that ends a reply.
+                        ends = (text.split(stop)[0] for stop in sampling.stop if stop)
+                        replies[number] = min(ends, key=len, default=text)
+                    recorder.progress(len(replies), len(requests), "replies", "sampled")
+            return [replies[number] for number in range(len(requests))]
+
+        def _sampling(self, options: Mapping[str, Any]) -> Sampling:
+            until = options.get("until") or []
+            stop = (until,) if isinstance(until, str) else tuple(until)
+            longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
+            return Sampling(longest, 1.0, stops, tokenizer.pad_token_id, top_k=1, stop=stop)
+
+    return HarnessModel()

@@ -1,0 +1,63 @@
+"""What people said of two models' replies, as one more judge of an evaluation or a comparison.
+
+No policy was trained on it: before there was a policy, nobody could judge its replies. Of the prompts only held-out
+ones count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.data.pairs import HELDOUT, pairs_of, prompt_text
+from xray_runtime.data.text_set import TextSet
+from xray_runtime.data.verdicts import SHARES, mean_share, outcomes
+from xray_runtime.graph.artifacts import VERDICTS
+from xray_runtime.store.checkpoints import read_manifest
+
+
+def judged_by_people(
+    verdicts: Path, sides: Mapping[str, Path], prompts: Path, seen: TextSet | None = None
+) -> dict[str, Any]:
+    """One of the `judges` of an evaluation or a comparison, with the numbers of the others: a reply's score is 1 where
+    it was preferred, 0 where the other was, and one half where neither was.
+
+    Args:
+        verdicts: checkpoint of `xray preferences`.
+        sides: name → checkpoint, of the model whose wins are counted and then of the other.
+        prompts: the dataset whose held-out prompts count.
+        seen: prompts that do not count, since one of the two was trained on them.
+
+    Raises:
+        ValueError: no verdict is on replies of these two to such a prompt.
+    """
+    better, worse = sides.values()
+    judged = (read_manifest(better)[1], read_manifest(worse)[1])
+    heldout = TextSet(pairs_of(prompts / HELDOUT).prompt_texts())
+    shares: dict[str, list[float]] = {}
+    with (verdicts / VERDICTS).open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            models, share = (row["model_a"], row["model_b"]), SHARES.get(row["verdict"])
+            prompt = prompt_text(row["prompt"])
+            counts = prompt in heldout and (seen is None or prompt not in seen)
+            if share is not None and sorted(models) == sorted(judged) and counts:
+                shares.setdefault(prompt, []).append(share if models == judged else 1.0 - share)
+    if not shares:
+        raise ValueError(
+            f"verdicts: {verdicts.name} has no verdict on replies of {better.name} and {worse.name} to held-out "
+            f"prompts "
+            f"of {prompts.name}: make some with `xray compare` and publish them with `xray preferences`"
+        )
+    rate, (low, high) = mean_share(shares.values())
+    return {
+        "judges": True,
+        "samples": len(shares),
+        **outcomes(sum(values) / len(values) for values in shares.values()),
+        "win_rate": rate,
+        "win_rate_ci95": [low, high],
+        "delta": 2 * rate - 1,
+        "delta_ci95": [2 * low - 1, 2 * high - 1],
+        **{f"score_{side}": score for side, score in zip(sides, (rate, 1 - rate), strict=True)},
+    }

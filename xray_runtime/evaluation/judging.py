@@ -1,0 +1,211 @@
+"""Two models' replies held against each other, with intervals. For evaluate and compare.
+
+Judges decide who wins, each by itself; rewards, which a policy was trained against, are shown beside them and decide
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xray_runtime.algorithms.statistics import bootstrap_interval, wins
+from xray_runtime.config.evaluate import GOLD
+from xray_runtime.data.gold import load_gold
+from xray_runtime.data.verdicts import outcomes
+from xray_runtime.rl.reward_sources import RewardSources
+from xray_runtime.seeding import derive_seed
+from xray_runtime.workers.protocols import ModelHandle, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.evaluate import EvaluationConfig
+    from xray_runtime.data.pairs import Messages
+    from xray_runtime.data.rows import Rows
+    from xray_runtime.graph.kind import Recorder, Stage
+    from xray_runtime.rewards.source import Score
+    from xray_runtime.workers.model_spec import ModelSpec
+
+Scores = Mapping[str, torch.Tensor]
+"""Side → score of each reply [n], float64; NaN where it has none: then the pair of replies is left out."""
+
+
+@dataclass
+class Panel:
+    """What judges, rewards and the gold score say of each side's replies."""
+
+    judges: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Judge, or source that is only shown beside them → `Scores`."""
+    rewards: dict[str, torch.Tensor] = field(default_factory=dict)
+    """`Scores` of the weighted sum; empty where nothing rewards."""
+
+    @property
+    def gold(self) -> Scores | None:
+        return self.judges.get(GOLD)
+
+
+class Scoring:
+    """Asks all sources of an evaluation.
+
+    Args:
+        tokenizer: of the policy, where replies come with its tokens.
+    """
+
+    def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Any = None) -> None:
+        self._rewards = RewardSources(stage, tokenizer)
+        self._judges = RewardSources(stage, tokenizer, field="judges")
+        self._gold = load_gold(stage.config.gold, stage.functions) if stage.config.gold is not None else None
+        self.panel = Panel()
+        self._replies: dict[str, Sequence[str]] = {}
+        """Of sides scored before."""
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """The models among them, to be opened."""
+        return self._rewards.specs() | self._judges.specs()
+
+    def score(
+        self,
+        side: str,
+        models: Mapping[str, ModelHandle],
+        prompts: Sequence[Messages],
+        asked: Sequence[str],
+        replies: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        tokens: Rows | None = None,
+        episodes: Sequence[Score] | None = None,
+    ) -> None:
+        """Take a side's replies into the panel. Replies to a prompt that are equal score equally: they tie.
+
+        Args:
+            asked: the prompts as text.
+            tokens: as `RewardSources.requests` takes them.
+            episodes: what the environment gave, where there is one.
+        """
+        if self._gold is not None:
+            self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(asked, replies)).double()
+        both = (self._rewards, self._judges)
+        at_once = sum(len(sources.roles) for sources in both)
+        calls = [sources.requests(models, prompts, replies, tokens, at_once or None) for sources in both]
+        answers = get_all([call for of_source in calls for call in of_source])
+        of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
+        if self._rewards.weights:
+            scores = self._rewards.scores(
+                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
+            )
+            self.panel.rewards[side] = self._rewards.scaled(scores).double()
+        if self._judges.weights:
+            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns, tokens=tokens)
+            for name, of_judge in self._judges.each(scores).items():
+                self.panel.judges.setdefault(name, {})[side] = of_judge
+        if episodes is None:
+            self._tie_equal(side, replies)
+
+    def _tie_equal(self, side: str, replies: Sequence[str]) -> None:
+        # Scored beside other rows the same reply differs in the last bits, and a judge may change its mind.
+        for other, said in self._replies.items():
+            equal = torch.tensor([a == b for a, b in zip(replies, said, strict=True)])
+            for scores in (self.panel.rewards, *self.panel.judges.values()):
+                if side in scores:
+                    scores[side] = torch.where(equal & ~scores[other].isnan(), scores[other], scores[side])
+        self._replies[side] = replies
+
+
+def judge(
+    config: EvaluationConfig,
+    seed: int,
+    stage: str,
+    better: str,
+    worse: str,
+    panel: Panel,
+    others: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
+
+    `judges` has them by judge. `win_rate` is that of the strictest, whose interval begins lowest and whom `judge`
+    names; null where nothing judges. Ties count half in it, and are counted.
+
+    Args:
+        others: judges that are none of the panel, and what they found.
+
+    Raises:
+        RuntimeError: no pair of replies has both its scores.
+    """
+
+    def interval(x: torch.Tensor, purpose: str) -> tuple[float, list[float]]:
+        mean, low, high = bootstrap_interval(x, config.bootstrap_samples, derive_seed(seed, stage, purpose))
+        return mean, [low, high]
+
+    judges: dict[str, dict[str, Any]] = dict(others or {})
+    for name, of_judge in panel.judges.items():
+        scores = _both_scored(of_judge, stage, f"score of {name}")
+        won = wins(scores[better], scores[worse])
+        rate, rate_ci = interval(won, f"win_rate/{name}")
+        delta, delta_ci = interval(scores[better] - scores[worse], f"delta/{name}")
+        judges[name] = {
+            "judges": name in config.judging,
+            "samples": len(won),
+            **outcomes(won.tolist()),
+            "win_rate": rate,
+            "win_rate_ci95": rate_ci,
+            "delta": delta,
+            "delta_ci95": delta_ci,
+            **{f"score_{side}": float(scores[side].mean()) for side in (worse, better)},
+        }
+    judging = [name for name, found in judges.items() if found["judges"]]
+    strictest = min(judging, key=lambda name: judges[name]["win_rate_ci95"][0], default=None)
+    content: dict[str, Any] = {"judge": strictest, "win_rate": None, "win_rate_ci95": None, "judges": judges}
+    if strictest is not None:
+        content |= {name: judges[strictest][name] for name in ("win_rate", "win_rate_ci95")}
+    rewards = _both_scored(panel.rewards, stage, "reward") if panel.rewards else None
+    for kind, shown in {"reward": rewards, "gold": panel.gold}.items():
+        change: tuple[float | None, list[float] | None] = (None, None)
+        if shown is not None:
+            change = interval(shown[better] - shown[worse], f"{kind}_delta")
+        content |= {f"{kind}_delta": change[0], f"{kind}_delta_ci95": change[1]}
+        content |= {
+            f"{kind}_{side}": float(shown[side].mean()) if shown is not None else None for side in (worse, better)
+        }
+    return content
+
+
+def _both_scored(scores: Scores, stage: str, what: str) -> Scores:
+    """The rows where every side has a score."""
+    there = ~torch.stack(list(scores.values())).isnan().any(0)
+    if not there.any():
+        raise RuntimeError(f"{stage}: no prompt has a {what} for both replies")
+    return {side: of_side[there] for side, of_side in scores.items()}
+
+
+def record_replies(
+    out: Path,
+    recorder: Recorder,
+    name: str,
+    prefix: str,
+    summary: dict[str, Any],
+    asked: list[str],
+    texts: Mapping[str, Sequence[str]],
+    panel: Panel,
+    config: EvaluationConfig,
+) -> None:
+    """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
+
+    def score(scores: Scores | None, side: str, row: int) -> float | None:
+        return None if not scores or scores[side][row].isnan() else float(scores[side][row])
+
+    shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
+    samples: list[dict[str, Any]] = [
+        dict[str, Any]({"prompt": asked[i]})
+        | {side: texts[side][i] for side in texts}
+        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in texts}
+        for i in range(min(config.num_samples_shown, len(asked)))
+    ]
+    (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+    recorder.metrics({f"{prefix}/{key}": float(value) for key, value in numbers.items()}, step=0)
+    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])

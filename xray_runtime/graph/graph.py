@@ -1,0 +1,188 @@
+"""The graph of a lifecycle: stages, and which takes whose checkpoint. Nothing here runs anything.
+
+A call of a stage kind adds a stage and returns a `Handle`, which another call takes. A `Graph` by itself only records,
+for plans; the workspace (`xray.tasks.workspace`) is a graph that runs its stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import BaseModel
+
+from xray_runtime.config.allowed_imports import check_import
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.artifacts import Artifact
+from xray_runtime.graph.binding import Binding, article, check_functions, hint
+from xray_runtime.graph.current import CURRENT
+from xray_runtime.graph.handles import Handle, RewardSource, reward
+from xray_runtime.graph.kind import KINDS, StageKind
+
+STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""It is part of file names."""
+MAX_SEED = 2**31
+
+
+class OnlyPlannedError(RuntimeError):
+    """The result was asked for of a stage that is only written down."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(f"{stage}: this graph only plans; its stages have no results")
+        self.stage = stage
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """One stage of a graph before it runs."""
+
+    name: str
+    kind: StageKind
+    config: Any
+    seed: int
+    parents: dict[str, Handle]
+    """Role → what plays it; `rewards.0`, `rewards.1`, … of a role that takes many."""
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Those that were handed over as objects, by name: rewards, the gold score, an algorithm of the user's."""
+
+    def config_json(self) -> dict[str, Any]:
+        dumped: dict[str, Any] = self.config.model_dump(mode="json")
+        return dumped
+
+
+class Graph:
+    """Stages in the order they were called.
+
+    Args:
+        seed: every random choice derives from it.
+        defaults: fields that a stage takes where its call leaves them out and its kind has them: generator, frozen, …
+        shorten: give every stage a step or two, for the determinism check.
+
+    Raises:
+        ConfigError: the seed is not allowed, or no kind has a field of a default's name.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        runtime: RuntimeConfig | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        shorten: bool = False,
+    ) -> None:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < MAX_SEED:
+            raise ConfigError(f"seed: {seed!r} is not allowed: must be a whole number from 0 to {MAX_SEED - 1}")
+        _check_defaults(defaults or {})
+        self.seed, self.runtime = seed, runtime or RuntimeConfig()
+        self.defaults, self.shorten = dict(defaults or {}), shorten
+        self.calls: dict[str, StageCall] = {}
+        self._handles: dict[str, Handle] = {}
+
+    def __enter__(self) -> Self:
+        self._token = CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        CURRENT.reset(self._token)
+        return None
+
+    def add(self, kind: StageKind, inputs: Sequence[Any], keywords: Mapping[str, Any], name: str | None) -> Handle:
+        """See `StageKind.__call__`."""
+        keywords = dict(keywords)
+        stage = self._free_name(kind.name) if name is None else name
+        if not isinstance(stage, str) or not STAGE_NAME.fullmatch(stage):
+            raise ConfigError(f"name: {stage!r} is not allowed: must match {STAGE_NAME.pattern}")
+        bound = Binding(self, stage, kind)
+        bound.bind(inputs, keywords)
+        known = kind.field_names(keywords, where=stage)
+        values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
+        values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
+        for key, value in values.items():
+            if callable(value):
+                values[key] = bound.hand_over(key, reward(value))
+        environment = values.get("environment")
+        if isinstance(environment, Mapping) and callable(environment.get("path")):
+            values["environment"] = {**environment, "path": bound.hand_over("environment", reward(environment["path"]))}
+        config = kind.validated(values, where=stage)
+        if self.shorten:
+            config = kind.shorten(config)
+        try:
+            kind.check(config, bound.parents)
+            check_functions(config, bound.parents, bound.functions)
+            for function in kind.functions(config):
+                if function not in bound.functions:
+                    check_import(function)
+        except ValueError as error:
+            raise ConfigError(f"{stage}: {error}") from None
+        call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions)
+        before = self.calls.get(stage)
+        if before is not None:
+            if before != call:
+                raise ConfigError(f"{stage}: two stages have this name; rename one with name=…")
+            return self._handles[stage]
+        self.calls[stage] = call
+        handle = self._handles[stage] = Handle(self, stage, kind.output, call)
+        try:
+            self.submit(call)
+        except BaseException:
+            # It does not run: what is called next under its name is another attempt.
+            del self.calls[stage], self._handles[stage]
+            raise
+        return handle
+
+    def require(self, where: str, type: type[Artifact], value: Any) -> Handle:
+        """`value` as an input of this type. Raises ConfigError, which begins with `where`."""
+        wanted = f"must be {article(type)}"
+        if not isinstance(value, Handle):
+            shown = value.name if isinstance(value, RewardSource | StageKind) else repr(value)
+            raise ConfigError(f"{where}: {shown} is not allowed: {wanted} that a stage makes")
+        if value.graph is not self:
+            raise ConfigError(
+                f"{where}: {value!r} belongs to another workspace: use its checkpoint, "
+                f"xray.checkpoint('DIR#{value.name}')"
+            )
+        # A checkpoint that a plan did not open has no type yet.
+        if not issubclass(value.output, type) and (value.call is not None or value.output is not Artifact):
+            raise ConfigError(f"{where}: {value!r} is not allowed: {wanted}")
+        return value
+
+    def _free_name(self, kind: str) -> str:
+        name, number = kind, 1
+        while name in self.calls:
+            number += 1
+            name = f"{kind}-{number}"
+        return name
+
+    def checkpoint(self, ref: str) -> Handle:
+        """A checkpoint that exists already: a plan takes its type on trust."""
+        return Handle(self, ref, Artifact, None)
+
+    def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
+        """Register a policy. A graph that only plans does nothing."""
+
+    def submit(self, call: StageCall) -> None:
+        """Called once for each stage, in order. A graph that only plans does nothing."""
+
+    def result_of(self, handle: Handle) -> Any:
+        raise OnlyPlannedError(handle.name)
+
+
+@contextmanager
+def recording(seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Any = None) -> Iterator[Graph]:
+    """A graph that only records the stages called in the block."""
+    with Graph(seed, runtime, defaults) as graph:
+        yield graph
+
+
+def _check_defaults(defaults: Mapping[str, Any]) -> None:
+    known = sorted({name for kind in KINDS.values() for name in kind.all_field_names})
+    for name in defaults:
+        if name not in known:
+            raise ConfigError(f"{name}: unknown field{hint(name, known)}: no stage kind has a field of this name")

@@ -1,0 +1,332 @@
+"""A stage kind: everything X-ray knows of one kind of stage, in one object.
+
+Name, config schema, typed inputs, output, body, what its models need, what its page shows. Nothing else in the project
+lists kinds. One that is registered (`stage_kind`) can be called: it adds a stage to the graph at hand.
+
+    @stage_kind("distill", inputs=DistillInputs, config=DistillConfig, output=Model)
+    def distill(stage: Stage[DistillConfig, DistillInputs], out: Path, recorder: Recorder) -> int: ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
+
+from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, Section
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
+from xray_runtime.graph.current import current_graph
+from xray_runtime.store.seal import Seal, process_seal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from xray_runtime.graph.answer import Answer
+    from xray_runtime.graph.handles import Handle
+    from xray_runtime.stages.findings import Series
+    from xray_runtime.store.shared import SharedFolder
+    from xray_runtime.store.snapshots import Snapshot
+    from xray_runtime.workers.generator_spec import GeneratorSpec
+    from xray_runtime.workers.model_spec import ModelSpec
+    from xray_runtime.workers.protocols import ModelHandle
+
+USES: tuple[str, ...] = ()
+"""Of the modules imported by name here: a key digests the code of a kind's body by itself."""
+
+C = TypeVar("C")
+I = TypeVar("I")  # noqa: E741
+
+Layouts = dict[str, LayoutConfig | GeneratorConfig]
+"""Role of a model → how it is spread."""
+Panels = Sequence[tuple[str, Sequence[str]]]
+"""(title, metrics) of each training curve."""
+
+
+class Recorder(Protocol):
+    """Where a stage reports what people look at; nothing reported here enters a checkpoint."""
+
+    log_dir: Path
+    """Noisy output of workers and engines goes to files in this directory."""
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+    def figure(self, name: str, figure: Figure) -> None: ...
+
+    def ask(self, question: str) -> Answer | None:
+        """Wait for a person's answer to `question` (Markdown); None where nobody can be asked, or nobody answered."""
+
+    def resume(self) -> Snapshot | None:
+        """The newest snapshot of this stage, if an attempt before left one; metrics after it are forgotten."""
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether to write a snapshot after `step` steps: now and then, and whenever the stage is asked to stop."""
+
+    def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
+        """Make a snapshot of `state` and of what `save` writes into a directory. Raises where asked to stop."""
+
+
+class OpenModels(Protocol):
+    """Starts one WholeModel a role, all at the same time, and ends them all, whatever happens."""
+
+    def __call__(
+        self, specs: Mapping[str, ModelSpec | GeneratorSpec]
+    ) -> AbstractContextManager[dict[str, ModelHandle]]: ...
+
+
+@dataclass(frozen=True)
+class Stage(Generic[C, I]):
+    """All a stage body may depend on."""
+
+    name: str
+    seed: int
+    config: C
+    inputs: I
+    runtime: RuntimeConfig
+    open_models: OpenModels
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions that were handed over as objects, by name."""
+    kept: Path | None = None
+    """A directory that stays, beside the snapshots, for the attempts after this one, until the stage is published."""
+    kept_shared: SharedFolder | None = None
+    """The same where attempts may be on other machines: in the shared store."""
+    seal: Seal = field(default_factory=process_seal)
+    """What was kept is read only where it is sealed with it."""
+
+
+Body = Callable[[Stage[Any, Any], Path, Recorder], int]
+"""(stage, directory to write the checkpoint into, recorder) → steps done."""
+
+
+@dataclass(frozen=True)
+class NoInputs:
+    """Of a stage that starts from nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageKind:
+    """One kind of stage."""
+
+    name: str
+    config: Any
+    """A `Section`, or an annotated union of sections with a discriminator."""
+    inputs: type[Any]
+    """A dataclass of artifacts: `Model`, `Model | None` (may be absent), or `list[RewardModel]`."""
+    output: type[Artifact]
+    body: str | Body
+    """A function, or `module:function` where its module imports what a graph's author needs not."""
+    models: Callable[[Any], Layouts] = lambda config: {}
+    """What its models ask for, all alive at the same time."""
+    computes: bool = True
+    """Whether device and threads can change its result."""
+    outside: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    """Fields that name files, directories or hub names → their values: the key digests the bytes behind them, not the
+    names. `model` is looked up among models, everything else among data sets."""
+    functions: Callable[[Any], Sequence[str]] = lambda config: ()
+    """Import paths of the functions it calls: the key digests their source."""
+    check: Callable[[Any, Mapping[str, Any]], None] = lambda config, inputs: None
+    """Raises ValueError where config and inputs (role → handle) do not go together."""
+    shorten: Callable[[Any], Any] = lambda config: config
+    """The same config with a step or two, for the determinism check."""
+    panels: Panels = ()
+    """Training curves on its page and in the report."""
+    headline: Mapping[str, str] = field(default_factory=dict)
+    """What to say of it in one line: metric, or number in `results` → word for it."""
+    findings: Callable[[Series], Sequence[str]] = lambda series: ()
+    """What its metrics say in plain words, where it cannot have learnt; in the summary."""
+    results: str | None = None
+    """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
+    sides: tuple[str, ...] | None = None
+    """Of an evaluation: roles of the policy judged and, where there is one, of the one it is held against."""
+    title: str = ""
+    """What it makes, for people: on the model card."""
+
+    @property
+    def module(self) -> str:
+        """The module whose code computes it."""
+        return self.body.partition(":")[0] if isinstance(self.body, str) else self.body.__module__
+
+    @property
+    def registered_in(self) -> str:
+        """The module that registers it when it is imported."""
+        return _REGISTERED_IN[self.name]
+
+    @property
+    def run(self) -> Body:
+        """The body."""
+        if not isinstance(self.body, str):
+            return self.body
+        module, _, name = self.body.partition(":")
+        body: Body = getattr(importlib.import_module(module), name)
+        return body
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """Inputs by name, in order."""
+        hints = typing.get_type_hints(self.inputs)
+        return {f.name: Role.of(f.name, hints[f.name]) for f in dataclasses.fields(self.inputs)}
+
+    def inputs_at(self, paths: Mapping[str, Path]) -> Any:
+        """Its inputs where they lie: `paths` by role, those of a role that takes many as `ROLE.0`, `ROLE.1`, …"""
+        found: dict[str, Any] = {}
+        for name, role in self.roles.items():
+            if role.many:
+                numbers = sorted(int(r.rsplit(".", 1)[1]) for r in paths if r.startswith(f"{name}."))
+                found[name] = [role.type(paths[f"{name}.{number}"]) for number in numbers]
+            elif name in paths:
+                found[name] = role.type(paths[name])
+        return self.inputs(**found)
+
+    def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
+        """Keyword fields as this kind's config. Raises ConfigError: one line with field, value and what is allowed."""
+        return validate_as(member_of(self.config, values, where), dict(values), where=where)
+
+    def field_names(self, values: Mapping[str, Any], where: str = "") -> set[str]:
+        """The fields of the config that `values` choose, where there is a choice. Raises ConfigError as `validated`."""
+        return set(member_of(self.config, values, where).model_fields)
+
+    @property
+    def all_field_names(self) -> set[str]:
+        """The fields of its config, whichever is chosen."""
+        return {name for member in members(self.config) for name in member.model_fields}
+
+    def __call__(self, *inputs: Any, name: str | None = None, **keywords: Any) -> Handle:
+        """Add a stage of this kind to the graph at hand.
+
+        Args:
+            inputs: checkpoints, or what will be one, in the order of `roles`; by keyword too.
+            name: of the stage; by default the kind's, with a number where it is taken.
+            keywords: inputs and fields of the config.
+
+        Raises:
+            ConfigError: a field is unknown or its value not allowed, or an input is missing or of another type.
+        """
+        return current_graph().add(self, inputs, keywords, name)
+
+
+@dataclass(frozen=True)
+class Role:
+    """One input of a kind."""
+
+    name: str
+    type: type[Artifact]
+    optional: bool
+    many: bool
+
+    @classmethod
+    def of(cls, name: str, hint: Any) -> Role:
+        """From a dataclass field's annotation. Raises ConfigError where it is of none of the allowed forms."""
+        optional = get_origin(hint) in (typing.Union, types.UnionType) and type(None) in get_args(hint)
+        many = get_origin(hint) is list
+        types_ = [t for t in get_args(hint) if t is not type(None)] if optional or many else [hint]
+        if len(types_) != 1 or not isinstance(types_[0], type) or not issubclass(types_[0], Artifact):
+            raise ConfigError(f"input {name!r}: {hint} is not allowed: must be an artifact, A, A | None or list[A]")
+        return cls(name, types_[0], optional or many, many)
+
+
+def members(config: Any) -> list[type[BaseModel]]:
+    """The sections of a discriminated union, or the one section."""
+    return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
+
+
+def member_of(config: Any, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
+    """The section that `values` choose of a discriminated union; the first where they name none.
+
+    Raises:
+        ConfigError: there is none of that name; the line begins with `where`.
+    """
+    if isinstance(config, type):
+        return config
+    field = get_args(config)[1].discriminator
+    by_tag = {tag: member for member in members(config) for tag in get_args(member.model_fields[field].annotation)}
+    tag = values.get(field, next(iter(by_tag)))
+    if not isinstance(tag, str) or tag not in by_tag:
+        path = f"{where}.{field}" if where else field
+        shown = json.dumps(tag, ensure_ascii=False, default=repr)
+        raise ConfigError(f"{path}: {shown} is not allowed: must be one of {', '.join(map(repr, by_tag))}")
+    return by_tag[tag]
+
+
+KINDS: dict[str, StageKind] = {}
+"""Every registered kind, ours and users'."""
+_REGISTERED_IN: dict[str, str] = {}
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def register(kind: StageKind, module: str | None = None) -> StageKind:
+    """Make a kind known.
+
+    Args:
+        module: which does it when it is imported; by default the caller's.
+
+    Raises:
+        ConfigError: its name stands for another kind or cannot be one, an input has no allowed type, or the name of its
+            output stands for another type.
+    """
+    if not NAME.fullmatch(kind.name):
+        raise ConfigError(f"stage kind {kind.name!r} is not allowed: must match {NAME.pattern}")
+    known = KINDS.get(kind.name)
+    # A module that is loaded again, as in a notebook, registers its kinds again.
+    if known is not None and (known.module, _name(known.body)) != (kind.module, _name(kind.body)):
+        raise ConfigError(f"stage kind {kind.name!r} is registered twice: in {known.module} and in {kind.module}")
+    try:
+        roles = kind.roles.values()
+    except ConfigError as error:
+        raise ConfigError(f"stage kind {kind.name!r}: {error}") from None
+    for role in roles:
+        # Sources of reward are both: the field says how much each counts.
+        if role.name in kind.all_field_names and not (role.many and issubclass(role.type, RewardModel)):
+            raise ConfigError(f"stage kind {kind.name!r}: {role.name!r} is both an input and a field of its config")
+    for artifact in (kind.output, *(role.type for role in roles)):
+        other = TYPES.setdefault(artifact.__name__, artifact)
+        if other.__module__ != artifact.__module__:
+            raise ConfigError(
+                f"stage kind {kind.name!r}: the type {artifact.__name__} of {artifact.__module__} is not allowed: "
+                f"{other.__module__} has one of this name"
+            )
+        TYPES[artifact.__name__] = artifact
+    KINDS[kind.name] = kind
+    _REGISTERED_IN[kind.name] = module or sys._getframe(1).f_globals["__name__"]
+    return kind
+
+
+def _name(body: str | Body) -> str:
+    return body if isinstance(body, str) else body.__qualname__
+
+
+def stage_kind(
+    name: str,
+    *,
+    inputs: type[Any] = NoInputs,
+    config: Any = Section,
+    output: type[Artifact] = Artifact,
+    **facts: Any,
+) -> Callable[[Body], StageKind]:
+    """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
+
+    def decorate(body: Body) -> StageKind:
+        kind = StageKind(name=name, config=config, inputs=inputs, output=output, body=body, **facts)
+        return register(kind, body.__module__)
+
+    return decorate
+
+
+def config_of(kind: StageKind, data: Mapping[str, Any]) -> Any:
+    """A kind's config from its JSON."""
+    return TypeAdapter(kind.config).validate_json(json.dumps(data))

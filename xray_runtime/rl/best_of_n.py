@@ -1,0 +1,79 @@
+"""Stage `best_of_n`: people's replies replaced by the best of several samples, as data for SFT.
+
+SFT on them is rejection sampling, and its iteration RAFT (Dong et al. 2023): policy gradients whose advantages are 1
+for the reply that is kept and 0 for the others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from xray_runtime.algorithms.best_of_n import NONE, best_of, tied
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
+from xray_runtime.rl.sampled_groups import sample_groups
+
+if TYPE_CHECKING:
+    from xray_runtime.config.best_of_n import BestOfNConfig
+    from xray_runtime.graph.inputs import BestOfNInputs
+    from xray_runtime.graph.kind import Recorder, Stage
+
+NUM_EXAMPLES_SHOWN = 20
+
+
+def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorder) -> int:
+    """Writes a dataset: of each training prompt that is asked the best reply. Held-out pairs stay as they are.
+
+    Raises:
+        ValueError: no reply is kept.
+    """
+    config, source = stage.config, stage.inputs.prompts.path
+    groups = sample_groups(stage, stage.inputs.policy.path, source, recorder)
+    best, skipped = kept(groups.rewards, config.min_reward, config.skip_tied)
+    rows = [row for row, place in enumerate(best.tolist()) if place != NONE]
+    stats = groups.stats | skipped | {"kept": float(len(rows))}
+    if not rows:
+        reasons = {name: count for name, count in stats.items() if name.startswith(("skipped", "left_out")) and count}
+        raise ValueError(f"{stage.name}: no reply to any of the {len(best)} prompts was kept ({reasons})")
+    examples = [
+        Example(f"{stage.name}-{row}", f"{stage.name}-{row}", groups.prompts[row], groups.replies[row][best[row]])
+        for row in rows
+    ]
+    rewards = groups.rewards[rows, best[rows]]
+    stats["reward_best"] = float(rewards.mean())
+    write_pairs(out / TRAIN, Example, examples)
+    for name in (HELDOUT, "dataset.json"):
+        (out / name).write_bytes((source / name).read_bytes())
+    (out / "stats.json").write_text(json.dumps(stats, indent=2, sort_keys=True) + "\n")
+    recorder.metrics({f"best_of_n/{name}": value for name, value in stats.items()}, step=0)
+    recorder.table(
+        "best_of_n",
+        ["prompt", "reply", "reward"],
+        [[prompt_text(e.prompt), e.response, float(r)] for e, r in zip(examples, rewards, strict=True)][
+            :NUM_EXAMPLES_SHOWN
+        ],
+    )
+    recorder.progress(len(rows), len(rows), "replies", "kept")
+    return 0
+
+
+def kept(rewards: torch.Tensor, min_reward: float | None, skip_tied: bool) -> tuple[torch.Tensor, dict[str, float]]:
+    """(place of each prompt's best reply [P], `NONE` where it is skipped; how many are, by the first reason).
+
+    Args:
+        rewards: [P, n]; NaN of a reply that cannot be chosen.
+    """
+    best = best_of(rewards)
+    without = best == NONE
+    highest = rewards.gather(1, best.clamp(min=0)[:, None]).squeeze(1)
+    low = ~without & (highest < min_reward) if min_reward is not None else torch.zeros_like(without)
+    even = ~without & ~low & tied(rewards) if skip_tied else torch.zeros_like(without)
+    counts = {
+        "skipped_without_reward": float(without.sum()),
+        "skipped_below_min_reward": float(low.sum()),
+        "skipped_tied": float(even.sum()),
+    }
+    return torch.where(low | even, NONE, best), counts

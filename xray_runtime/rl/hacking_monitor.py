@@ -1,0 +1,188 @@
+"""Watches a policy while it is trained for signs of a hacked reward, and does what the config says of them.
+
+`algorithms.hacking` says what a sign is. Every `window` iterations without one, the policy is kept beside the
+snapshots; a stage that ends because of a sign publishes what it kept before the iterations that show it. The answer of
+a person who was asked is kept too, so that an attempt after this one asks nobody twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, WATCHED, Sign, signs
+from xray_runtime.algorithms.statistics import variety
+from xray_runtime.files import write_atomic
+from xray_runtime.graph.answer import Answer
+from xray_runtime.rl.experience import metric_name
+from xray_runtime.rl.scoring import own_tokens
+from xray_runtime.training.policy_versions import PolicyVersions
+from xray_runtime.workers.protocols import ModelHandle
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.data.rows import Rows
+    from xray_runtime.graph.inputs import PPOInputs
+    from xray_runtime.graph.kind import Recorder, Stage
+
+log = logging.getLogger(__name__)
+
+ANSWERS = "answers.json"
+RECORD = "watch.json"
+"""In the checkpoint of a stage that ended early, or that a person let go on: what was seen, and who decided what."""
+
+
+@dataclass
+class WatchState:
+    """What is remembered from iteration to iteration."""
+
+    first: list[dict[str, float]] = field(default_factory=list)
+    last: list[dict[str, float]] = field(default_factory=list)
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """Signs that were acted on: `iteration`, `signs` by name, and of a person `by`, `note`."""
+
+
+class Watch:
+    """The watch over one stage.
+
+    Args:
+        weights: source of reward → its weight.
+    """
+
+    def __init__(self, stage: Stage[PPOConfig, PPOInputs], recorder: Recorder, weights: Mapping[str, float]) -> None:
+        self._stage, self._config, self._recorder = stage, stage.config.watch, recorder
+        self._weights = {metric_name(source): weight for source, weight in weights.items()}
+        self.state = WatchState()
+        self.end: int | None = None
+        """Number of updates of the kept policy that the stage ends with; None: it goes on."""
+
+    @property
+    def _keeps(self) -> bool:
+        return self._config.action in ("pause", "stop")
+
+    @cached_property
+    def _versions(self) -> PolicyVersions:
+        return PolicyVersions(self._directory, "kept")
+
+    @property
+    def _directory(self) -> Path:
+        if self._stage.kept is None:
+            raise RuntimeError(
+                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that outlives "
+                f"the attempt"
+            )
+        return self._stage.kept
+
+    def look(self, iteration: int, metrics: Mapping[str, float], sampled: Rows) -> dict[str, float]:
+        """Compare this iteration; returns the metrics `rollout/…` of how varied replies are and `hacking/…`, 1 where
+        there is a sign. Afterwards `end` says whether the stage ends.
+
+        Args:
+            metrics: of the iteration so far.
+            sampled: its replies.
+        """
+        if self._config.action == "off":
+            return {}
+        ids = own_tokens(sampled)
+        within, common = variety(torch.from_numpy(ids.values), torch.from_numpy(ids.lengths), PHRASE_TOKENS)
+        found = {REPEATED: within, COMMON: common}
+        point = {name: value for name, value in {**metrics, **found}.items() if name.startswith(WATCHED)}
+        state, window = self.state, self._config.window
+        if len(state.first) < window:
+            state.first.append(point)
+            return found
+        state.last = [*state.last, point][-window:]
+        if len(state.last) < window:
+            return found
+        prompts = self._stage.config.prompts_per_iteration
+        shown = signs(state.first, state.last, self._weights, self._config, prompts)
+        self._act(iteration, shown)
+        return found | {f"hacking/{sign.name}": 1.0 for sign in shown}
+
+    def _act(self, iteration: int, shown: list[Sign]) -> None:
+        known = {name for entry in self.state.seen for name in entry["signs"]}
+        fresh = [sign for sign in shown if sign.name not in known]
+        if not fresh:
+            return
+        for sign in fresh:
+            log.warning("%s, iteration %d: %s", self._stage.name, iteration, sign.text)
+        entry: dict[str, Any] = {"iteration": iteration, "signs": {sign.name: sign.text for sign in fresh}}
+        answer = self._asked(iteration, fresh) if self._config.action == "pause" else None
+        if answer is not None:
+            entry |= {"go_on": answer.go_on, "by": answer.by, "note": answer.note}
+        self.state.seen.append(entry)
+        if self._keeps and not (answer is not None and answer.go_on):
+            self.end = self._before(iteration)
+
+    def _asked(self, iteration: int, shown: list[Sign]) -> Answer | None:
+        """A person's answer; that of an earlier attempt where there is one."""
+        path, seal = self._directory / ANSWERS, self._stage.seal
+        answers = json.loads(path.read_text(encoding="utf-8")) if seal.is_sealed(path) else {}
+        key = f"{iteration}: {', '.join(sign.name for sign in shown)}"
+        if key not in answers:
+            answer = self._recorder.ask(self._question(iteration, shown))
+            if answer is None:
+                return None
+            write_atomic(path, json.dumps(answers | {key: asdict(answer)}))
+            seal.seal_file(path)
+            return answer
+        return Answer(**answers[key])
+
+    def _question(self, iteration: int, shown: list[Sign]) -> str:
+        lines = [
+            f"**{self._stage.name}** may be learning to please its reward alone (iteration {iteration + 1} of "
+            f"{self._stage.config.iterations}):",
+            "",
+            *(f"- {sign.text}" for sign in shown),
+            "",
+            f"Shall it go on? If not, it ends with the policy kept after {self._before(iteration)} iterations.",
+        ]
+        return "\n".join(lines)
+
+    def _before(self, iteration: int) -> int:
+        """Updates of the newest kept policy before those that sampled the last `window` rollouts, which show a sign."""
+        return max(kept for kept in self._versions.numbers() if kept <= iteration - self._config.window + 1)
+
+    # Kept policies
+
+    def keep(self, models: Mapping[str, ModelHandle], updates: int) -> None:
+        """Keep the policy after `updates` iterations where it is time; the two newest stay."""
+        if not self._keeps or updates % self._config.window:
+            return
+        self._versions.write(models, updates)
+        # What an attempt before this one kept later is written anew when it is time.
+        for old in [kept for kept in self._versions.numbers() if kept <= updates][:-2]:
+            self._versions.remove(old)
+
+    def finish(self, out: Path) -> int | None:
+        """Write what was seen, and of a stage that ends early the kept policy; returns its number of updates."""
+        if self.end is not None:
+            self._versions.copy(self.end, out)
+        if self._keeps and self.state.seen:
+            record = {"ended_early": self.end is not None, "iterations": self.end, "seen": self.state.seen}
+            (out / RECORD).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+        return self.end
+
+    def save_state(self, directory: Path) -> None:
+        """The kept policies, in a snapshot."""
+        if self._keeps:
+            self._versions.save_state(directory)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save_state` wrote."""
+        if self._keeps:
+            self._versions.load_state(directory)
+
+
+def read_answers(checkpoint: Path) -> list[Answer]:
+    """What people answered while the stage of a checkpoint ran, in order."""
+    path = checkpoint / RECORD
+    seen = json.loads(path.read_text(encoding="utf-8"))["seen"] if path.is_file() else []
+    return [Answer(entry["go_on"], entry["by"], entry["note"]) for entry in seen if "by" in entry]

@@ -1,0 +1,240 @@
+"""The rollout ledger of a PPO stage: what was sampled, what everybody said of it, and what became of it.
+
+A shard is written as its iteration ends, among the files of the checkpoint that is being built; shards so far go with
+every snapshot. An attempt that goes on takes those of its snapshot, and makes the later ones again with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
+from xray_runtime.data.ledger import (
+    ANSWERS,
+    FAILURE,
+    GOLD,
+    LEDGER,
+    NUMBERS,
+    SCORE,
+    TOKENS,
+    Shard,
+    iterations,
+    lists,
+    read_shard,
+    readable,
+    shard_path,
+    table_of,
+)
+from xray_runtime.data.rows import Ragged, Rows, num_rows
+from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
+from xray_runtime.store.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.graph.inputs import PPOInputs
+    from xray_runtime.graph.kind import Recorder, Stage
+    from xray_runtime.rl.experience import Experience
+    from xray_runtime.rl.reward_sources import RewardSources
+    from xray_runtime.rl.scoring import ScoredRollout
+    from xray_runtime.training.common import UniquePrompts
+
+HASH_DIGITS = 32
+
+
+class Ledger:
+    """Writes the ledger of one stage into its checkpoint.
+
+    Args:
+        out: directory of the checkpoint.
+        prompts: every prompt.
+    """
+
+    def __init__(
+        self, stage: Stage[PPOConfig, PPOInputs], out: Path, prompts: UniquePrompts, rewards: RewardSources
+    ) -> None:
+        self._config, self._directory = stage.config, out / LEDGER
+        self._prompts, self._rewards = prompts, rewards
+        self._salt: bytes | None = None
+        if self._config.ledger.tokens == "hashed":
+            # Of data and stage: hashes cannot be looked up in a table that was made for others. Who has the data can
+            # still try whether a reply is the one he thinks of.
+            name = f"{stage.seed}\x1f{stage.name}\x1f".encode()
+            self._salt = hashlib.sha256(name + (stage.inputs.prompts.path / MANIFEST).read_bytes()).digest()
+
+    def write(
+        self,
+        iteration: int,
+        scored: ScoredRollout,
+        scaled: torch.Tensor,
+        experience: Experience,
+        times_trained: np.ndarray,
+        policy: str | None,
+        golds: Sequence[float] | None,
+    ) -> None:
+        """Keep an iteration's rollouts, where the config says so.
+
+        Args:
+            scaled: reward of each reply [B]; NaN: it has none, and is not in `experience`.
+            times_trained: optimizer steps that each row of `experience` was in.
+            policy: `Shard.policy`.
+            golds: gold score of each reply [B], where the stage has one.
+        """
+        keep = self._config.ledger.keep
+        if keep == "none":
+            return
+        made = np.flatnonzero(~scaled.isnan().numpy())
+        assert len(made) == num_rows(experience.rows)
+        trained = np.zeros(len(scaled), np.int32)
+        trained[made] = times_trained
+        of_tokens = {name: _spread(experience.rows[name], made, len(scaled)) for name in ("advantages", "weights")}
+        tables = [self._table(iteration, scored, scaled, of_tokens, trained, golds)]
+        for dropped in scored.dropped:
+            count = len(dropped.prompts)
+            nothing = Ragged.of(([] for _ in range(count)), np.float32)
+            empty = dict.fromkeys(of_tokens, nothing)
+            unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
+            ungraded = None if golds is None else [None] * count
+            tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
+        table = pa.concat_tables(tables).combine_chunks()
+        Shard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        if isinstance(keep, int):
+            shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
+
+    def _table(
+        self,
+        iteration: int,
+        scored: ScoredRollout,
+        scaled: torch.Tensor,
+        of_tokens: dict[str, Ragged],
+        times_trained: np.ndarray,
+        golds: Sequence[float | None] | None,
+    ) -> pa.Table:
+        rows, sampled = scored.rows, scored.sampled
+        count, ids = num_rows(rows), rows["id"]
+        prompts = Ragged.of(
+            (tokens[:n] for tokens, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)), np.int32
+        )
+        return table_of(
+            {
+                "iteration": np.full(count, iteration, np.int32),
+                "row": ids.astype(np.int32),
+                "round": (ids // self._config.rollout_size).astype(np.int32),
+                "prompt": np.array([self._prompts.rows[prompt] for prompt in scored.prompts], np.int64),
+                "version": sampled["version"].astype(np.int32),
+                "seed": sampled["seed"].astype(np.int64),
+                "ended": sampled["ended"],
+                "prompt_ids": lists(prompts, pa.int32()),
+                "reply_ids": lists(sampled["response_ids"], pa.int32()),
+                "rollout_logprobs": lists(sampled["rollout_logprobs"], pa.float32()),
+                "logprobs": lists(scored.scores["logprobs"], pa.float32()),
+                "ref_logprobs": lists(scored.scores["ref_logprobs"], pa.float32()),
+                **_turns(sampled),
+                **_scores(scored.sources),
+                **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
+                "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
+                "scaled_reward": _or_null(scaled),
+                **{name: lists(column, pa.float32()) for name, column in of_tokens.items()},
+                "times_trained": times_trained,
+            }
+        )
+
+    def _hashed(self, table: pa.Table) -> pa.Table:
+        """The same without lists: who has the policy could tell tokens by their log-probabilities."""
+        columns: dict[str, Any] = {}
+        for name in table.column_names:
+            # A reason may quote what was said.
+            if name == ANSWERS or name.startswith(FAILURE):
+                continue
+            if name not in (*TOKENS, *NUMBERS):
+                columns[name] = table[name].combine_chunks()
+                continue
+            rows = [np.asarray(row.values) for row in table[name]]
+            said = name.removesuffix("_ids")
+            digests = (hashlib.sha256((self._salt or b"") + name.encode() + row.tobytes()) for row in rows)
+            columns[f"{said}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
+            if name in NUMBERS:
+                columns[f"{said}_mean"] = pa.array([row.mean() if len(row) else None for row in rows], pa.float32())
+        return table_of(columns)
+
+    def save_state(self, directory: Path) -> None:
+        """Have the shards so far in a snapshot."""
+        _link(self._directory, directory / LEDGER)
+
+    def load_state(self, directory: Path) -> None:
+        """Go on with the shards of a snapshot."""
+        _link(directory / LEDGER, self._directory)
+
+    def show(self, recorder: Recorder, tokenizer: Any) -> None:
+        """Report a few rows of the first, the middle and the last iteration: the least reward and the most, and one
+        that was not used. Nothing where texts are not to be kept."""
+        numbers = iterations(self._directory)
+        if not numbers or self._salt is not None:
+            return
+        rows = []
+        for number in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]}):
+            table = read_shard(shard_path(self._directory, number)).table
+            shown = list(readable(table.take(_remarkable(table)), tokenizer))
+            sources = list(shown[0]["scores"])
+            names = ["iteration", "prompt", "reply", "reward", "advantage", "used"]
+            names += [GOLD] if GOLD in table.column_names else []
+            rows += [[*(row[name] for name in names), *(row["scores"][source] for source in sources)] for row in shown]
+        recorder.table(SHOWN_ROLLOUTS, [*names, *sources], rows)
+
+
+def _remarkable(table: pa.Table) -> list[int]:
+    rewards = table["reward"].to_numpy()
+    used = np.flatnonzero(table["times_trained"].to_numpy())
+    found = [int(used[choose(rewards[used])]) for choose in (np.nanargmin, np.nanargmax)] if len(used) else []
+    unused = np.flatnonzero(table["times_trained"].to_numpy() == 0)
+    return list(dict.fromkeys([*found, *unused[:1].tolist()]))
+
+
+def _spread(column: Ragged, places: np.ndarray, count: int) -> Ragged:
+    """`column` with its rows at `places` of `count`, the other rows empty."""
+    lengths = np.zeros(count, np.int64)
+    lengths[places] = column.lengths
+    return Ragged(column.values, np.cumsum([0, *lengths], dtype=np.int64))
+
+
+def _scores(sources: SourceScores) -> dict[str, pa.Array]:
+    return {
+        SCORE + source: pa.array(values.float().numpy(), pa.float32(), mask=~sources.applies[source].numpy())
+        for source, values in sources.values.items()
+    } | {FAILURE + source: pa.array(whys, pa.string()) for source, whys in sources.failures.items()}
+
+
+def _turns(sampled: Rows) -> dict[str, Any]:
+    """Of episodes of many turns which tokens the policy chose, and what each turn earned."""
+    if "response_mask" not in sampled:
+        return {}
+    return {
+        "turns": sampled["turns"],
+        "info": sampled["info"],
+        ANSWERS: sampled["answers"],
+        "response_mask": lists(sampled["response_mask"], pa.bool_()),
+        "turn_rewards": lists(sampled["turn_rewards"], pa.float32()),
+    }
+
+
+def _or_null(values: torch.Tensor) -> pa.Array:
+    return pa.array(values.float().numpy(), pa.float32(), mask=values.isnan().numpy())
+
+
+def _link(source: Path, target: Path) -> None:
+    """The shards of one directory in another too. They are replaced, never written into, so one copy serves both."""
+    for number in iterations(source):
+        target.mkdir(exist_ok=True)
+        path = shard_path(source, number)
+        try:
+            os.link(path, target / path.name)
+        except OSError:  # no links there, or another disk
+            shutil.copyfile(path, target / path.name)

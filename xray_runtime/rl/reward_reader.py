@@ -1,0 +1,79 @@
+"""How a reward model reads a prompt and a reply: in its own tokens, as it was trained.
+
+One that was trained here reads the prompt under the chat template, then the reply and the end token: where it has the
+policy's tokenizer, the very tokens that were sampled. One from elsewhere reads the whole conversation under its own
+chat template, the reply as the assistant's last turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.data.pairs import Messages
+from xray_runtime.data.rows import Rows
+from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.training.common import text_rows
+
+READS, CONVERSATION = "reads", "conversation"
+"""In reward.json: the entry, absent of models trained here, and its value."""
+
+
+class RewardReader:
+    """What one reward model is given.
+
+    Args:
+        directory: its checkpoint.
+        where: names it in errors.
+        tokenizer: the policy's; None where only texts are judged.
+    """
+
+    def __init__(self, directory: Path, where: str, tokenizer: Any = None) -> None:
+        self._where, self._tokenizer = where, load_tokenizer(directory)
+        self._whole = json.loads((directory / "reward.json").read_text()).get(READS) == CONVERSATION
+        self.takes_tokens = not self._whole and tokenizer is not None and _same(self._tokenizer, tokenizer)
+        """Whether it reads the policy's own tokens."""
+        config = json.loads((directory / "config.json").read_text()) if self._whole else {}
+        self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
+
+    def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
+        """Rows `input_ids`, whose last token is where the head reads.
+
+        Args:
+            replies: texts.
+            tokens: the same prompts and replies in the policy's tokens, the end token last.
+
+        Raises:
+            ValueError: the chat template refuses a conversation, or one is longer than the model can read.
+        """
+        if self.takes_tokens and tokens is not None:
+            return tokens
+        if not self._whole:
+            return text_rows(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies))
+        try:
+            ids = encode_conversations(self._tokenizer, prompts, replies)
+        except ValueError as error:
+            raise ValueError(f"{self._where}: {error}") from error
+        ids = [self._read(row) for row in ids]
+        longest = max(map(len, ids), default=0)
+        if self._limit is not None and longest > self._limit:
+            raise ValueError(
+                f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
+                f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
+            )
+        return text_rows([[]] * len(ids), ids)
+
+    def _read(self, ids: list[int]) -> list[int]:
+        # transformers reads the score at the last token that is no padding; where the end token pads, it is skipped.
+        length = len(ids)
+        while length > 1 and ids[length - 1] == self._padding:
+            length -= 1
+        return ids[:length]
+
+
+def _same(one: Any, other: Any) -> bool:
+    ends = one.eos_token_id == other.eos_token_id and one.chat_template == other.chat_template
+    return ends and one.get_vocab() == other.get_vocab()

@@ -1,0 +1,311 @@
+"""The sources of a stage's reward: each scores by itself, then they are weighed and summed.
+
+A score that fails is NaN. Up to `max_failed` of the replies may be left without a reward; they are as if absent for
+whatever comes after. What functions, verifiers, services and judges answered is kept for the next attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
+from xray_runtime.config.rewards import source_names
+from xray_runtime.data.gold import import_function
+from xray_runtime.data.rows import first_alike, non_finite, row_keys
+from xray_runtime.errors import NonFiniteError
+from xray_runtime.graph.artifacts import REWARD_HEAD
+from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.models.tensor_file import same_trunk
+from xray_runtime.rewards.functions import FunctionSource
+from xray_runtime.rewards.journal import Journal
+from xray_runtime.rewards.judge import JudgeSource
+from xray_runtime.rewards.pairwise_judge import PairwiseJudgeSource
+from xray_runtime.rewards.service import ServiceSource
+from xray_runtime.rewards.source import Batch, Score, Source
+from xray_runtime.rewards.verifiers import VerifierSource
+from xray_runtime.rl.reward_reader import RewardReader
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import JudgingConfig
+    from xray_runtime.config.rewards import RewardTerm
+    from xray_runtime.data.pairs import Messages
+    from xray_runtime.data.rows import Rows
+    from xray_runtime.graph.kind import Stage
+    from xray_runtime.workers.protocols import ModelHandle, Ref
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = "environment"
+"""The source whose scores an environment gave, turn by turn."""
+TELLING = 8
+"""Different texts to which no working reward model gives one score, bit for bit."""
+
+
+class RewardSources:
+    """The `rewards` (or `judges`) of a stage's config, with the reward models among its inputs.
+
+    Args:
+        field: of config and inputs.
+        tokenizer: the policy's; None where only texts are judged.
+        trunk: a checkpoint and how many top layers of it are trained, where its model can hold the reward models that
+            share what is below those.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[Any, Any],
+        tokenizer: Any = None,
+        trunk: tuple[Path, int] | None = None,
+        *,
+        field: Literal["rewards", "judges"] = "rewards",
+    ) -> None:
+        config: JudgingConfig = stage.config
+        terms: list[RewardTerm] = getattr(config, field)
+        self._field = field
+        self._stage, self._frozen, self._max_failed = stage.name, config.frozen, config.max_failed
+        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
+        self._terms: dict[str, RewardTerm] = {}
+        self._fields: dict[str, str] = {}
+        self._external: dict[str, Source] = {}
+        for number, (source, term) in enumerate(zip(source_names(terms), terms, strict=True)):
+            self._terms[source], self._fields[source] = term, f"{stage.name}.{field}.{number}"
+            if not term.roles:
+                self._external[source] = self._open(source, term, stage.functions)
+        self.weights = {source: term.weight for source, term in self._terms.items()}
+        if field == "rewards" and getattr(config, "environment", None) is not None:
+            self.weights[ENVIRONMENT] = 1.0
+
+        models = {f"{field}.{n}": model.path for n, model in enumerate(getattr(stage.inputs, field))}
+        used = [role for role in models if any(role in term.roles for term in self._terms.values())]
+        self._models = {role: models[role] for role in used}
+        summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
+        self._members = {role: (s["mean"], s["std"]) for role, s in summaries.items()}
+        self.moments = {s: self._members[term.model] for s, term in self._terms.items() if term.model is not None}
+        """Source that is a reward model → mean and deviation of its scores of held-out replies."""
+        self._readers = {
+            role: RewardReader(path, f"{stage.name}.{role}", tokenizer) for role, path in self._models.items()
+        }
+
+        self.branches: dict[str, BranchSpec] = {}
+        """Reward models that stand on `trunk`: they score with the model that has it, in the same tokens."""
+        if trunk is not None:
+            for role, reader in self._readers.items():
+                path = self._models[role]
+                if reader.takes_tokens and same_trunk(path, *trunk):
+                    self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
+
+    def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
+        if term.verifier is not None:
+            return VerifierSource(term.verifier)
+        if term.service is not None:
+            return ServiceSource(term.service)
+        if term.judge is not None:
+            return JudgeSource(term.judge) if term.judge.opponents is None else PairwiseJudgeSource(term.judge)
+        assert term.function is not None
+        field = f"{self._fields[source]}.function"
+        function = functions.get(term.function) or import_function(term.function, field)
+        return FunctionSource(function, f"{field} {term.function!r}", term.timeout_s, term.retries)
+
+    @property
+    def roles(self) -> list[str]:
+        """Roles of the reward models that are models of their own."""
+        return [role for role in self._models if role not in self.branches]
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """Those models, to be opened with the stage's others."""
+        paths = {role: self._models[role] for role in self.roles}
+        return {
+            role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
+            for role, path in paths.items()
+        }
+
+    def requests(
+        self,
+        models: Mapping[str, ModelHandle],
+        prompts: Sequence[Messages],
+        replies: Sequence[str],
+        tokens: Rows | None = None,
+        at_once: int | None = None,
+    ) -> list[Ref[Rows]]:
+        """Ask every reward model of its own to score the replies; pass the answers to `scores`.
+
+        Args:
+            replies: texts.
+            tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
+            at_once: how many models work at the same time; by default these alone.
+        """
+        share = at_once or len(self.roles)
+        rows = {role: self._readers[role].rows(prompts, replies, tokens) for role in self.roles}
+        return [models[role].score.remote(rows[role], at_once=share) for role in self.roles]
+
+    def scores(
+        self,
+        answers: Sequence[Rows],
+        prompts: Sequence[str],
+        replies: Sequence[str],
+        of_branches: Rows | None = None,
+        *,
+        messages: Sequence[Messages] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        step: int = 0,
+        episodes: Sequence[Score] | None = None,
+        tokens: Rows | None = None,
+    ) -> SourceScores:
+        """What each source says of each reply.
+
+        Args:
+            answers: to `requests`.
+            prompts: the texts that were asked.
+            of_branches: scores of `branches` by role.
+            messages: the prompts with their roles; by default one user's message each.
+            columns: ground truth of each row, by column of the dataset.
+            step: the iteration; what is asked again in another may be answered in another way.
+            episodes: what the environment gave each episode, where there is one.
+            tokens: as of `requests`; rows alike in them, or else in their texts, have one score of each reward model.
+
+        Raises:
+            RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
+                what went wrong there.
+            NonFiniteError: a reward model computed NaN or infinity, or a score or their sum is infinite.
+            ValueError: the dataset lacks a column, or a function returns something else than scores.
+        """
+        if not self.weights:
+            return SourceScores({}, {})
+        said = messages or [[{"role": "user", "content": text}] for text in prompts]
+        batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
+        applies = {source: self._applies(source, batch) for source in self._terms}
+        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
+        answered = own | {role: (of_branches or {})[role] for role in self.branches}
+        # What goes through a model together shows in the last bits, which the deviation of a group would blow up.
+        first = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
+        answered = {role: given[first] for role, given in answered.items()}
+        members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
+        values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
+        values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
+        keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
+        with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
+            rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
+            asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
+        found = {source: future.result() for source, future in asked.items()}
+        for source, by_row in found.items():
+            values[source] = torch.full((len(replies),), math.nan)
+            values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
+        if episodes is not None and ENVIRONMENT in self.weights:
+            values[ENVIRONMENT] = torch.tensor([score.value for score in episodes])
+            applies[ENVIRONMENT] = torch.ones(len(episodes), dtype=torch.bool)
+            failures = {ENVIRONMENT: dict(enumerate(episodes))}
+        else:
+            failures = {}
+        apart = {source: given.std(0, correction=0) for source, given in members.items()}
+        whys = {
+            source: [_why(by_row.get(row)) for row in range(len(replies))]
+            for source, by_row in (found | failures).items()
+            if source in self.weights
+        }
+        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
+        self._check_models(answered, prompts, replies)
+        self._check(scores, found | failures)
+        for source, by_row in found.items():
+            # Only now: where the stage fails, its next attempt asks again.
+            lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
+            self._journal.write(source, step, lost)
+        return scores
+
+    def scaled(self, scores: SourceScores) -> torch.Tensor:
+        """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""
+        return weighted_sum(scores, self.weights, self.moments)
+
+    def each(self, scores: SourceScores) -> dict[str, torch.Tensor]:
+        """Source → its part of that sum [B] float64; NaN where it has no score or does not apply."""
+        found = {}
+        for source, values in scores.values.items():
+            mean, deviation = self.moments.get(source, (0.0, 1.0))
+            scaled = (self.weights[source] or 1.0) * (values.double() - mean) / deviation
+            found[source] = torch.where(scores.applies[source], scaled, torch.nan)
+        return found
+
+    def _applies(self, source: str, batch: Batch) -> torch.Tensor:
+        term = self._terms[source]
+        for field, column in term.columns.items():
+            if column not in batch.columns:
+                raise ValueError(
+                    f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
+                )
+        if term.when is None:
+            return torch.ones(len(batch.replies), dtype=torch.bool)
+        return torch.tensor([term.when.applies(value) for value in batch.columns[term.when.column]], dtype=torch.bool)
+
+    def _members_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
+        """Scores of an ensemble's members [M, B], each in its own deviations."""
+        members = []
+        for role in term.roles:
+            mean, deviation = self._members[role]
+            members.append((torch.from_numpy(answered[role]) - mean) / deviation)
+        return torch.stack(members)
+
+    def _ask(self, source: str, batch: Batch, rows: list[int], keys: list[str]) -> dict[int, Score]:
+        """Row → what a source that is no model says of it; of the `rows` it applies to."""
+        known = {row: score for row in rows if (score := self._journal.find(keys[row])) is not None}
+        asked = [row for row in rows if row not in known]
+        if asked and self._external[source].relative:
+            asked = rows
+        if asked:
+            answers = self._external[source].score(batch.take(asked))
+            fresh = dict(zip(asked, answers, strict=True))
+            said = [(keys[row], score) for row, score in fresh.items() if not math.isnan(score.value)]
+            self._journal.write(source, batch.metadata["step"], said)
+            known = fresh | known
+        return {row: known[row] for row in rows}
+
+    def _check_models(self, answered: Rows, prompts: Sequence[str], replies: Sequence[str]) -> None:
+        """Raises where a reward model is broken, which is no reply's fault: NaN, or one score for all texts."""
+        texts = len(set(zip(prompts, replies, strict=True)))
+        for role in self._models:
+            given = answered[role]
+            wrong = non_finite({"scores": given})
+            if wrong is not None:
+                raise NonFiniteError(f"{self._stage}: the reward model {role}: {wrong} are not finite")
+            if texts >= TELLING and (given == given[0]).all():
+                same = f"gave {texts} different replies the same score, {given[0]:g}"
+                raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it is not informative")
+
+    def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
+        """Raises RuntimeError where too many replies have no reward, or one is infinite."""
+        for source, weight in self.weights.items():
+            if weight and scores.values[source].isinf().any():
+                raise NonFiniteError(f"{self._stage}: {source} gave an infinite score")
+        total_reward = weighted_sum(scores, self.weights)
+        if total_reward.isinf().any():
+            raise NonFiniteError(f"{self._stage}: the weighted sum of the scores is infinite")
+        if self._field == "judges":  # each judges the rows that it applies to
+            judging = [scores.failed(source) for source, weight in self.weights.items() if weight]
+            without = torch.stack(judging).any(0) if judging else torch.zeros(0)
+        else:
+            without = total_reward.isnan()
+        lost, total = int(without.sum()), len(without)
+        if not lost:
+            return
+        failed = {source: int(scores.failed(source).sum()) for source, weight in self.weights.items() if weight}
+        worst = max(failed, key=failed.__getitem__, default="")
+        reason = "no source of reward applies to them"
+        if failed.get(worst):
+            whys = (score.why for score in found.get(worst, {}).values() if math.isnan(score.value))
+            reason = f"{worst} failed for {failed[worst]}: {next(whys, 'its score is not a number')}"
+        message = f"{self._stage}: {lost} of {total} replies have no reward; {reason}"
+        if lost == total or lost / total > self._max_failed:
+            raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
+        log.warning("%s", message)
+
+
+def _why(score: Score | None) -> str | None:
+    """Why a source has no score of a reply; None where it has one."""
+    return None if score is None or not math.isnan(score.value) else score.why or "its score is not a number"

@@ -1,0 +1,132 @@
+"""Several sampled replies to each prompt, with their rewards: what `best_of_n` and `preferences` choose from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from xray_runtime.data.gold import GoldScore, load_gold
+from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
+from xray_runtime.data.rows import Ragged
+from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rl.reward_sources import RewardSources
+from xray_runtime.rl.sampled_replies import sampling_of
+from xray_runtime.seeding import derive_seed
+from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.training.resumable import Resumable
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.protocols import get, get_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xray_runtime.config.best_of_n import GroupsConfig
+    from xray_runtime.graph.kind import Recorder, Stage
+
+GENERATION_BATCH = 512
+"""Replies that are sampled and scored at a time."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The replies to P prompts, n to each."""
+
+    prompts: list[Messages]
+    replies: list[list[str]]
+    rewards: torch.Tensor
+    """[P, n]; NaN of a reply that cannot be chosen."""
+    stats: dict[str, float]
+    """Counts of those by reason, and means."""
+
+
+@dataclass
+class _Done:
+    """All that is sampled and scored so far, and so the whole state of the stage."""
+
+    replies: list[str] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    """Source of reward → its score of each reply."""
+
+
+def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder: Recorder) -> Groups:
+    """Replies of `policy` to prompts of the dataset's training part, each with a seed of its own.
+
+    Raises:
+        ValueError: the dataset has no prompt that fits.
+    """
+    config: GroupsConfig = stage.config
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
+    found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
+    if not len(found):
+        raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
+    random = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts"))
+    order = random.permutation(len(found))[: config.num_prompts]
+    num_replies = len(order) * config.samples
+    # Equal ones: a small last one might have fewer rows than a reward model has ranks.
+    batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
+    sampling = sampling_of(config, policy, tokenizer)
+    sources, done = RewardSources(stage), _Done()
+    generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
+    with stage.open_models({"generator": generator, **sources.specs()}) as models:
+        state = Resumable(recorder, {}, done=done)
+        for number in range(state.restore(), len(batches)):
+            numbers = [i for i in batches[number].tolist() for _ in range(config.samples)]
+            asked = [found[i] for i in numbers]
+            first = len(done.replies)
+            seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(asked))]
+            rows = {"input_ids": Ragged.of(ids for _, ids in asked), "seed": np.array(seeds)}
+            answer = get(models["generator"].generate.remote(rows, sampling, 0))
+            replies = decode_replies(tokenizer, list(answer["response_ids"]))
+            prompts = [messages for messages, _ in asked]
+            answers = get_all(sources.requests(models, prompts, replies))
+            scores = sources.scores(
+                answers,
+                [prompt_text(m) for m in prompts],
+                replies,
+                messages=prompts,
+                columns=found.columns(numbers),
+                step=number,
+            )
+            for name, of_source in scores.values.items():
+                done.scores.setdefault(name, []).extend(of_source.tolist())
+            done.rewards += sources.scaled(scores).tolist()
+            done.replies += replies
+            done.ended += answer["ended"].tolist()
+            recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
+            state.step_done(number + 1, len(batches))
+    gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
+    return _groups(config, [found[i][0] for i in order], done, gold)
+
+
+def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: GoldScore | None = None) -> Groups:
+    """Which replies can be chosen: those with a reward that say something and, by `truncated`, came to their end."""
+    rewards = torch.tensor(done.rewards, dtype=torch.float64)
+    failed = ~rewards.isfinite()
+    empty = torch.tensor([not reply.strip() for reply in done.replies])
+    cut = ~torch.tensor(done.ended) if config.truncated == "drop" else torch.zeros_like(empty)
+    out = failed | empty | cut
+    stats = {
+        "replies": float(len(rewards)),
+        "left_out_score_failed": float(failed.sum()),
+        "left_out_truncated": float((cut & ~failed).sum()),
+        "left_out_empty": float((empty & ~cut & ~failed).sum()),
+    }
+    for name, scores in done.scores.items():
+        found = [score for score in scores if math.isfinite(score)]
+        if found:
+            stats[f"source/{name}"] = sum(found) / len(found)
+    if not out.all():
+        stats["reward"] = float(rewards[~out].mean())
+    if gold is not None:
+        texts = [prompt_text(messages) for messages in prompts for _ in range(config.samples)]
+        stats["gold"] = float(np.mean(gold(texts, done.replies)))
+    size = config.samples
+    replies = [done.replies[start : start + size] for start in range(0, len(done.replies), size)]
+    return Groups(prompts, replies, rewards.masked_fill(out, torch.nan).view(-1, size), stats)

@@ -1,0 +1,143 @@
+"""Validation while a policy is trained: its replies to prompts that nothing is trained or reported on, and the best of
+its versions.
+
+    sample   the generator, which holds the policy after `iteration` updates, replies with the same seeds each time
+    score    the stage's `judges` score the replies; its rewards do where it has none
+    finish   the last version is looked at too; with `keep: best` the best one, the first of equals, is what is saved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.reward_sources import RewardSources
+from xray_runtime.rl.scoring import episode_scores, own_texts, own_tokens, prompt_tokens
+from xray_runtime.seeding import derive_seed
+from xray_runtime.training.common import (
+    UniquePrompts,
+    save_policy,
+    text_rows,
+    validation_file,
+    with_end_of_turn,
+)
+from xray_runtime.training.policy_versions import BestVersion
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.graph.inputs import PPOInputs
+    from xray_runtime.graph.kind import Stage
+    from xray_runtime.rl.episodes import Episodes
+    from xray_runtime.workers.model_spec import ModelSpec
+
+
+class Validation:
+    """Looks at the policy every so many iterations; without `validation` in the config it does nothing.
+
+    Args:
+        sampling: of the rollouts.
+        stops: tokens that end a reply.
+
+    Raises:
+        ValueError: the dataset has no validation rows, or too few for the ranks that score them.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[PPOConfig, PPOInputs],
+        rewards: RewardSources,
+        tokenizer: Any,
+        sampling: Sampling,
+        stops: tuple[int, ...],
+        directory: Path,
+        max_prompt: int,
+    ) -> None:
+        self._stage, self._config = stage, stage.config.validation
+        self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
+        self.best = BestVersion(directory, self._config)
+        judges = RewardSources(stage, tokenizer, field="judges")
+        self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
+        if self._config is None:
+            return
+        dataset = stage.inputs.prompts.path
+        prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt, stage.seal)
+        order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
+        chosen = order[: self._config.num_prompts].tolist()
+        if len(chosen) < stage.config.frozen.data_parallel:
+            few = f"{stage.name}.validation: {len(chosen)} prompts are fewer than the ranks that score them"
+            raise ValueError(f"{few}: raise data.validation_fraction")
+        self._prompts, self._columns = [prompts[i] for i in chosen], prompts.columns(chosen)
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """The judges that are models, to be opened with the stage's others."""
+        return self._sources.specs() if self._own and self._config is not None else {}
+
+    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rows | None:
+        """Replies of the version that the generator holds, after `iteration` updates; None where none is due.
+
+        Args:
+            episodes: where replies are turns of a conversation with an environment.
+        """
+        due = self._config is not None and iteration % self._config.every == 0
+        return self._replies(generator, iteration, episodes) if due else None
+
+    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rows:
+        if episodes is not None:
+            return episodes.sample(self._prompts, self._columns, version, "validation")
+        name = self._stage.seed, self._stage.name, "validation"
+        seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
+        rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
+        return get(generator.generate.remote(rows, self._sampling, version))
+
+    def score(self, models: Mapping[str, ModelHandle], replies: Rows | None, iteration: int) -> dict[str, float]:
+        """Score what `sample` gave, keep the policy where it is the best so far, and return what to log."""
+        if replies is None:
+            return {}
+        assert self._config is not None
+        score, length = self._mean(models, replies, iteration), float(own_tokens(replies).lengths.mean())
+        self.best.saw(models, iteration, score)
+        return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
+
+    def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
+        ids, messages = replies["response_ids"], [said for said, _ in self._prompts]
+        texts = own_texts(self._tokenizer, replies)
+        begun = prompt_tokens(replies, [p for _, p in self._prompts])
+        whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
+        answers = get_all(self._sources.requests(models, messages, texts, whole))
+        branches: Rows = {}
+        if self._sources.branches:
+            said = text_rows(begun, ids)
+            added = {"added_ends": said["input_ids"].lengths < whole["input_ids"].lengths}
+            branches = get(models["policy"].score.remote(said | whole | added))
+        scores = self._sources.scores(
+            answers,
+            [prompt_text(said) for said in messages],
+            texts,
+            branches,
+            messages=messages,
+            columns=self._columns,
+            step=iteration,
+            episodes=episode_scores(replies),
+            tokens=whole,
+        )
+        return float(torch.nanmean(self._sources.scaled(scores).double()))
+
+    def finish(
+        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: Episodes | None = None
+    ) -> int:
+        """Save the policy that is kept into `out`; returns after how many iterations it is."""
+        if self._config is None:
+            save_policy(models, out)
+            return iterations
+        get(models["generator"].follow.remote(models["policy"], iterations))
+        self.score(models, self._replies(models["generator"], iterations, episodes), iterations)
+        record = {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}
+        return self.best.save(models, out, iterations, record)

@@ -1,0 +1,42 @@
+"""The stage kind `lm_eval`: what it takes, needs and shows."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.config.lm_eval import LMEvalConfig
+from xray_runtime.evaluation.harness_files import read_tasks
+from xray_runtime.graph.artifacts import Benchmark
+from xray_runtime.graph.inputs import LMEvalInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.stages.shared import FEW_PROMPTS
+
+
+def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
+    directory = Path(config.task)
+    # A graph may be written where its files are not.
+    if directory.is_dir():
+        read_tasks(directory, "task")
+
+
+LM_EVAL = register(
+    StageKind(
+        "lm_eval",
+        LMEvalConfig,
+        LMEvalInputs,
+        Benchmark,
+        "xray_runtime.evaluation.harness_task:run",
+        # One of them, by what the task asks for.
+        models=lambda config: {"policy": config.frozen, "generator": config.generator},
+        outside=lambda config: {"task": config.task},
+        check=check_lm_eval,
+        shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
+        results="benchmark.json",
+        sides=("policy",),
+    )
+)

@@ -1,0 +1,122 @@
+"""Stage `dpo`: a policy that learns from preference pairs, without a reward model and without sampling.
+
+The reference scores all replies once, before the first step (`reference_logprobs`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from xray_runtime.data.batching import Cursor
+from xray_runtime.data.heldout import draw_left_out
+from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
+from xray_runtime.data.replies import Replies, both_sides
+from xray_runtime.data.rows import Rows
+from xray_runtime.data.tokens import Tokens
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.preference_objectives import DPOObjective
+from xray_runtime.seeding import derive_seed
+from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.finite import SkippedSteps
+from xray_runtime.training.policy_versions import BestVersion
+from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
+from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.trunk_states import TrunkStates
+from xray_runtime.workers.protocols import ModelHandle, get
+
+if TYPE_CHECKING:
+    from xray_runtime.config.dpo import DPOConfig
+    from xray_runtime.graph.inputs import DPOInputs
+    from xray_runtime.graph.kind import Recorder, Stage
+
+HELDOUT_PAIRS = 256
+"""Held-out pairs behind the reported held-out loss and accuracy."""
+PURPOSE = "dpo validation"
+"""Of the draw of pairs that are left out of training."""
+
+
+def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> int:
+    """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json."""
+    config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
+    tokenizer = load_tokenizer(stage.inputs.policy.path)
+    train, heldout = (
+        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
+    )
+    parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
+    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if validation is not None else ()
+    wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"
+    left_out = draw_left_out(prompts, len(train), wanted, stage.seed, PURPOSE, where)
+    trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
+    best = BestVersion(stage.kept or recorder.log_dir, validation)
+    steps = max(1, config.epochs * len(trained) // config.batch_size)
+    cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
+    objective = DPOObjective(config)
+    used = trained[cursor.ahead(steps * config.batch_size)]
+    states = TrunkStates(stage, stage.inputs.policy.path, dataset, train, used, recorder)
+    reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
+    with open_policy(stage, objective, reference) as (policy, known):
+        states.compute(policy)
+        skipped, models = SkippedSteps(), {"policy": policy}
+        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
+        for step in range(state.restore(), steps):
+            index = trained[cursor.take(config.batch_size)]
+            lr = lr_at(config, step, steps)
+            rows = _batch(train, index, known) | states.columns(index)
+            stats = get(policy.train.remote(rows, {"pairs": config.batch_size}, lr))
+            skipped.took(stage, "policy", step, stats)
+            metrics = {
+                "dpo/loss": stats["loss"] / config.batch_size,
+                "dpo/accuracy": stats["correct"] / config.batch_size,
+                "dpo/margin": stats["margin"] / config.batch_size,
+                "dpo/chosen_logprobs": stats["chosen_logprobs"] / config.batch_size,
+                "dpo/rejected_logprobs": stats["rejected_logprobs"] / config.batch_size,
+                "dpo/grad_norm": stats["grad_norm"],
+                "dpo/lr": lr,
+            }
+            if step + 1 == steps or step % max(steps // 8, 1) == 0:
+                pairs = np.arange(parts[HELDOUT].size // 2)
+                found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
+                metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
+            if validation is not None and validation.is_due(step + 1, steps):
+                found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
+                metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
+                best.saw(models, step + 1, -found["loss"])
+            recorder.metrics(skipped.metrics(metrics), step)
+            recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
+            state.step_done(step + 1, steps)
+        if validation is not None:
+            return best.save(models, out, steps, {"pairs": len(chosen_by)})
+        get(policy.save.remote(out))
+    return steps
+
+
+def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None) -> Rows:
+    """Both replies of each pair in one row, so that they meet in one micro-batch."""
+    rows = pairs.take(index)
+    if known is not None:
+        rows |= {"ref_chosen": known[TRAIN][2 * index], "ref_rejected": known[TRAIN][2 * index + 1]}
+    return rows
+
+
+def _without_training(
+    policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
+) -> dict[str, float]:
+    """Loss, accuracy and margin of some pairs, as they are now.
+
+    Args:
+        replies: reply 2i and 2i + 1 are pair i's; `reference` has the log-probability of each.
+    """
+    # First all chosen replies, then all rejected ones.
+    numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
+    rows = replies.take(numbers)
+    logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"]).double()
+    of_reference = torch.tensor(reference[numbers]).double() if reference is not None else None
+    num_tokens = torch.from_numpy(rows["input_ids"].lengths - rows["prompt_lengths"])
+    _, stats = objective.of_pairs(logprobs, of_reference, num_tokens)
+    names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
+    return {shown: float(stats[name].mean()) for name, shown in names.items()}
