@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.component.models import open_models
 from tests.unit.environments import caller, samples
-from tests.unit.stages.recorder import FakeRecorder
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.environment import EnvironmentConfig

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.component.models import open_models
 from tests.component.test_learner import RUNTIME
-from tests.unit.stages.recorder import FakeRecorder
-from tests.unit.stages.test_harness_task import CHOICE, REPLY
+from tests.unit.evaluation.test_harness import CHOICE, REPLY
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.evaluation import harness_task
 from xray_runtime.evaluation.harness_files import read_tasks

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.component.models import open_models
 from tests.component.test_learner import RUNTIME
-from tests.unit.stages.recorder import FakeRecorder
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig

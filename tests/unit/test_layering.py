@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -25,31 +26,19 @@ def imported(path: Path) -> Iterator[str]:
 
 
 FORBIDDEN = {
-    "xray_runtime": {"prefect", "prefect_ray", "xray", "flows", "tasks", "deployments"},
-    "tasks": {"xray.flows", "xray.deployments", "xray.cli", "flows", "tasks", "deployments"},
-    "flows": {"xray.deployments", "xray.cli", "flows", "tasks", "deployments"},
-    "deployments": {"xray.cli", "flows", "tasks", "deployments"},
+    "xray_runtime": {"prefect", "prefect_ray"},
+    "xray": {"flows", "tasks", "deployments"},
+    "deployments": {"flows", "tasks", "deployments"},
+    "flows": {"flows", "tasks", "deployments"},
+    "tasks": {"flows", "tasks", "deployments"},
     "xray_runtime/algorithms": {
-        "ray",
-        "deepspeed",
-        "megatron",
-        "vllm",
-        "transformers",
-        "mlflow",
-        "numpy",
-        "pathlib",
-        "os",
-        "xray_runtime.engines",
-        "xray_runtime.workers",
-        "xray_runtime.weights",
+        *("ray", "deepspeed", "megatron", "vllm", "transformers", "mlflow", "numpy", "pathlib", "os"),
     },
-    "xray_runtime/rewards": {
-        *("ray", "torch", "deepspeed", "megatron", "vllm", "transformers", "mlflow"),
-        *("xray_runtime.engines", "xray_runtime.stages", "xray_runtime.workers"),
-    },
+    "xray_runtime/rewards": {"ray", "torch", "deepspeed", "megatron", "vllm", "transformers", "mlflow"},
     "xray_runtime/planning": {"ray", "deepspeed", "megatron", "vllm", "mlflow"},
     "xray_runtime/store": {"torch", "ray", "mlflow", "vllm", "deepspeed", "megatron", "transformers"},
 }
+"""Folder → libraries that none of its files imports, and the names that packages of ours only have in the checkout."""
 
 OWNERS = {
     "mlflow": {"xray_runtime/lineage", "xray_runtime/tracking"},
@@ -84,9 +73,6 @@ PACKAGES = {
 }
 """Folder → the name its files are imported under."""
 
-CIRCLES: set[frozenset[str]] = set()
-"""Circular imports that are still to be removed: the modules of each. To be emptied, never added to."""
-
 
 def modules() -> dict[str, Path]:
     """Every module of ours by its name, each once: xray/ links to other folders."""
@@ -101,30 +87,25 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported_at_once(body: list[ast.stmt], known: Container[str]) -> Iterator[str]:
-    """Modules of ours that a module imports when it is imported itself."""
-    for node in body:
-        match node:
-            case ast.Import(names=names):
-                yield from (alias.name for alias in names if alias.name in known)
-            case ast.ImportFrom(module=str(module), names=names):
-                submodules = [f"{module}.{alias.name}" for alias in names]
-                yield from (name for name in submodules if name in known)
-                if module in known and not all(name in known for name in submodules):
-                    yield module
-            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=orelse):
-                yield from imported_at_once(orelse, known)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                pass
-            case _:
-                for _, value in ast.iter_fields(node):
-                    statements = [v for v in value if isinstance(v, ast.stmt)] if isinstance(value, list) else []
-                    yield from imported_at_once(statements, known)
-                for handler in getattr(node, "handlers", []):
-                    yield from imported_at_once(handler.body, known)
+def imported_modules(node: ast.AST, known: Container[str]) -> Iterator[str]:
+    """Modules of ours that code imports when it is imported or run; what only type checkers import does not count."""
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names if alias.name in known)
+        case ast.ImportFrom(module=str(module), names=names):
+            submodules = [f"{module}.{alias.name}" for alias in names]
+            yield from (name for name in submodules if name in known)
+            if module in known and not all(name in known for name in submodules):
+                yield module
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=orelse):
+            for statement in orelse:
+                yield from imported_modules(statement, known)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from imported_modules(child, known)
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+def rings(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """The largest sets of modules of which each reaches every other."""
     reached: dict[str, set[str]] = {}
     for start in graph:
@@ -140,8 +121,8 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
-def test_circles_are_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}) == {
+def test_rings_are_found() -> None:
+    assert rings({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}) == {
         frozenset("bc"),
         frozenset("e"),
     }
@@ -160,17 +141,48 @@ class C:
 def function():
     import g
 """
-    assert list(imported_at_once(ast.parse(code).body, {*"abcdfg", "d.e"})) == ["a", "c", "d.e", "d", "f"]
+    assert list(imported_modules(ast.parse(code), {*"abcdfg", "d.e"})) == ["a", "c", "d.e", "d", "f", "g"]
 
 
-def test_no_file_imports_itself_in_a_circle() -> None:
+def imports_of(files: dict[str, Path]) -> dict[str, set[str]]:
+    return {
+        name: set(imported_modules(ast.parse(path.read_text(encoding="utf-8")), files)) for name, path in files.items()
+    }
+
+
+def test_no_file_imports_itself_in_a_ring() -> None:
     files = modules()
     assert {"xray.cli.up", "xray.flows.audit", "xray.deployments.servers", "xray_runtime.files"} <= set(files)
-    graph = {
-        name: set(imported_at_once(ast.parse(path.read_text(encoding="utf-8")).body, files))
-        for name, path in files.items()
-    }
-    assert circles(graph) == CIRCLES
+    assert rings(imports_of(files)) == set()
+
+
+def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
+    files = modules()
+    changed = tmp_path / "files.py"
+    text = files["xray_runtime.files"].read_text(encoding="utf-8")
+    changed.write_text(f"{text}\n\ndef later():\n    from xray_runtime.store.checkpoints import Store\n")
+    found = rings(imports_of(files | {"xray_runtime.files": changed}))
+    assert len(found) == 1
+    assert {"xray_runtime.files", "xray_runtime.store.checkpoints"} <= next(iter(found))
+
+
+def test_folders_keep_their_order(tmp_path: Path) -> None:
+    """The contracts in pyproject.toml hold; and an import against them breaks one."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    lines = [
+        "[importlinter]",
+        "root_package = xray_runtime",
+        "[importlinter:contract:1]",
+        "name = turned",
+        "type = layers",
+    ]
+    lines += ["containers = xray_runtime", "layers =", *(f"    {layer}" for layer in reversed(tables[1]["layers"]))]
+    (tmp_path / "turned.ini").write_text("\n".join(lines))
+    turned = subprocess.run([*command, "--config", tmp_path / "turned.ini"], cwd=ROOT, capture_output=True, text=True)
+    assert turned.returncode == 1, turned.stdout
 
 
 @pytest.mark.parametrize(("folder", "names"), FORBIDDEN.items())

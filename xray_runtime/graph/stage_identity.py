@@ -15,7 +15,10 @@ from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
-DECLARATIONS = tuple(f"xray_runtime.stages.{name}" for name in ("checks", "graph", "inputs", "kind", "kinds"))
+DECLARATIONS = (
+    "xray_runtime.stages",
+    *(f"xray_runtime.graph.{name}" for name in ("binding", "current", "graph", "handles", "inputs", "kind")),
+)
 """They say which stages there are and compute none: a body that imports them to register itself depends on no more."""
 
 

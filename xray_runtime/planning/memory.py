@@ -1,7 +1,8 @@
 """What a model needs on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
 `tests/component/test_memory_model.py` holds the model states against what DeepSpeed really keeps;
-`tests/unit/test_planning_memory.py` activations against what autograd saves, and a training pass against its peak.
+`tests/unit/planning/test_planning_memory.py` activations against what autograd saves, and a training pass against its
+peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
 w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp`.

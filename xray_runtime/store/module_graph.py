@@ -90,7 +90,7 @@ def _top_level(name: str) -> Place | None:
 def reach(roots: Iterable[str], follow: Callable[[str], bool], leave_out: Collection[str] = ()) -> Reach:
     """Everything `roots` reach by import, breadth first, through modules whose top-level name `follow` accepts.
 
-    Modules in `leave_out`, and what only they reach, do not count.
+    Modules in `leave_out`, packages with all below them, and what only they reach, do not count.
 
     Raises:
         CodeDigestError: a root or a declared module does not exist, a file cannot be read, or a module imports by a
@@ -100,7 +100,7 @@ def reach(roots: Iterable[str], follow: Callable[[str], bool], leave_out: Collec
     for root in waiting:
         if follow(top_of(root)) and not finder.find(root):
             raise CodeDigestError(f"{root}: there is no such module, or no source of it")
-    seen = set(leave_out)
+    seen, left_out = set(leave_out), tuple(f"{name}." for name in leave_out)
     while waiting:
         whole = waiting.popleft()
         if not follow(top_of(whole)):
@@ -110,7 +110,7 @@ def reach(roots: Iterable[str], follow: Callable[[str], bool], leave_out: Collec
         # The `__init__` of every package above runs first.
         parts = whole.split(".")
         for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
-            place = None if name in seen else finder.find(name)
+            place = None if name in seen or name.startswith(left_out) else finder.find(name)
             seen.add(name)
             if place is None or place.file is None:
                 continue

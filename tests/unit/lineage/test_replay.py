@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.lineage.test_commands import xray
-from tests.unit.stages.test_ppo_loop import PPOModel, World, attempt, inputs
+from tests.unit.rl.test_ppo_loop import PPOModel, World, attempt, inputs
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
 from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError

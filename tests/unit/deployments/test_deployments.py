@@ -1,0 +1,76 @@
+"""The deployments of `deployments/presets.py` are what the configs and the flows say, and Prefect reads them so."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
+from xray_runtime.config.loading import load_config, validate
+
+ROOT = Path(__file__).parents[3]
+VALUES = {
+    "XRAY_HOME": "/home/x",
+    "RAY_ADDRESS": "127.0.0.1:6379",
+    "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000",
+    "XRAY_TIMEZONE": "Europe/Berlin",
+}
+DEPLOYMENTS: dict[str, dict[str, Any]] = {d["name"]: d for d in deployments(VALUES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("lifecycle", "quickstart"), ("lifecycle-tiny", "tiny"), ("tune", "quickstart")]
+)
+def test_presets_are_the_configs(name: str, config: str) -> None:
+    assert validate(DEPLOYMENTS[name]["parameters"]["config"]) == load_config(ROOT / "configs" / f"{config}.yaml")
+
+
+def test_the_search_is_the_example() -> None:
+    from xray.flows.search import SearchConfig, load_search
+
+    search = SearchConfig.model_validate(DEPLOYMENTS["tune"]["parameters"]["search"])
+    assert search == load_search(ROOT / "configs" / "search" / "quickstart-ppo.yaml")
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_parameters_are_those_of_the_flow(name: str) -> None:
+    deployment = DEPLOYMENTS[name]
+    module, _, function = deployment["entrypoint"].rpartition(".")
+    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+    (flow,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert "flow" in {decorator.func.id for decorator in flow.decorator_list}  # type: ignore[attr-defined]
+    arguments = {argument.arg for argument in flow.args.args}
+    assert set(deployment["parameters"]) <= arguments
+    if "output" in arguments:
+        assert deployment["parameters"]["output"] == "/home/x/output"
+    assert "xray" in deployment["tags"]
+
+
+def test_only_long_computations_run_one_at_a_time() -> None:
+    queued = {name for name, d in DEPLOYMENTS.items() if d["work_pool"].get("work_queue_name") == QUEUE}
+    assert queued == {"lifecycle", "lifecycle-tiny", "tune"}
+    assert set(DEPLOYMENTS) - queued == {"audit", "plan", "promote", "rollback", "export", "prune"}
+    # After a power cut such a limit keeps its slot for minutes, and the run that goes on would wait for itself.
+    assert {name for name, d in DEPLOYMENTS.items() if "concurrency_limit" in d} == {"audit"}
+
+
+def test_two_run_by_themselves() -> None:
+    schedules = {name: d["schedules"] for name, d in DEPLOYMENTS.items() if "schedules" in d}
+    assert schedules == {
+        "lifecycle": [{"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin"}],
+        "audit": [{"slug": "hourly", "cron": "17 * * * *", "timezone": "Europe/Berlin"}],
+    }
+
+
+def test_the_file_for_prefect_deploy_says_the_same() -> None:
+    text = as_yaml()
+    assert all(f"#   {name} " in text for name in VARIABLES)
+    for name, value in VALUES.items():
+        text = text.replace(f"{{{{ ${name} }}}}", value)
+    content = yaml.safe_load(text)
+    pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "/home/x"}}]
+    assert content == {"pull": pull, "deployments": list(DEPLOYMENTS.values())}

@@ -1,0 +1,147 @@
+"""The docs: what they link to exists, their code compiles and writes graphs, and they stay short."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.graph.current import planning
+from xray_runtime.graph.kind import KINDS
+from xray_runtime.stages.kinds import find_kind
+
+ROOT = Path(__file__).parents[3]
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
+MADE = {"kinds.md", "config.md", "cli.md"}
+"""Pages that `docs/hooks.py` makes from the code."""
+MEASURED = {"identity-table.md", "layouts.md"}
+"""Pages that a benchmark writes."""
+WRITTEN = ("first", "first_rewards", "judges", "shortest", "graph")
+"""Modules that the tutorial has its reader write."""
+PAGES = sorted(ROOT.glob("docs/*.md"))
+TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:xray|deployments|flows|tasks|xray_runtime|examples|configs|benchmarks|docs|tests)/[\w./-]*)`")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(path.read_text(encoding="utf-8")) if kind == language]
+
+
+def words(path: Path) -> int:
+    """Words of the text; code blocks, rules of tables and comments are none."""
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", path.read_text(encoding="utf-8")), flags=re.DOTALL)
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+def test_python_in_the_docs_compiles(path: Path) -> None:
+    for number, block in enumerate(blocks(path, "python")):
+        compile(block, f"{path.name}, block {number}", "exec")
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Modules and stage kinds that a test makes are gone after it."""
+    find_kind("")
+    modules, kinds = set(sys.modules), set(KINDS)
+    yield
+    for name in {*WRITTEN} - modules:
+        sys.modules.pop(name, None)
+    for name in KINDS.keys() - kinds:
+        del KINDS[name]
+
+
+def run_module(name: str, source: str) -> types.ModuleType:
+    assert name in WRITTEN
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, f"{name}.py", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_tutorials_graphs_can_be_written() -> None:
+    # In the order of the page; nothing runs, but every field and every type of input is checked.
+    first, judges, shortest, graph = blocks(TUTORIAL, "python")
+    with planning() as graphs:
+        module = run_module("first", first)
+        run_module("first_rewards", "from first import brevity").brevity = module.brevity
+        run_module("judges", judges).judges.fn()
+        run_module("shortest", shortest)
+        run_module("graph", graph)
+    start = ["prepare", "fresh_base", "sft"]
+    judging = [f"{rating}-{stage}" for rating in ("upbeat", "interesting") for stage in ("pairs", "judge")]
+    assert [list(g.calls) for _, g in graphs] == [
+        [*start, "ppo", "evaluate"],
+        [*start, *judging, "ppo", "evaluate"],
+        ["prepare", "fresh_base", "shortest", "sft"],
+    ]
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_readmes_graph_can_be_written() -> None:
+    with planning() as graphs:
+        for block in blocks(README, "python"):
+            run_module("first", block)
+    assert [list(g.calls) for _, g in graphs] == [["prepare", "fresh_base", "sft", "ppo", "evaluate"]]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for link in LINK.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if target.name in MADE and target.parent.name == "docs":
+            continue
+        assert target.exists(), f"{path.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    missing = [name for name in PATH.findall(path.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+    assert not missing, f"{path.name}: {missing}"
+
+
+def test_commands_in_the_readme_exist() -> None:
+    from typer.main import get_command
+
+    from xray.cli.main import app
+
+    commands = set(getattr(get_command(app), "commands", {}))
+    named = set(re.findall(r"\bxray ([a-z]+)\b", "\n".join(re.findall(r"`[^`]+`|^xray .*$", README.read_text(), re.M))))
+    assert named, "the README names no command"
+    assert named <= commands, named - commands
+
+
+def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import hooks
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    page = hooks.kinds_page()
+    for name, kind in KINDS.items():
+        assert f"## xray.{name}\n" in page
+        for section in hooks.sections_of(kind.config):
+            assert all(f"| `{field}` |" in page for field in section.model_fields)
+
+
+def test_the_docs_stay_short() -> None:
+    assert words(README) <= 1000
+    # The third edition does more: own data, model families, suspension, the limits of its sandbox and audits.
+    assert sum(words(page) for page in PAGES if page.name not in MEASURED) <= 12_000

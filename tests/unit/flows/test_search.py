@@ -1,0 +1,145 @@
+"""What may be searched: everything that is wrong is one line, before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from xray.flows.search import (
+    SearchConfig,
+    Span,
+    calls_until,
+    load_search,
+    search_digest,
+    search_space,
+    trial_digest,
+    with_values,
+)
+from xray_runtime.config.loading import load_config
+from xray_runtime.config.validation import ConfigError
+
+ROOT = Path(__file__).parents[3]
+TINY = load_config(ROOT / "configs" / "tiny.yaml")
+
+
+def searching(fields: dict[str, Any], **more: Any) -> SearchConfig:
+    return SearchConfig.model_validate({"fields": fields, **more})
+
+
+def load(tmp_path: Path, content: dict[str, Any]) -> SearchConfig:
+    path = tmp_path / "rates.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return load_search(path)
+
+
+def test_a_range_is_whole_where_the_field_is() -> None:
+    space = search_space(
+        TINY,
+        searching(
+            {
+                "sft.lr": {"low": 1, "high": 2},
+                "sft.batch_size": {"low": 8, "high": 32, "log": True},
+                "ppo.stages.1.kl.controller": {"choices": ["fixed", "adaptive"]},
+                "sft.lora": {"choices": [None, {"rank": 4}]},
+            }
+        ),
+    )
+    assert space == {
+        "sft.lr": Span(1.0, 2.0, log=False, whole=False),
+        "sft.batch_size": Span(8.0, 32.0, log=True, whole=True),
+        "ppo.stages.1.kl.controller": ["fixed", "adaptive"],
+        "sft.lora": [None, {"rank": 4}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "message"),
+    [
+        ({"sft.stepps": {"low": 1, "high": 2}}, {}, "sft.stepps: unknown field (did you mean steps?)"),
+        ({"sft.lr": {"low": -0.1, "high": 1}}, {}, "sft.lr: -0.1 is not allowed: must be greater than 0"),
+        ({"ppo.stages.0.gamma": {"low": 0.5, "high": 1.5}}, {}, "ppo.stages.0.gamma: 1.5 is not allowed: must be less"),
+        ({"sft.steps": {"low": 1.5, "high": 9}}, {}, "sft.steps: 1.5 is not allowed: must be a whole number"),
+        ({"ppo.stages.7.lr": {"low": 1, "high": 2}}, {}, "fields.ppo.stages.7.lr: 7 is not allowed: ppo.stages has"),
+        ({"ppo.stages.0.kl.estimator": {"low": 1, "high": 2}}, {}, "ppo.stages.0.kl.estimator: 1 is not allowed: must"),
+        ({"sft.schedule": {"choices": ["linear", "square"]}}, {}, 'sft.schedule: "square" is not allowed: must be'),
+        ({"reward.lr": {"low": 1, "high": 2}}, {"until": "sft"}, "no stage up to 'sft' reads it"),
+        ({"runtime.restarts": {"low": 1, "high": 2}}, {}, "no stage up to 'evaluate' reads it"),
+        (
+            {"sft.lr": {"low": 1, "high": 2}},
+            {"until": "ppo-3"},
+            "until: 'ppo-3' is not allowed: must be one of prepare",
+        ),
+        (
+            {"sft.lr": {"low": 1, "high": 2}},
+            {"until": "sft", "prune": {"stage": "ppo-1"}},
+            "prune.stage: 'ppo-1' is not allowed: must be one of prepare, base, sft",
+        ),
+        ({"base.hidden_size": {"choices": [96, 100]}}, {}, "none of 200 random configs is valid: base"),
+    ],
+)
+def test_what_does_not_fit_the_config(fields: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        search_space(TINY, searching(fields, **more))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"low": 2, "high": 1}, "fields.sft.lr: low = 2 must be less than high = 1"),
+        ({"low": 0, "high": 1, "log": True}, "low = 0 must be greater than 0 with log"),
+        ({"low": 1}, "must have low and high, or choices"),
+        ({"choices": [1, 2], "log": True}, "choices must stand alone"),
+        ({"choices": [1]}, "fields.sft.lr.choices: [1] is not allowed: must have at least 2 item(s)"),
+        ({"hihg": 1}, "fields.sft.lr.hihg: unknown field (did you mean high?); allowed here: choices, high, log, low"),
+    ],
+)
+def test_what_is_no_range(field: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, {"fields": {"sft.lr": field}})
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'rates.yaml'}: ")
+
+
+def test_fields_that_hang_together_may_vary_together() -> None:
+    """Each head count alone would not fit the hidden size of 64 that tiny.yaml has."""
+    heads = {"base.num_heads": {"choices": [3, 2]}, "base.num_kv_heads": {"choices": [3, 2]}}
+    search = searching({"base.hidden_size": {"choices": [96, 64]}, **heads})
+    assert search_space(TINY, search)["base.num_heads"] == [3, 2]
+
+
+def test_the_name_is_the_files_and_trials_may_be_more(tmp_path: Path) -> None:
+    search = load(tmp_path, {"fields": {"sft.lr": {"low": 1, "high": 2}}})
+    assert (search.name, search.trials) == ("rates", 20)
+    assert load_search(tmp_path / "rates.yaml", 30).trials == 30
+    with pytest.raises(ConfigError, match="trials: 0 is not allowed"):
+        load_search(tmp_path / "rates.yaml", 0)
+
+
+def test_stages_before_what_is_searched_are_shared() -> None:
+    a, b = (with_values(TINY, {"ppo.stages.0.lr": lr}) for lr in (1e-3, 1e-4))
+    pairs = zip(calls_until(a, "ppo-2"), calls_until(b, "ppo-2"), strict=True)
+    shared = [one.name for one, other in pairs if one.config == other.config]
+    assert shared == ["prepare", "base", "sft", "preferences", "reward", "ppo-2"]
+
+
+def test_more_trials_are_the_same_search_and_another_metric_is_not() -> None:
+    search = searching({"sft.lr": {"low": 1, "high": 2}})
+    rate = {"sft.lr": 1.5}
+    of = trial_digest(TINY, rate, search)
+    assert of == trial_digest(TINY, rate, search.model_copy(update={"trials": 99, "seed": 5}))
+    assert of != trial_digest(TINY, rate, search.model_copy(update={"metric": "evaluate/kl"}))
+    assert of != trial_digest(TINY, {"sft.lr": 1.25}, search)
+    of = search_digest(TINY, search)
+    assert of == search_digest(TINY, search.model_copy(update={"trials": 99, "concurrent": 2}))
+    assert of != search_digest(TINY, search.model_copy(update={"seed": 5}))
+
+
+def test_the_example_fits_its_config() -> None:
+    for path in (ROOT / "configs" / "search").glob("*.yaml"):
+        preset = path.stem.split("-")[0]
+        assert search_space(load_config(ROOT / "configs" / f"{preset}.yaml"), load_search(path))

@@ -1,0 +1,435 @@
+"""The planner: properties, placements, what a config accepts, and changes that help where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from xray.flows.lifecycle_graph import recorded_graph
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import validate
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.auto import choose_layouts, plan_config
+from xray_runtime.planning.demand import check_config, check_graph
+from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
+from xray_runtime.planning.plan import Plan, search
+from xray_runtime.planning.suggestions import Changes, Suggestion, suggest
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
+
+ROOT = Path(__file__).parents[3]
+
+
+def machine(num_devices: int, gib: float = 80) -> Machine:
+    return Machine(num_devices=num_devices, memory_bytes=int(gib * GIB))
+
+
+# --- properties
+
+LAYOUTS = st.builds(
+    Layout,
+    zero_stage=st.integers(0, 3),
+    dp=st.integers(2, 512),
+    tp=st.sampled_from([1, 2, 4]),
+    checkpointing=st.booleans(),
+)
+COUNTS = st.sampled_from([3e6, 1e8, 1e9, 7e9, 70e9])
+ROLES = st.integers(0, 4)
+
+
+@given(COUNTS, ROLES, LAYOUTS, st.integers(1, 100))
+def test_more_ranks_never_need_more_memory(count: float, index: int, layout: Layout, more: int) -> None:
+    workload = from_parameters(count, 1024)
+    role = workload.roles[index]
+    before = workload.memory(role, layout)
+    after = workload.memory(role, replace(layout, dp=layout.dp + more))
+    assert all(getattr(after, f.name) <= getattr(before, f.name) for f in fields(Memory))
+    split = workload.memory(role, replace(layout, tp=layout.tp * 2))
+    assert split.total <= before.total
+
+
+@given(COUNTS, ROLES, LAYOUTS, st.integers(1, 9000), st.integers(1, 9000))
+def test_longer_sequences_never_need_less(count: float, index: int, layout: Layout, short: int, more: int) -> None:
+    # Even lengths: half of them is reply.
+    few, many = from_parameters(count, 2 * short), from_parameters(count, 2 * (short + more))
+    assert few.memory(few.roles[index], layout).total <= many.memory(many.roles[index], layout).total
+
+
+@settings(max_examples=40)
+@given(COUNTS, st.integers(1, 200), st.integers(1, 50), st.sampled_from([16, 40, 80]))
+def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib: int) -> None:
+    workload = from_parameters(count, 1024)
+    if search(workload, machine(devices, gib)).fits:
+        assert search(workload, machine(devices + more, gib)).fits
+        assert search(workload, machine(devices, gib + more)).fits
+
+
+@settings(max_examples=40)
+@given(COUNTS, st.integers(1, 300), st.sampled_from([4, 24, 80, 141]), st.sampled_from([64, 2048, 32768]))
+def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, length: int) -> None:
+    workload = from_parameters(count, length)
+    plan = search(workload, machine(devices, gib))
+    assert plan == search(workload, machine(devices, gib))
+    assert [p.role.name for p in plan.roles] == [role.name for role in workload.roles]
+    for p in plan.roles:
+        assert p.role.use != "train" or p.layout.dp <= workload.batch_size
+        assert p.role.shape.num_heads % p.layout.tp == 0
+        assert p.layout.zero_stage < 3 or p.layout.tp * p.layout.pp == 1
+    ranks = sum(p.layout.num_devices for p in plan.roles)
+    if plan.placement == "separate":
+        assert ranks <= devices
+        assert {len(group.ranks) for group in plan.groups} == {1}
+    else:
+        assert ranks == len(workload.roles)
+        assert len(plan.groups) <= devices
+    if plan.fits:
+        assert max(sum(rank.memory.total for rank in group.ranks) for group in plan.groups) <= 0.9 * gib * GIB
+
+
+# --- what a config accepts
+
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"micro_batch_tokens": 256},
+    {"precision": "bfloat16", "zero_stage": 1},
+    {"offload": "cpu", "zero_stage": 2, "activation_checkpointing": True},
+    {"num_workhorses": 2, "library": "megatron"},
+    {"num_workhorses": 2, "zero_stage": 3, "micro_batch_tokens": 512},
+]
+LLAMAS: list[dict[str, Any]] = [
+    {},
+    {"hidden_size": 2048, "num_heads": 16, "num_kv_heads": 4, "num_layers": 16, "intermediate_size": 5632},
+    {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 32, "num_layers": 32, "intermediate_size": 11008},
+    {"hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "num_layers": 40, "intermediate_size": 28672},
+]
+
+
+def any_config(chance: random.Random, model: str) -> dict[str, Any]:
+    """A config of any shape; not all of them are allowed."""
+    layers = chance.choice([None, 2])
+    base = chance.choice(
+        [{"kind": "pretrained", "model": model, "trainable_layers": layers}]
+        + [{"kind": "fresh", **sizes} for sizes in LLAMAS]
+    )
+    lora = {"lora": {"rank": 8}} if chance.random() < 0.2 else {}
+    separate = {"critic": "separate", "critic_engine": chance.choice([None, *ENGINES])}
+    rows = chance.choice([2, 32, 256])
+    stage = {"engine": chance.choice(ENGINES), "minibatch_size": rows, "prompts_per_iteration": 256} | lora
+    reward = {"engine": chance.choice(ENGINES), "batch_size": rows} | lora
+    no_reward = {"reward": None, "preferences": None, "reward_ref": "runs/other#reward"}
+    runtime = {
+        "generator_replicas": chance.choice([1, 1, 2, 5]),
+        "cpus_per_workhorse": chance.choice([0.0, 0.2, 1.0, 6.0]),
+        "weight_transfer": chance.choice(["plasma", "plasma", "auto"]),
+    }
+    return {
+        "base": base,
+        "sft": chance.choice([None, {"batch_size": rows, "engine": {"micro_batch_tokens": 512}} | lora]),
+        **chance.choice([{"reward": reward}, no_reward]),
+        "ppo": {"stages": [stage, stage | chance.choice([{}, separate])]},
+        "generator": {"engine": chance.choice(["vllm", "transformers"])},
+        "runtime": runtime,
+    }
+
+
+def any_machine(chance: random.Random) -> Machine:
+    device: Any = chance.choice(["cpu", "cuda", "cuda"])
+    count = chance.choice([1, 2, 3, 4, 5, 8, 16, 21, 32, 64])
+    node = min(chance.choice([1, 2, 4, 8]), count)
+    memory = chance.choice([8, 40, 80]) * GIB
+    return Machine(num_devices=count, memory_bytes=memory, device=device, devices_per_node=node)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A pretrained model of six billion parameters, as far as a planner looks."""
+    directory = tmp_path_factory.mktemp("model")
+    sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
+    (directory / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 2048}))
+    return str(directory)
+
+
+def test_what_is_proposed_can_be_run(model: str) -> None:
+    """Whatever is written: the layouts, put into the config, are allowed, and the machine has what they ask for."""
+    chance = random.Random(0)
+    proposed: Counter[str] = Counter()
+    for _ in range(250):
+        data, there = any_config(chance, model), any_machine(chance)
+        node = there.devices_per_node or there.num_devices
+        sizes = [node] * (there.num_devices // node) + [there.num_devices % node]
+        gpus = there.device == "cuda"
+        nodes = [{"CPU": 8.0 * size, "GPU": float(size) if gpus else 0.0} for size in sizes if size]
+        try:
+            config = Changes().of_config(validate(data))
+        except ConfigError:
+            continue
+
+        def check(chosen: LifecycleConfig, nodes: Any = nodes, there: Machine = there) -> None:
+            check_config(chosen, recorded_graph(chosen), there.device, nodes)
+
+        try:
+            chosen, plan = choose_layouts(config, there, check)
+        except ConfigError as error:
+            proposed["nothing fits" if "nothing fits" in str(error) else "refused"] += 1
+            continue
+        assert chosen == validate(chosen.model_dump(mode="json"))
+        assert chosen.runtime.parallel == "as_written"
+        check_graph(recorded_graph(chosen), there.device, nodes)
+        proposed[f"{plan.kind} on {there.device}"] += 1
+    assert {name for name in proposed if name.endswith("on cuda")} >= {
+        "colocated on cuda",
+        "separate on cuda",
+        "separate, cut on cuda",
+        "separate, recomputing on cuda",
+    }, proposed
+
+
+def test_the_evaluation_is_counted(model: str) -> None:
+    """A frozen trunk leaves PPO three models and the evaluation four: three GPUs cannot have one each."""
+    base = {"kind": "pretrained", "model": model, "trainable_layers": 2}
+    config = validate({"base": base, "runtime": {"parallel": "auto"}})
+    chosen, plan = choose_layouts(config, machine(3, 141))
+    assert plan.placement == "colocated"
+    assert chosen.runtime.gpus_per_workhorse == 0.5
+    check_graph(recorded_graph(chosen), "cuda", [{"CPU": 8.0, "GPU": 3.0}])
+
+
+def test_cores_bound_the_replicas() -> None:
+    # A step of 32 × 64 tokens is four passes of 512: four replicas, and three other models, ask for 7 × 8 cores.
+    small = {"engine": {"micro_batch_tokens": 512}}
+    short = {"data": {"max_prompt_tokens": 32}, "sft": small | {"max_response_tokens": 32}}
+    stages = short | {"reward": small, "ppo": {"stages": [small]}}
+    there = Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu")
+
+    def chosen(cpus: float) -> int:
+        def check(config: LifecycleConfig) -> None:
+            check_graph(recorded_graph(config), "cpu", [{"CPU": 32.0}])
+
+        config = validate(stages | {"runtime": {"parallel": "auto", "cpus_per_workhorse": cpus}})
+        return choose_layouts(config, there, check)[0].ppo.stages[0].engine.num_workhorses
+
+    assert (chosen(1.0), chosen(8.0)) == (4, 1)
+    with pytest.raises(ConfigError, match=r"its models need 36 CPUs .* and the cluster has 32: lower"):
+        chosen(9.0)
+
+
+def test_replicas_of_the_generator_are_counted() -> None:
+    workload = from_config(validate({"runtime": {"generator_replicas": 3}}), "cuda")
+    plan = search(workload, machine(2))
+    # Policy, reference, reward model and three generators on two GPUs.
+    assert max(len(group.ranks) for group in plan.groups) == 3
+    [generator] = [p for p in plan.roles if p.role.use == "generate"]
+    assert generator.layout.num_devices == 3
+
+
+def test_a_generator_that_cannot_be_split_is_not() -> None:
+    big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
+    data = {"base": {"kind": "fresh", **big}, "runtime": {"parallel": "auto"}}
+    assert plan_config(validate(data), machine(32, 40)).layouts["generate"].tp > 1
+    whole = validate(data | {"generator": {"engine": "transformers"}})
+    assert plan_config(whole, machine(32, 40)).layouts["generate"].tp == 1
+
+
+def test_what_is_refused_says_why() -> None:
+    def refuse(plan: Plan) -> None:
+        raise ConfigError(f"no {plan.placement}")
+
+    with pytest.raises(ConfigError, match="no separate"):
+        search(from_parameters(1e8, 1024), machine(8), accept=refuse)
+
+
+def test_the_cache_holds_enough_and_no_more() -> None:
+    # In tokens: 32 sequences of 1,024; of longer ones as many as make 65,536 tokens; one in any case; a small rollout.
+    def cached(length: int, dp: int = 1) -> float:
+        workload = from_parameters(7e9, length)
+        memory = workload.memory(workload.roles[-1], Layout(dp=dp))
+        return memory.kv_cache / kv_cache_bytes(workload.roles[-1].shape, 1, 2)
+
+    assert (cached(1024), cached(8192), cached(100_000), cached(1024, dp=256)) == (32 * 1024, 65_536, 100_000, 2 * 1024)
+
+
+# --- placement
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "kind"),
+    [
+        (1e8, 1, "colocated"),
+        (1e8, 8, "separate"),
+        (7e9, 16, "separate"),
+        (7.5e9, 64, "separate"),
+        (70e9, 64, "separate, recomputing"),
+    ],
+)
+def test_few_devices_are_shared_and_activations_kept_where_they_can_be(count: float, devices: int, kind: str) -> None:
+    plan = search(from_parameters(count, 1024), machine(devices))
+    assert plan.fits
+    assert plan.kind == kind
+    assert len(plan.reasons) == len(set(plan.reasons))
+
+
+def test_a_generator_that_sleeps_makes_room() -> None:
+    awake = from_parameters(1e9, 1024)
+    asleep = replace(awake, generator_sleeps=True)
+    together, in_turn = search(awake, machine(1, 56)), search(asleep, machine(1, 49))
+    assert together.fits
+    assert not search(awake, machine(1, 49)).fits
+    assert in_turn.fits
+    assert in_turn.fullest.in_turn
+    *others, generator = [p.memory for p in in_turn.roles]
+    # The fuller turn is the generator's: it is awake, and the others keep what stays between theirs.
+    assert in_turn.fullest.peak_bytes == generator.total + sum(m.resident for m in others)
+    assert in_turn.fullest.peak_bytes > sum(m.total for m in others) + PROCESS_BYTES
+    # On two GPUs it may sleep beside others than those that need the room.
+    assert not search(asleep, machine(2, 49)).fullest.in_turn
+
+
+# --- where nothing fits
+
+HOPELESS = [(7e9, 2, 40), (7e9, 8, 40), (70e9, 8, 80), (1e9, 1, 8), (1e8, 1, 2), (405e9, 64, 80)]
+
+
+def suggestions(count: float, there: Machine, **asked: Any) -> list[Suggestion]:
+    def plan(changes: Changes, there: Machine) -> Plan:
+        return search(changes.of_parameters(count, 1024), there)
+
+    nearest = plan(Changes(**asked), there)
+    assert not nearest.fits
+    assert nearest.fullest.peak_bytes > there.usable_bytes
+    found = list(suggest(plan, Changes(**asked), nearest))
+    assert all(plan(s.changes, s.machine).fits for s in found)
+    return found
+
+
+@pytest.mark.parametrize(("count", "devices", "gib"), HOPELESS)
+def test_the_least_change_is_suggested(count: float, devices: int, gib: int) -> None:
+    workload, there = from_parameters(count, 1024), machine(devices, gib)
+    found = {s.change: s for s in suggestions(count, there)}
+    assert str(found["memory_gib"].value) in found["memory_gib"].text
+    assert not search(workload, machine(devices, found["memory_gib"].value - 1)).fits
+    if "num_devices" in found:
+        assert not search(workload, machine(found["num_devices"].value - 1, gib)).fits
+
+
+def test_each_kind_of_change_is_suggested_where_it_helps() -> None:
+    found = {s.change for count, *there in HOPELESS for s in suggestions(count, machine(*there))}
+    found |= {s.change for s in suggestions(1e9, machine(1, 50))}
+    wide = {s.change: s for s in suggestions(1e9, machine(1), micro_batch_tokens=2**19)}
+    assert 1024 <= wide["micro_batch_tokens"].value < 2**19
+    assert found | wide.keys() == {
+        "num_devices",
+        "memory_gib",
+        "lora_rank",
+        "offload",
+        "generator_sleeps",
+        "micro_batch_tokens",
+    }
+
+
+def test_what_a_config_does_not_allow_is_not_suggested(model: str) -> None:
+    """Adapters do not go with a frozen trunk, and on CPU nothing can be offloaded, and no generator sleeps."""
+    config = validate({"base": {"kind": "pretrained", "model": model, "trainable_layers": 2}})
+
+    def plan(changes: Changes, there: Machine) -> Plan:
+        def check(chosen: LifecycleConfig) -> None:
+            check_graph(recorded_graph(chosen), there.device, [{"CPU": 8.0}])
+
+        return plan_config(changes.of_config(config), there, check)
+
+    here = Machine(num_devices=1, memory_bytes=4 * GIB, device="cpu")
+    found = list(suggest(plan, Changes(), plan(Changes(), here)))
+    assert {s.change for s in found} <= {"memory_gib", "micro_batch_tokens"}
+    assert "memory_gib" in {s.change for s in found}
+
+
+# --- config
+
+
+def configured(**changes: Any) -> Workload:
+    return from_config(validate(changes), "cpu")
+
+
+def test_roles_follow_the_config() -> None:
+    assert [r.name for r in configured().roles] == ["policy", "reference", "reward", "generator"]
+    separate = configured(ppo={"stages": [{}, {"critic": "separate"}]})
+    assert [r.name for r in separate.roles] == ["policy", "reference", "critic", "reward", "generator"]
+    shared = configured(base={"kind": "pretrained", "model": "smollm2-135m", "trainable_layers": 2})
+    assert [r.name for r in shared.roles] == ["policy", "generator"]
+    assert (shared.roles[0].top_layers, shared.roles[0].branches) == (2, 2)
+    assert [r.name for r in shared.evaluated] == ["before", "after", "reward", "generator"]
+
+
+def test_what_is_left_out_has_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "judge")
+    none = {"sft": None, "reward": None, "preferences": None}
+    judged = configured(**none, rewards=[{"function": "judge:score"}])
+    assert [r.name for r in judged.roles] == ["policy", "reference", "generator"]
+    assert [r.name for r in judged.evaluated] == ["before", "after", "generator"]
+    assert [r.name for r in configured(**none, reward_ref="other#reward").roles][2] == "reward"
+
+
+def test_a_reward_model_of_the_hub_is_planned_by_its_own_shape(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))
+    none = {"reward": None, "preferences": None}
+    roles = {r.name: r for r in configured(**none, reward_base={"model": str(tmp_path)}).roles}
+    assert (roles["reward"].shape.num_layers, roles["reward"].shape.vocab_size) == (3, 320)
+    assert roles["policy"].shape.num_layers != 3
+    with pytest.raises(ValueError, match=r"^reward_base\.model: '\./nowhere' is not a directory$"):
+        configured(**none, reward_base={"model": "./nowhere"})
+
+
+def test_a_checkpoint_is_planned_by_what_lies_beside_its_weights(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))
+    found = configured(base={"kind": "checkpoint", "ref": str(tmp_path)})
+    assert (found.roles[0].shape.num_layers, found.roles[0].shape.vocab_size) == (2, 320)
+    with pytest.raises(
+        ConfigError, match=r"^base\.ref: 'runs/other#sft' cannot be planned: must be a checkpoint's dir"
+    ):
+        plan_config(validate({"base": {"kind": "checkpoint", "ref": "runs/other#sft"}}), machine(1))
+
+
+def test_lengths_and_batches_follow_the_config() -> None:
+    stages = [
+        {"max_new_tokens": 8, "minibatch_size": 16, "engine": {"micro_batch_tokens": 512}},
+        {"max_new_tokens": 24, "prompts_per_iteration": 128},
+    ]
+    workload = configured(data={"max_prompt_tokens": 40}, sft={"max_response_tokens": 32}, ppo={"stages": stages})
+    assert (workload.sequence_tokens, workload.response_tokens) == (72, 32)
+    assert (workload.batch_size, workload.rollout_size, workload.micro_batch_tokens) == (16, 128, 4096)
+    ppo_alone = {"sft": None, "reward": None, "preferences": None, "reward_ref": "x", "ppo": {"stages": stages[:1]}}
+    workload = configured(**ppo_alone, evaluate={"max_new_tokens": 9})
+    assert (workload.response_tokens, workload.micro_batch_tokens) == (9, 512)
+
+
+def test_precision_follows_the_device() -> None:
+    assert {r.name: r.weight_bytes for r in configured().roles}["generator"] == 4
+    on_gpu = from_config(LifecycleConfig(), "cuda")
+    assert {r.name: r.weight_bytes for r in on_gpu.roles} == {"policy": 4, "reference": 4, "reward": 4, "generator": 2}
+
+
+def test_vllms_cache_on_cpu_is_what_it_reserves() -> None:
+    workload = configured(runtime={"generator_memory_gib": 2.0})
+    assert workload.memory(workload.roles[-1], Layout()).kv_cache == 2 * GIB
+
+
+def test_planning_loads_no_engine() -> None:
+    heavy = {"torch", "ray", "prefect", "deepspeed", "vllm", "transformers"}
+    code = (
+        "import sys, xray_runtime.planning.suggestions as s, xray_runtime.planning.workload as w\n"
+        "from xray_runtime.planning.plan import search\n"
+        "plan = lambda changes, machine: search(changes.of_parameters(7e9, 1024), machine)\n"
+        "list(s.suggest(plan, s.Changes(), plan(s.Changes(), w.Machine(num_devices=1, memory_bytes=2**33))))\n"
+        f"print(sorted({heavy!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

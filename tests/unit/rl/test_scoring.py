@@ -1,0 +1,88 @@
+"""What models and sources of reward are given of a rollout: four replies "an" to one prompt of two messages.
+
+row 0  a n end      row 1  an end      row 2  a n end      row 3  a n, cut off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.unit.rl.fake_model import FakeModel
+from tests.unit.rl.test_ppo_loop import inputs
+from tests.unit.rl.test_reward_sources import sources
+from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rl.scoring import Scorer
+from xray_runtime.workers.model_spec import BranchSpec
+
+__all__ = ["inputs"]
+ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
+
+
+class Prompts(list[Any]):
+    """As `UniquePrompts`, of a dataset without columns."""
+
+    def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        return {}
+
+
+class Policy(FakeModel):
+    """Scores with the reward model that is its branch, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.given = list[Rows]()
+
+    def do_score(self, rows: Rows, at_once: int) -> Rows:
+        self.given.append(rows)
+        # In the last bits rows alike may differ; here by more.
+        return {"rewards.0": np.array([1.0, 2.0, 1.5, 1.25], np.float32)}
+
+    def do_trunk(self, rows: Rows, at_once: int) -> Rows:
+        """Of each token the token."""
+        ids = rows["input_ids"]
+        return {"trunk": Ragged(ids.values[:, None], ids.offsets)}
+
+
+class Critic(FakeModel):
+    def __init__(self) -> None:
+        self.given = list[Rows]()
+
+    def do_score(self, rows: Rows, at_once: int) -> Rows:
+        self.given.append(rows)
+        return {"values": np.zeros(len(rows["id"]))}
+
+
+def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: PPOInputs) -> None:
+    tokenizer, told = load_tokenizer(inputs.policy.path), []
+
+    def tell(prompts: list[str], replies: list[str], messages: Any, metadata: Any) -> list[float]:
+        told.extend((*row, metadata["step"]) for row in zip(prompts, replies, messages, strict=True))
+        return [0.0] * len(replies)
+
+    reward = inputs.rewards[0].path
+    rewards = sources(RewardTerm(model="rewards.0"), RewardTerm(function="tell"), models=[reward], tell=tell)
+    rewards.branches["rewards.0"] = BranchSpec(reward)
+    a, n, an, end = *tokenizer.convert_tokens_to_ids(["a", "n", "an"]), tokenizer.eos_token_id
+    replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
+    policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
+    models: dict[str, Any] = {"policy": policy, "critic": critic}
+    scorer = Scorer(models, PPOConfig(), rewards, tokenizer, (end,), prompts, one_trunk=True)  # type: ignore[arg-type]
+    scored = scorer.score([0] * 4, {"response_ids": Ragged.of(replies)}, 3, first_id=8)
+    [given] = policy.given
+    # The end that was added to a reply is marked: what else the policy says is of what it sampled.
+    assert [ids.tolist() for ids in given["input_ids"]] == [[5, 6, *(r if end in r else [*r, end])] for r in replies]
+    assert given["added_ends"].tolist() == [False, False, False, True]
+    assert [ids.tolist() for ids in scored.rows["input_ids"]] == [[5, 6, *reply] for reply in replies]
+    assert given["id"].tolist() == scored.rows["id"].tolist() == [8, 9, 10, 11]
+    # The critic reads what was sampled, with the states that the policy's trunk gave those tokens.
+    [seen] = critic.given
+    assert [ids.tolist() for ids in seen["input_ids"]] == [[5, 6, *reply] for reply in replies]
+    assert [states[:, 0].tolist() for states in seen["trunk"]] == [[5, 6, *reply] for reply in replies]
+    assert told == [("be brief\nquestion", "an", ASKED, 3)] * 4
+    # Alike are rows whose whole tokens are, not those that read the same.
+    assert scored.sources.values["rewards.0"].tolist() == [1.0, 2.0, 1.0, 1.0]
