@@ -14,6 +14,8 @@ from xray_runtime.workers.workhorse import REPRODUCIBLE
 
 # As Workhorses do: on some processors MKL's small products else depend on where in a batch a row stands.
 os.environ["MKL_CBWR"] = REPRODUCIBLE
+# By default Ray's workers give way to everything else on the machine: a busy neighbour starves them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 TINY = FreshBase(
     vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64

@@ -82,3 +82,21 @@ def test_a_free_port_is_another_one_each_time_and_none_that_is_taken(monkeypatch
         monkeypatch.setattr(service, "_ports", itertools.cycle([second]))
         with pytest.raises(OSError, match="no port from 20000 to 31999 is free"):
             free_port()
+
+
+def test_a_task_that_begins_while_the_server_is_away_runs() -> None:
+    """As a stage does in a new process, while the Prefect server is started again."""
+    code = """
+from uuid import uuid4
+from xray.deployments.local_services import quiet_environment
+quiet_environment()
+from prefect import task
+from prefect.task_engine import run_task_sync
+@task(persist_result=False)
+def seven(): return 7
+done = run_task_sync(seven, task_run_id=uuid4(), parameters={}, return_type="state")
+print(done.type.value, flush=True)
+"""
+    environment = os.environ | {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["COMPLETED"], done.stderr[-2000:]
