@@ -20,7 +20,7 @@ from typing import Any
 from prefect import flow
 
 import xray
-from xray_runtime.environments.adapters import from_tools, tool_schema
+from xray.environments import from_tools, tool_schema
 
 CONVERSATIONS = 3
 SIGNS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}

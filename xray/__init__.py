@@ -11,7 +11,8 @@
         xray.register(policy, result)
 
 Every stage kind is a callable here under its name (`xray.sft`), users' own too. Names are looked up when they are
-used, so that `import xray` costs nothing.
+used, so that `import xray` costs nothing. `xray.data`, `xray.environments` and `xray.rewards` hold what code of your
+own needs beside the kinds.
 """
 
 from __future__ import annotations
@@ -90,7 +91,12 @@ _WHERE = {
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 
+_SUBMODULES = ("data", "environments", "rewards")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"xray.{name}")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if not name.startswith("_"):
@@ -107,4 +113,4 @@ def __dir__() -> list[str]:
     from xray_runtime.stages.kinds import find_kind
 
     find_kind("")
-    return sorted([*_MODULES, *KINDS])
+    return sorted([*_MODULES, *_SUBMODULES, *KINDS])
