@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
 from xray_runtime.graph.artifacts import Evaluation, Model
 from xray_runtime.graph.current import current_graph, is_planning
@@ -21,7 +22,21 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Graph]:
+def workspace(
+    output: str | Path = "runs/xray",
+    *,
+    project: str = "xray",
+    seed: int = 0,
+    runtime: RuntimeConfig | Mapping[str, Any] | None = None,
+    until: str | None = None,
+    gates: Mapping[str, Any] | None = None,
+    terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
+    record: Mapping[str, Any] | None = None,
+    place: Path | None = None,
+    tags: Mapping[str, str] | None = None,
+    tracking_uri: str | None = None,
+    **defaults: Any,
+) -> Iterator[Graph]:
     """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
 
     A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
@@ -29,22 +44,41 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
 
     Args:
         output: directory of everything the run makes.
-        options: see `Workspace`: project, seed, runtime, until, and fields for every stage that has them
-            (generator, frozen, gold).
+        project: MLflow's experiment; a policy is registered as `<project>-policy`.
+        seed: every random choice derives from it.
+        runtime: where and how the work runs.
+        until: the stage after which nothing more is computed.
+        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
+        terms: source → its licence, origin and personal data, for the signed records and the cards.
+        record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
+        place: directory of lifecycle.json and the report; by default `output`.
+        tags: of the MLflow run.
+        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
+        defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
 
     Raises:
         ConfigError: an option is not allowed.
     """
     planned = is_planning()
     if planned is not None:
-        runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
-        seed = options.pop("seed", 0)
-        for name in ("project", "until", "gates", "terms", "record", "place", "tags", "tracking_uri"):
-            options.pop(name, None)
-        with Graph(seed, runtime, options) as graph:
+        if not isinstance(runtime, RuntimeConfig):
+            runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
+        with Graph(seed, runtime, defaults) as graph:
             planned.append((Path(output).absolute(), graph))
             yield graph
         return
+    options = defaults | {
+        "project": project,
+        "seed": seed,
+        "runtime": runtime,
+        "until": until,
+        "gates": gates,
+        "terms": terms,
+        "record": record,
+        "place": place,
+        "tags": tags,
+        "tracking_uri": tracking_uri,
+    }
     with contextlib.ExitStack() as stack:
         script = None
         if not _is_shown():

@@ -137,7 +137,7 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None
     page = hooks.kinds_page()
     for name, kind in KINDS.items():
         assert f"## xray.{name}\n" in page
-        for section in hooks.sections_of(kind.config):
+        for section in kind.sections:
             assert all(f"| `{field}` |" in page for field in section.model_fields)
 
 
