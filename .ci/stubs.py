@@ -37,6 +37,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar, overload
 
+from prefect.futures import PrefectFuture
+from prefect.task_runners import TaskRunner
+
 from xray import data as data, environments as environments, rewards as rewards
 '''
 REWARD = """
@@ -45,7 +48,7 @@ _I = TypeVar("_I")
 _Reward: TypeAlias = Handle | Weighted | RewardSource | Callable[..., Any] | _RewardTerm
 _Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
 """
-WRITTEN = ("workspace", "reward", "stage_kind")
+WRITTEN = ("workspace", "reward", "stage_kind", "task_runner")
 """Functions whose keywords are known here alone."""
 SHARED = ("generator", "frozen", "gold")
 """Fields that a workspace may give to every stage that has them."""
@@ -199,6 +202,8 @@ def stub() -> str:
     known = Types()
     functions = [text for kind in shipped() for text in of_kind(kind, known)]
     functions += [of_workspace(known), of_reward(known), of_stage_kind()]
+    # `flow` takes no runner of another future, though a RayTaskRunner is one.
+    functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", str(xray.task_runner.__doc__)))
     imports = [
         f"from {module} import {', '.join(f'{name} as {name}' for name in sorted(names) if name not in WRITTEN)}"
         for module, names in sorted({**xray._WHERE, "xray_runtime.graph.graph": ("Graph",)}.items())

@@ -5,10 +5,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar, overload
 
+from prefect.futures import PrefectFuture
+from prefect.task_runners import TaskRunner
+
 from xray import data as data, environments as environments, rewards as rewards
 from xray.session import checkpoint as checkpoint, register as register
 from xray.tasks.result import Result as Result
-from xray.tasks.task_runner import task_runner as task_runner
 from xray.tasks.workspace import Workspace as Workspace
 from xray_runtime.algorithms.checking import check_advantages as check_advantages, check_loss as check_loss
 from xray_runtime.algorithms.estimators import AdvantageInputs as AdvantageInputs
@@ -1748,3 +1750,6 @@ def stage_kind(
     title: str = ...,
 ) -> Callable[[_Body[_C, _I]], StageKind]:
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
+
+def task_runner() -> TaskRunner[PrefectFuture[Any]]:
+    """Ray as X-ray uses it, for `@flow(task_runner=…)`: the cluster of RAY_ADDRESS, else one of the run's own."""
