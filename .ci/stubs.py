@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -45,11 +46,18 @@ from xray import data as data, environments as environments, rewards as rewards
 REWARD = """
 _C = TypeVar("_C")
 _I = TypeVar("_I")
-_Reward: TypeAlias = Handle | Weighted | RewardSource | Callable[..., Any] | _RewardTerm
+_Reward: TypeAlias = Weighable | Callable[..., Any] | _RewardTerm
 _Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
 """
-WRITTEN = ("workspace", "reward", "stage_kind", "task_runner")
-"""Functions whose keywords are known here alone."""
+WRITTEN = ("workspace", "checkpoint", "register", "reward", "stage_kind", "task_runner", "Result", "Workspace")
+"""What is written out here: to import it would have every user's type checker read Ray and MLflow."""
+KNOWN = {
+    *("Any", "Callable", "Handle", "Mapping", "None", "Path", "Result"),
+    *("bool", "dict", "float", "int", "list", "str", "tuple"),
+}
+"""Annotations that the stub has the names of."""
+MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
+"""Names that the stub needs beside those it passes on."""
 SHARED = ("generator", "frozen", "gold")
 """Fields that a workspace may give to every stage that has them."""
 
@@ -160,7 +168,7 @@ def of_kind(kind: StageKind, known: Types) -> Iterator[str]:
 
 def of_workspace(known: Types) -> str:
     parameters = []
-    typed = {"runtime": f"{known.section(RuntimeConfig)} | None"}
+    typed = {"runtime": f"RuntimeConfig | {known.section(RuntimeConfig)} | None"}
     typed["terms"] = f"Mapping[str, {known.section(SourceTerms)}] | None"
     for name, parameter in inspect.signature(workspace).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -193,6 +201,38 @@ def of_stage_kind() -> str:
     return function("stage_kind", parameters, "Callable[[_Body[_C, _I]], StageKind]", str(xray.stage_kind.__doc__))
 
 
+def of_function(described: Any) -> str:
+    """A function as it stands in the code."""
+    parameters = []
+    for name, parameter in inspect.signature(described).parameters.items():
+        if name == "self":
+            parameters.append(name)
+            continue
+        text = f"{name}: {known_type(parameter.annotation)}"
+        is_required = parameter.default is parameter.empty
+        parameters.append(text if is_required else f"{text} = {default(parameter.default)}")
+    returns = known_type(inspect.signature(described).return_annotation)
+    return function(described.__name__, parameters, returns, inspect.getdoc(described) or "")
+
+
+def of_class(described: type[Any], bases: str = "") -> str:
+    """The public members of a class that it defines itself."""
+    lines = [f"class {described.__name__}{bases}:"]
+    if dataclasses.is_dataclass(described):
+        lines += [f"    {field.name}: {known_type(str(field.type))}" for field in dataclasses.fields(described)]
+    for name, member in vars(described).items():
+        if name.startswith("_") or not isinstance(member, property | types.FunctionType):
+            continue
+        if isinstance(member, property):
+            lines.append("    @property")
+        lines += [f"    {line}" for line in of_function(getattr(member, "fget", member)).splitlines()]
+    return "\n".join(lines)
+
+
+def known_type(annotation: str) -> str:
+    return annotation if set(re.findall(r"\w+", annotation)) <= KNOWN else "Any"
+
+
 def shipped() -> list[StageKind]:
     return [getattr(kinds, name) for name in kinds.__all__ if isinstance(getattr(kinds, name), StageKind)]
 
@@ -202,14 +242,16 @@ def stub() -> str:
     known = Types()
     functions = [text for kind in shipped() for text in of_kind(kind, known)]
     functions += [of_workspace(known), of_reward(known), of_stage_kind()]
+    functions += [of_function(xray.checkpoint), of_function(xray.register)]
+    functions += [of_class(xray.Result), of_class(xray.Workspace, "(Graph)")]
     # `flow` takes no runner of another future, though a RayTaskRunner is one.
     functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", str(xray.task_runner.__doc__)))
     imports = [
         f"from {module} import {', '.join(f'{name} as {name}' for name in sorted(names) if name not in WRITTEN)}"
-        for module, names in sorted({**xray._WHERE, "xray_runtime.graph.graph": ("Graph",)}.items())
+        for module, names in sorted({**xray._WHERE, **MORE}.items())
         if set(names) - set(WRITTEN)
     ]
-    imports.append("from xray_runtime.graph.handles import RewardSource, Weighted")
+    imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
     known.section(RewardTerm)
     parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), *functions]
     return formatted("\n\n".join(parts) + "\n")

@@ -96,7 +96,9 @@ PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 30) -> None:
+def calculator(
+    output: str = "runs/calculator", seed: int = 0, method: xray.Method = "grpo", iterations: int = 30
+) -> None:
     """From calls that are right half of the time to calls that are right."""
     with xray.workspace(output, project="calculator", seed=seed):
         questions, sft = start(Path(output).absolute())

@@ -29,6 +29,7 @@ _WHERE = {
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
     "xray_runtime.config.engines": ("Section",),
+    "xray_runtime.config.methods": ("Method",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),
     "xray_runtime.graph.artifacts": (

@@ -9,13 +9,12 @@ from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner
 
 from xray import data as data, environments as environments, rewards as rewards
-from xray.session import checkpoint as checkpoint, register as register
-from xray.tasks.result import Result as Result
-from xray.tasks.workspace import Workspace as Workspace
 from xray_runtime.algorithms.checking import check_advantages as check_advantages, check_loss as check_loss
 from xray_runtime.algorithms.estimators import AdvantageInputs as AdvantageInputs
 from xray_runtime.algorithms.losses import PolicyLossInputs as PolicyLossInputs, TokenLoss as TokenLoss
 from xray_runtime.config.engines import Section as Section
+from xray_runtime.config.methods import Method as Method
+from xray_runtime.config.runtime import RuntimeConfig as RuntimeConfig
 from xray_runtime.config.validation import ConfigError as ConfigError
 from xray_runtime.environments.protocol import Start as Start, Step as Step
 from xray_runtime.graph.artifacts import (
@@ -30,12 +29,12 @@ from xray_runtime.graph.artifacts import (
     RewardModel as RewardModel,
 )
 from xray_runtime.graph.graph import Graph as Graph
-from xray_runtime.graph.handles import Handle as Handle, RewardSource, Weighted
+from xray_runtime.graph.handles import Handle as Handle, RewardSource, Weighable
 from xray_runtime.graph.kind import Recorder as Recorder, Stage as Stage, StageKind as StageKind
 
 _C = TypeVar("_C")
 _I = TypeVar("_I")
-_Reward: TypeAlias = Handle | Weighted | RewardSource | Callable[..., Any] | _RewardTerm
+_Reward: TypeAlias = Weighable | Callable[..., Any] | _RewardTerm
 _Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
 
 class _FrozenConfig(TypedDict, total=False):
@@ -1672,7 +1671,7 @@ def workspace(
     *,
     project: str = "xray",
     seed: int = 0,
-    runtime: _RuntimeConfig | None = None,
+    runtime: RuntimeConfig | _RuntimeConfig | None = None,
     until: str | None = None,
     gates: Mapping[str, Any] | None = None,
     terms: Mapping[str, _SourceTerms] | None = None,
@@ -1750,6 +1749,113 @@ def stage_kind(
     title: str = ...,
 ) -> Callable[[_Body[_C, _I]], StageKind]:
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
+
+def checkpoint(
+    ref: str,
+) -> Handle:
+    """A checkpoint that exists already, as an input: it is brought here with all it came from.
+
+    Args:
+        ref: a checkpoint directory; `DIR#REF` for a REF in the output directory DIR; `FILE.tar` or `FILE.tar#REF` for
+            a bundle; a REF in this output directory.
+
+    Raises:
+        ConfigError: it names none, or one whose audit is not sound.
+    """
+
+def register(
+    policy: Handle,
+    evaluation: Handle | None = None,
+    name: str | None = None,
+) -> None:
+    """Make a policy the newest version of the registered model `<project>-policy`, as `candidate`.
+
+    Args:
+        evaluation: of the policy; its results go on the model card.
+        name: of the registered model.
+
+    Raises:
+        ConfigError: one of them is of another type.
+    """
+
+class Result:
+    stage: Any
+    output: Path
+    tracking_uri: str
+    @property
+    def path(
+        self,
+    ) -> Path:
+        """Directory of its checkpoint."""
+    @property
+    def sha256(
+        self,
+    ) -> str:
+        """Digest of the checkpoint's manifest, which lists every file with its own."""
+    @property
+    def metrics(
+        self,
+    ) -> dict[str, float]:
+        """The last value of each metric it recorded."""
+    def figure(
+        self,
+    ) -> Any:
+        """Its training curves, as the report shows them; None of a stage that has none."""
+    def series(
+        self,
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Metric → its (step, value) points."""
+    def lineage(
+        self,
+    ) -> str:
+        """Where it came from, as a tree."""
+
+class Workspace(Graph):
+    def submit(
+        self,
+        call: Any,
+    ) -> None:
+        """Called once for each stage, in order. A graph that only plans does nothing."""
+    def register(
+        self,
+        policy: Handle,
+        evaluation: Handle | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Make a policy the newest version of a registered model, as `candidate`.
+
+        Args:
+            evaluation: of the policy; its results go on the model card.
+            name: of the registered model; by default `<project>-policy`.
+        """
+    def checkpoint(
+        self,
+        ref: str,
+    ) -> Handle:
+        """A checkpoint that exists already, here, in another output directory or in a bundle, with all it came from.
+
+        Raises:
+            ConfigError: `ref` names none, or one whose audit is not sound.
+        """
+    def result_of(
+        self,
+        handle: Handle,
+    ) -> Result:
+        """result_of"""
+    def has_ended(
+        self,
+        stage: str,
+    ) -> bool:
+        """Whether a submitted stage is done, or has failed."""
+    def has_failed_with(
+        self,
+        error: Any,
+    ) -> bool:
+        """Whether `error` is what a stage failed with."""
+    def final_results(
+        self,
+    ) -> list[Result]:
+        """Of the stages that no other stage took, evaluations apart: what the run was for."""
 
 def task_runner() -> TaskRunner[PrefectFuture[Any]]:
     """Ray as X-ray uses it, for `@flow(task_runner=…)`: the cluster of RAY_ADDRESS, else one of the run's own."""
