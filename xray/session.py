@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray.tasks.command import is_commanded
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
@@ -81,17 +81,12 @@ def workspace(
     }
     with contextlib.ExitStack() as stack:
         script = None
-        if not _is_shown():
+        # A command shows how the run goes and ends.
+        if not is_commanded():
             from xray.script import Script
 
             script = stack.enter_context(Script(Path(output).absolute()))
         yield stack.enter_context(_opened(output, options, script))
-
-
-def _is_shown() -> bool:
-    """Whether a command shows how the run goes and ends."""
-    module = sys.modules.get("xray.tasks.workspace")
-    return module is not None and module.on_open.get() is not None
 
 
 @contextlib.contextmanager
@@ -106,30 +101,33 @@ def _opened(output: str | Path, options: dict[str, Any], script: Script | None) 
         # Imported now: Prefect reads its settings from the environment once.
         from xray.tasks.workspace import Workspace
 
+        if script is not None:
+            options = options | {"on_open": stack.enter_context(_shown())}
         workspace = Workspace(output, **options)
         if script is not None:
             script.opened(workspace)
-            stack.enter_context(_shown(workspace))
         yield stack.enter_context(workspace)
 
 
 @contextlib.contextmanager
-def _shown(workspace: Workspace) -> Iterator[None]:
-    """Live progress and, where it ends well, a summary of a workspace that nobody else shows."""
+def _shown() -> Iterator[Callable[[Workspace], None]]:
+    """Live progress and, where it ends well, a summary of the workspace that nobody else shows."""
     from rich.console import Console
 
     from xray.cli.display import LiveStages, print_summary
-    from xray.tasks.workspace import on_open
 
     console = Console(stderr=True)
     display = LiveStages(console)
+    opened: list[Workspace] = []
     with contextlib.ExitStack() as stack:
-        token = on_open.set(lambda opened: stack.enter_context(display.watching(opened.progress)))
-        try:
-            yield
-        finally:
-            on_open.reset(token)
-    print_summary(console, workspace.run_record.summary.content, workspace.output)
+
+        def watch(workspace: Workspace) -> None:
+            opened.append(workspace)
+            stack.enter_context(display.watching(workspace.progress))
+
+        yield watch
+    for workspace in opened:
+        print_summary(console, workspace.run_record.summary.content, workspace.output)
 
 
 def checkpoint(ref: str) -> Handle:
