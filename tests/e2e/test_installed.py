@@ -145,8 +145,8 @@ SKIPPED = ("IPython", "matplotlib", "mlflow", "pyarrow", "ray", "torch", "transf
 def mypy(installed: Path, script: Path) -> list[str]:
     """Its errors."""
     cache = installed.parent / "mypy"
-    names = ",".join(f"mypy-{name}.*" for name in SKIPPED)
-    (script.parent / "mypy.ini").write_text(f"[mypy]\n[{names}]\nfollow_imports = skip\n")
+    names = ",".join(f"{name}.*" for name in SKIPPED)
+    (script.parent / "mypy.ini").write_text(f"[mypy]\n[mypy-{names}]\nfollow_imports = skip\n")
     command = [
         str(BIN / "mypy"),
         "--strict",
