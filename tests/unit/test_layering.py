@@ -215,6 +215,15 @@ def test_heavy_libraries_have_one_owner(library: str, owners: set[str]) -> None:
     assert all(any(place.startswith(owner) for owner in owners) for place in importers), importers
 
 
+def test_a_hidden_argument_belongs_to_a_with_block() -> None:
+    """A context variable is set by a context manager beside it, and nowhere else; all others are arguments."""
+    files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in modules().values()}
+    assert {name for name, text in files.items() if "ContextVar" in text} == {
+        "tasks/command.py",
+        "xray_runtime/graph/current.py",
+    }
+
+
 def test_the_command_imports_no_heavy_library() -> None:
     """It answers at once; and what Ray is told in the environment is read when Ray is imported."""
     code = "import sys, xray.cli.main; print(*({'mlflow', 'prefect', 'ray', 'torch', 'vllm'} & set(sys.modules)))"
