@@ -11,7 +11,7 @@ EXTRA ?= $(or $(shell head -n 1 .venv/.installed 2> /dev/null),cpu)
 PYTHON ?= $(or $(shell for python in $(BIN)/python python3.11 python3.12 python3.13; do \
 	$$python -c '' 2> /dev/null && echo $$python && break; done),python3)
 
-.PHONY: help install constraints demo test test-long lint docs audit-deps unit component lifecycle mutants clean
+.PHONY: help install constraints stubs demo test test-long lint docs audit-deps unit component lifecycle mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ constraints: install  ## pin the newest of every dependency in constraints.txt
 	@env -u PIP_FIND_LINKS -u UV_FIND_LINKS $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 		--all-extras --no-header --no-annotate --output-file constraints.txt pyproject.toml > /dev/null
 	@sed -E -i -f .ci/constraints.sed constraints.txt
+
+stubs: install  ## write xray/__init__.pyi: what type checkers know of the stage kinds
+	$(BIN)/python .ci/stubs.py
 
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
@@ -43,7 +46,7 @@ mutants: install  ## which changes of the algorithms' code, and of a sample of t
 lint: install  ## style and types; the docs build without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python .ci/tree.py mypy
 	@$(MAKE) --no-print-directory docs
 
 docs: install  ## build the documentation into site/, offline

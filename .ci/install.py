@@ -70,7 +70,8 @@ def fails(problems):
 
 def wanted(extra, version):
     """What STAMP holds once all is installed: a moved checkout, another Python or build must not pass for this one."""
-    pinned = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", ".ci/install.py"))
+    read = ("pyproject.toml", "setup.py", "constraints.txt", ".ci/install.py")
+    pinned = b"".join((ROOT / name).read_bytes() for name in read)
     return [extra, version, str(ROOT), hashlib.sha256(pinned).hexdigest()]
 
 

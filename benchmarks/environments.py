@@ -55,7 +55,7 @@ METHODS = ("grpo", "ppo")
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def environments(
-    output: Path, seeds: int, tasks: list[str], methods: list[str]
+    output: Path, seeds: int, tasks: list[str], methods: list[xray.Method]
 ) -> dict[tuple[str, str], list[tuple[Any, Any]]]:
     """(task, method) → the suites before and after of each seed."""
     found: dict[tuple[str, str], list[tuple[Any, Any]]] = {}

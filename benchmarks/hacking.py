@@ -94,8 +94,7 @@ def hacking(output: Path, seeds: int, methods: list[str], rewards: list[str]) ->
     """(method, reward) → what each seed did."""
     found: dict[tuple[str, str], list[Played]] = {(m, r): [] for m in methods for r in rewards}
     for seed in range(seeds):
-        sampler = {"engine": "transformers"}
-        with xray.workspace(output, project="hacking", seed=seed, generator=sampler, gold="vader"):
+        with xray.workspace(output, project="hacking", seed=seed, generator={"engine": "transformers"}, gold="vader"):
             chats = xray.prepare(context_messages=1, max_chars=60, max_prompt_tokens=32)
             base = xray.fresh_base(
                 chats, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=192

@@ -39,11 +39,11 @@ Train = Callable[[xray.Handle, xray.Handle, str], xray.Handle]
 """(the SFT model, the dataset, a name for the stages) → the policy."""
 
 
-def by_gradient(method: str, reward: Reward) -> Train:
+def by_gradient(method: xray.Method, reward: Reward) -> Train:
     """A stage of policy gradients."""
 
     def train(sft: xray.Handle, data: xray.Handle, name: str) -> xray.Handle:
-        samples = {} if method in ("ppo", "reinforce++") else {"samples_per_prompt": SAMPLES}
+        samples: dict[str, Any] = {} if method in ("ppo", "reinforce++") else {"samples_per_prompt": SAMPLES}
         prompts = PROMPTS if samples else PROMPTS * SAMPLES
         return xray.ppo(
             sft,

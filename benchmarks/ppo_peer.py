@@ -37,7 +37,7 @@ from xray_runtime.tracking.recorder import METRICS, records_directory
 from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
 
 TRL = "trl==1.11.0"
-WORK = {
+WORK: dict[str, Any] = {
     "prompts_per_iteration": 32,
     "minibatch_size": 16,
     "epochs": 4,
@@ -45,7 +45,7 @@ WORK = {
     "lr": 3e-4,
     "truncation_penalty": 1.0,
 }
-ALIKE = {"warmup_fraction": 0.0, "grad_clip": 1e6, "betas": (0.9, 0.999), "dual_clip": None}
+ALIKE: dict[str, Any] = {"warmup_fraction": 0.0, "grad_clip": 1e6, "betas": (0.9, 0.999), "dual_clip": None}
 """What X-ray does otherwise by default: TRL neither warms up nor clips gradients or losses so."""
 KL = 0.05
 THREADS = 2

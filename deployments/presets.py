@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
+from xray import configs
 from xray_runtime.config.loading import read_mapping
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(configs.__file__).parent
 POOL = "xray"
 QUEUE = "ray"
 """The work queue of long computations, one at a time; what a person waits for is in the pool's default queue."""

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
+from xray_runtime.graph.kind_help import field_help, meanings, role_text, summary, tag
+
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-    from xray_runtime.graph.kind import Role, StageKind
+    from xray_runtime.graph.kind import StageKind
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("xray_runtime.config.lifecycle:LifecycleConfig", "xray.flows.search:SearchConfig")
 """The files people write: each with all sections below it."""
-BOUNDS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
-BOUNDS |= {"minItems": "at least ", "maxItems": "at most "}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Called by MkDocs: lay out the packages as they are installed, for mkdocstrings."""
+    found = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
+    assert found is not None
+    assert found.loader is not None
+    tree = importlib.util.module_from_spec(found)
+    found.loader.exec_module(tree)
+    tree.assemble()
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -59,66 +68,29 @@ def kinds_page() -> str:
 
 
 def _kind(kind: StageKind) -> Iterator[str]:
-    yield _docstring(kind)
+    yield summary(kind)
     yield ""
-    roles, meanings = kind.roles, _attribute_docstrings(kind.inputs)
-    if roles:
+    about = meanings(kind.inputs)
+    if kind.roles:
         yield from _table(
             ("Input", "Type", "Meaning"),
-            ((f"`{name}`", _role(role), meanings.get(name, "")) for name, role in roles.items()),
+            (
+                (f"`{name}`", role_text(role, _link(role.type)), about.get(name, ""))
+                for name, role in kind.roles.items()
+            ),
         )
         yield ""
     yield f"Makes a {_link(kind.output)}."
-    for section in sections_of(kind.config):
-        tag = _tag(kind.config, section)
+    for section in kind.sections:
+        chosen = tag(kind.config, section)
         yield ""
-        yield f"Fields with {tag}:" if tag else "Fields:"
+        yield f'Fields with `{chosen[0]}="{chosen[1]}"`:' if chosen else "Fields:"
         yield ""
         yield from _fields(section)
 
 
-def _role(role: Role) -> str:
-    text = _link(role.type)
-    return f"any number of {text}" if role.many else f"{text}, optional" if role.optional else text
-
-
 def _link(artifact: type[Any]) -> str:
     return f"[`{artifact.__name__}`][{artifact.__module__}.{artifact.__qualname__}]"
-
-
-def _docstring(kind: StageKind) -> str:
-    """Of the body, whose module is read and not imported: it would bring torch along."""
-    spec = importlib.util.find_spec(kind.module)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    about = (ast.get_docstring(tree) or "").partition("\n")[0].partition(": ")[2]
-    name = kind.body.partition(":")[2] if isinstance(kind.body, str) else kind.body.__name__
-    body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    writes = " ".join((ast.get_docstring(body) or "").partition("\n\n")[0].split())
-    return f"{about[:1].upper()}{about[1:]} {writes}".strip()
-
-
-def _attribute_docstrings(owner: type[Any]) -> dict[str, str]:
-    tree = ast.parse(inspect.getsource(owner)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
-
-
-def sections_of(config: Any) -> list[type[BaseModel]]:
-    """A section, or the members of a union of sections."""
-    return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
-
-
-def _tag(config: Any, section: type[BaseModel]) -> str:
-    if isinstance(config, type):
-        return ""
-    tag = get_args(config)[1].discriminator
-    return f'`{tag}="{section.model_fields[tag].default}"`'
 
 
 # Config
@@ -158,7 +130,7 @@ def _all_sections() -> list[type[BaseModel]]:
         module, _, name = path.partition(":")
         visit(getattr(importlib.import_module(module), name), itself=True)
     for kind in KINDS.values():
-        for section in sections_of(kind.config):
+        for section in kind.sections:
             visit(section, itself=False)
     return list(found.values())
 
@@ -175,57 +147,13 @@ def _doc(section: type[BaseModel]) -> str:
 
 
 def _fields(section: type[BaseModel]) -> Iterator[str]:
-    schema = section.model_json_schema()
-    properties, required = schema.get("properties", {}), schema.get("required", [])
     yield from _table(
         ("Field", "Allowed", "Default", "Meaning"),
         (
-            (f"`{name}`", _allowed(field), _default(name, field, required), _meaning(section, name))
-            for name, field in properties.items()
+            (f"`{field.name}`", field.allowed, field.default, field.meaning)
+            for field in field_help(section, lambda name: f"[{name}](config.md#{name.lower()})")
         ),
     )
-
-
-def _meaning(section: type[BaseModel], field: str) -> str:
-    """Where a section has a default of its own, what the section it extends says."""
-    classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
-    return next((text for c in classes if (text := c.model_fields[field].description)), "")
-
-
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in words."""
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return f"[{name}](config.md#{name.lower()})"
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        return " or ".join(dict.fromkeys(_allowed(choice) for choice in choices))
-    if "const" in schema or "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    bounds = ", ".join(f"{sign}{schema[key]}" for key, sign in BOUNDS.items() if key in schema)
-    kind = schema.get("type", "anything")
-    if kind == "array":
-        items = schema.get("items")
-        kind = f"list of {_allowed(items)}" if items else "list of numbers"
-    elif kind == "object":
-        values = schema.get("additionalProperties")
-        kind = f"mapping to {_allowed(values)}" if isinstance(values, dict) else "mapping"
-    names = {"integer": "whole number", "string": "text", "boolean": "true or false", "null": "null"}
-    words = names.get(kind, kind)
-    pattern = f"matches `{schema['pattern']}`" if "pattern" in schema else ""
-    filled = "not empty" if schema.get("minLength") else ""
-    return ", ".join(part for part in (words, filled, bounds, pattern) if part)
-
-
-def _default(name: str, schema: Mapping[str, Any], required: Iterable[str]) -> str:
-    if name in required:
-        return "required"
-    if "default" not in schema:
-        return "empty"
-    value = schema["default"]
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
-        return "its own defaults"
-    return f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
 # Commands

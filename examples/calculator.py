@@ -20,7 +20,7 @@ from typing import Any
 from prefect import flow
 
 import xray
-from xray_runtime.environments.adapters import from_tools, tool_schema
+from xray.environments import from_tools, tool_schema
 
 CONVERSATIONS = 3
 SIGNS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -96,7 +96,9 @@ PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def calculator(output: str = "runs/calculator", seed: int = 0, method: str = "grpo", iterations: int = 30) -> None:
+def calculator(
+    output: str = "runs/calculator", seed: int = 0, method: xray.Method = "grpo", iterations: int = 30
+) -> None:
     """From calls that are right half of the time to calls that are right."""
     with xray.workspace(output, project="calculator", seed=seed):
         questions, sft = start(Path(output).absolute())

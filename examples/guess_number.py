@@ -79,7 +79,9 @@ PLAYED: dict[str, Any] = {
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def guess_number(output: str = "runs/guess-number", seed: int = 0, method: str = "grpo", iterations: int = 40) -> None:
+def guess_number(
+    output: str = "runs/guess-number", seed: int = 0, method: xray.Method = "grpo", iterations: int = 40
+) -> None:
     """From guesses that heed a hint now and then to guesses that do so more often."""
     with xray.workspace(output, project="guess-number", seed=seed):
         data, sft = start(Path(output).absolute())

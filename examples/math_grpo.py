@@ -43,7 +43,9 @@ def half_right(problems: Path) -> tuple[xray.Handle, xray.Handle]:
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def math_grpo(output: str = "runs/math-grpo", seed: int = 0, method: str = "grpo", iterations: int = 30) -> None:
+def math_grpo(
+    output: str = "runs/math-grpo", seed: int = 0, method: xray.Method = "grpo", iterations: int = 30
+) -> None:
     """From demonstrations that are half right to a policy that is right."""
     problems = Path(output).absolute() / "problems.jsonl"
     write_problems(problems)

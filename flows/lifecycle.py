@@ -17,12 +17,11 @@ from prefect.runtime import deployment
 from xray.flows.lifecycle_graph import lifecycle_graph, recorded_graph
 from xray.flows.lineage import publish_lineage
 from xray.tasks.page import show
+from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import check_storage
 from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.planning.demand import check_graph
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.nodes import nodes
 from xray_runtime.workers.placement import resolve_layouts, with_device
@@ -44,10 +43,9 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
     # What cannot work is noticed before anything is computed.
-    check_storage(config)
     config, _ = resolve_layouts(config)
-    check_graph(recorded_graph(config), with_device(config.runtime).device, nodes())
-    with open_workspace(config, root, until=until) as workspace:
+    check_run(recorded_graph(config), with_device(config.runtime).device, nodes())
+    with open_workspace(config, root, until=until, checked=True) as workspace:
         ends = lifecycle_graph(config)
         workspace.register(ends.policy, ends.evaluation)
     publish(workspace)

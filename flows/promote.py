@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
@@ -51,33 +50,51 @@ class Approval(RunInput):
     note: str = Field(min_length=1, description="Your reason; it is recorded with the decision.")
 
 
-ask_here: ContextVar[Callable[[str], Approval] | None] = ContextVar("ask_here", default=None)
-"""How to ask the person who started the flow in this process, given the review as text."""
+Ask = Callable[[str], Approval]
+"""Asks a person, given the review as text."""
 
 
-@flow(name="promote", flow_run_name="promote {name}", persist_result=False)
-def promote(
+def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
+    """The flow `promote`, which asks a person so."""
+
+    @flow(name="promote", flow_run_name="promote {name}", persist_result=False)
+    def promote(
+        output: str,
+        name: str,
+        candidate: str | None = None,
+        gates: PromotionConfig | None = None,
+        tracking_uri: str | None = None,
+        public_key: str | None = None,
+        verdicts: str | None = None,
+    ) -> dict[str, Any]:
+        """Make a candidate champion of the registered model `name`, if it passes and a person agrees.
+
+        Args:
+            output: output directory of the lifecycle.
+            candidate: as in `xray lineage`; by default what has the alias `candidate`.
+            gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its
+                evaluation has on record.
+            verdicts: what people said of replies of candidate and champion, as `xray preferences` published it: in the
+                comparison they judge too.
+
+        Raises:
+            NotPromoted: the audit, a gate or a person stopped it.
+        """
+        return _promote(output, name, candidate, gates, tracking_uri, public_key, verdicts, ask)
+
+    return promote
+
+
+def _promote(
     output: str,
     name: str,
-    candidate: str | None = None,
-    gates: PromotionConfig | None = None,
-    tracking_uri: str | None = None,
-    public_key: str | None = None,
-    verdicts: str | None = None,
+    candidate: str | None,
+    gates: PromotionConfig | None,
+    tracking_uri: str | None,
+    public_key: str | None,
+    verdicts: str | None,
+    ask: Ask,
 ) -> dict[str, Any]:
-    """Make a candidate champion of the registered model `name`, if it passes and a person agrees.
-
-    Args:
-        output: output directory of the lifecycle.
-        candidate: as in `xray lineage`; by default what has the alias `candidate`.
-        gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its evaluation
-            has on record.
-        verdicts: what people said of replies of candidate and champion, as `xray preferences` published it: in the
-            comparison they judge too.
-
-    Raises:
-        NotPromoted: the audit, a gate or a person stopped it.
-    """
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
     place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
@@ -104,7 +121,7 @@ def promote(
                 comparison = _compared(place, node, others.checkpoint, said)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
-        answer = _ask(text)
+        answer = ask(text)
         if not answer.approve:
             promotion.decline(place, seen, by=answer.name, note=answer.note)
             raise NotPromoted([f"{answer.name} declined: {answer.note}"])
@@ -205,10 +222,7 @@ def review_markdown(seen: Review, place: LineageStore) -> str:
     return "\n".join(lines)
 
 
-def _ask(text: str) -> Approval:
-    here = ask_here.get()
-    if here is not None:
-        return here(text)
+def _ask_on_page(text: str) -> Approval:
     if deployment.id is None:
         raise ConfigError("promote: no one is there to approve: run it as a deployment, or with `xray promote`")
     # The answer to this question alone: with another candidate or champion since, the person is asked again.
@@ -236,3 +250,7 @@ def _publish(text: str, root: Path) -> None:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\\*`])", r"\\\1", text).replace("\n", " ").replace("<", "&lt;")
+
+
+promote = promote_flow(_ask_on_page)
+"""As a deployment runs it: it suspends itself with a form on its page."""

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 import ray
-from prefect import flow, tags as prefect_tags
+from prefect import Flow, flow, tags as prefect_tags
 from prefect.context import hydrated_context, serialize_context
 from prefect.states import Cancelled
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -220,8 +219,8 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-_report: ContextVar[Callable[[tuple[int, float]], None]] = ContextVar("report")
-"""Who is told the points that pruning watches."""
+Report = Callable[[tuple[int, float]], None]
+"""Takes the points that pruning watches."""
 
 
 class LifecycleTrial:
@@ -237,7 +236,6 @@ class LifecycleTrial:
 
     def measure(self) -> float:
         """Run the trial; returns its value."""
-        _report.set(self.points.append)
         here, trial = self._here, self.trial
         os.environ |= {name: value.get_secret_value() for name, value in here["variables"].items()}
         sys.path += [path for path in here["path"] if path not in sys.path]
@@ -247,26 +245,44 @@ class LifecycleTrial:
         with settings, prefect_tags("xray", f"search:{trial.search.name}"):
             config = with_values(trial.config, trial.values)
             where = (str(trial.root), str(trial.place), here["tracking_uri"])
-            state: Any = run_trial(config, trial.search, trial.values, *where, return_state=True)
+            run = trial_flow(self.points.append)
+            state: Any = run(config, trial.search, trial.values, *where, return_state=True)
             if state.is_cancelled():
                 raise RuntimeError("its lifecycle was stopped")
             value: float = state.result()
         return value
 
 
-@flow(name="trial", flow_run_name="{search.name} {values}", task_runner=task_runner(), persist_result=False)
-def run_trial(
+def trial_flow(report: Report) -> Flow[..., Any]:
+    """The flow of one trial, which reports the points that pruning watches."""
+
+    @flow(name="trial", flow_run_name="{search.name} {values}", task_runner=task_runner(), persist_result=False)
+    def run_trial(
+        config: LifecycleConfig,
+        search: SearchConfig,
+        values: dict[str, Any],
+        output: str,
+        place: str,
+        tracking_uri: str | None,
+    ) -> Any:
+        """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`.
+
+        Returns the trial's value.
+        """
+        return _run_trial(config, search, values, output, place, tracking_uri, report)
+
+    return run_trial
+
+
+def _run_trial(
     config: LifecycleConfig,
     search: SearchConfig,
     values: dict[str, Any],
     output: str,
     place: str,
     tracking_uri: str | None,
+    report: Report,
 ) -> Any:
-    """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`.
-
-    Returns the trial's value.
-    """
     config, _ = resolve_layouts(config)
     write_atomic(Path(place) / CONFIG, resolved_yaml(config))
     tags = {"xray.search": search.name, "xray.trial": json.dumps(values)}
@@ -277,7 +293,7 @@ def run_trial(
             lifecycle_graph(config)
             if search.watched is not None:
                 key = _key(workspace, search.watched[0])
-                _follow(workspace, key, *search.watched)
+                _follow(workspace, key, *search.watched, report)
     except Exception as error:
         if not is_cancelled(error):
             raise
@@ -311,7 +327,7 @@ def _key(workspace: Workspace, stage: str) -> str:
     return identify(call.kind, stage, call.config, call.seed, runtime, parents, call.functions, memory)[0].key
 
 
-def _follow(workspace: Workspace, key: str, stage: str, metric: str) -> None:
+def _follow(workspace: Workspace, key: str, stage: str, metric: str, report: Report) -> None:
     """Report each point of `metric` until the stage has ended."""
     path = records_directory(workspace.output, stage, key) / METRICS
     ended, done = False, 0
@@ -320,7 +336,7 @@ def _follow(workspace: Workspace, key: str, stage: str, metric: str) -> None:
         for step, value in read_metrics(path).get(metric, []):
             if step >= done and math.isfinite(value):
                 done = step + 1
-                _report.get()((done, value))
+                report((done, value))
         time.sleep(POLL_SECONDS)
 
 

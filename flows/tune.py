@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import optuna
 import ray
-from prefect import flow
+from prefect import Flow, flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -48,27 +47,36 @@ from xray_runtime.seeding import derive_seed
 log = logging.getLogger(__name__)
 
 Event = tuple[Trial, TrialRecord]
-watch_here: ContextVar[Callable[[Event], None]] = ContextVar("watch_here")
-"""Who is told when a trial begins and ends."""
 
 
-@flow(name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False)
-def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
-    """Search fields of `config` in the directory `output`; returns what `results.json` says.
+def tune_flow(tell: Callable[[Event], None]) -> Flow[..., dict[str, Any]]:
+    """The flow `tune`, which calls `tell` when a trial begins and ends."""
 
-    Raises:
-        ConfigError: the search does not fit the config, or its metric is never logged.
-        RuntimeError: no trial finished.
-    """
+    @flow(
+        name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False
+    )
+    def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
+        """Search fields of `config` in the directory `output`; returns what `results.json` says.
+
+        Raises:
+            ConfigError: the search does not fit the config, or its metric is never logged.
+            RuntimeError: no trial finished.
+        """
+        return _tune(config, search, output, tell)
+
+    return tune
+
+
+def _tune(config: LifecycleConfig, search: SearchConfig, output: str, tell: Callable[[Event], None]) -> dict[str, Any]:
     root = Path(output).absolute()
     at_hand = Search(root, config, search, search_space(config, search))
     at_hand.directory.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    check_storage(config)
+    check_storage(config.runtime)
     before = at_hand.directory / "flow_run"
     crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
     write_atomic(before, str(flow_run.id))
-    trials = run_search(at_hand)
+    trials = run_search(at_hand, tell=tell)
     results = report(at_hand, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
     if results["best"] is None:
@@ -76,14 +84,24 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
     return results
 
 
-def run_search(search: Search, process: type[LifecycleTrial] = LifecycleTrial) -> list[tuple[Trial, TrialRecord]]:
-    """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`."""
+def _log(event: Event) -> None:
+    log.info("trial %d %s: %s", event[1].number, event[1].values, event[1].state)
+
+
+def run_search(
+    search: Search, process: type[LifecycleTrial] = LifecycleTrial, tell: Callable[[Event], None] = _log
+) -> list[tuple[Trial, TrialRecord]]:
+    """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`.
+
+    Args:
+        process: what measures a trial, as an actor.
+        tell: called when a trial begins and ends.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     waiting, at_work = _next_trials(search), list[_Run]()
     # On this node, whose disk the output is on; it answers while it measures.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(process).options(num_cpus=0, max_concurrency=2, scheduling_strategy=here)
-    tell = watch_here.get(_log)
     try:
         while True:
             for trial in islice(waiting, search.wanted.concurrent - len(at_work)):
@@ -177,5 +195,5 @@ class _Run:
         self.tell((self.trial, record))
 
 
-def _log(event: Event) -> None:
-    log.info("trial %d %s: %s", event[1].number, event[1].values, event[1].state)
+tune = tune_flow(_log)
+"""As a deployment runs it."""

@@ -1,16 +1,48 @@
-"""Whether the parts of a run on a cluster can reach each other: where not, it is refused before it computes."""
+"""What a run needs is there, and its parts can reach each other: where not, it is refused before it computes."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
+from xray_runtime.config.loading import check_storage
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
+from xray_runtime.graph.graph import Graph, StageCall
+from xray_runtime.graph.stage_identity import check_hub_names
+from xray_runtime.planning.demand import Resources, check_call
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
+
+
+def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> None:
+    """Check the whole graph of a run before it starts: its shared store, and each of its stages (`check_stages`).
+
+    Raises:
+        ConfigError: one of them is not there, or asks for too much.
+    """
+    check_storage(graph.runtime)
+    check_stages(graph.calls.values(), graph.runtime, device, nodes)
+
+
+def check_stages(
+    calls: Iterable[StageCall], runtime: RuntimeConfig, device: str, nodes: Sequence[Resources] | None
+) -> None:
+    """Check that stages ask for no more than there is, and that what they name on hubs can be had.
+
+    Args:
+        nodes: what each node has. None: of a cluster that is not connected yet; it is asked once it is.
+
+    Raises:
+        ConfigError: as `check_call` and `check_hub_names`.
+    """
+    for call in calls:
+        if nodes is not None:
+            check_call(call, runtime, device, nodes)
+        check_hub_names(call.kind, call.name, call.config)
 
 
 def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:

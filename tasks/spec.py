@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
@@ -80,6 +80,21 @@ class StageResult(BaseModel):
     def cached(self) -> bool:
         """Whether the checkpoint was there already."""
         return self.attempts == 0
+
+    @classmethod
+    def of_checkpoint(cls, ref: CheckpointRef) -> Self:
+        """Of a checkpoint that existed before the run."""
+        return cls(
+            name=ref.stage,
+            kind=ref.kind,
+            key="",
+            checkpoint=ref,
+            parents={},
+            dataset=None,
+            mlflow_run_id="",
+            seconds=0.0,
+            attempts=0,
+        )
 
 
 def forwarded_variables() -> dict[str, SecretStr]:

@@ -7,10 +7,8 @@ Leaving the `with` block waits for all of them. One thread follows the tasks and
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +19,8 @@ from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xray.tasks.preflight import check_servers
+from xray.tasks.command import current_command
+from xray.tasks.preflight import check_servers, check_stages
 from xray.tasks.register import register as register_task
 from xray.tasks.result import Result
 from xray.tasks.run_record import RunRecord
@@ -36,9 +35,8 @@ from xray_runtime.cores import load
 from xray_runtime.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.handles import Handle
-from xray_runtime.graph.stage_identity import check_hub_names, code_of
+from xray_runtime.graph.stage_identity import code_of
 from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.planning.demand import check_call
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
@@ -54,21 +52,6 @@ PROGRESS_SECONDS = 5
 """How long the progress actor has to answer."""
 STOP_SECONDS = 60
 """How long stages have for their last snapshots when the run is interrupted; longer on a busy machine."""
-
-on_open: contextvars.ContextVar[Callable[[Workspace], None] | None] = contextvars.ContextVar("on_open", default=None)
-"""Called with every workspace that opens: whoever shows progress."""
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """What a command line says of the workspace that a flow opens."""
-
-    output: str | None = None
-    until: str | None = None
-    shorten: bool = False
-
-
-overrides: contextvars.ContextVar[Overrides | None] = contextvars.ContextVar("overrides", default=None)
 
 
 class StoppedEarly(Exception):
@@ -90,6 +73,8 @@ class Workspace(Graph):
         place: directory of lifecycle.json and the report; by default `output`.
         tags: of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
+        checked: its stages were checked already, as a whole (`check_run`).
+        on_open: called with this workspace once it is open, in place of the command's.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
     """
 
@@ -107,14 +92,17 @@ class Workspace(Graph):
         place: Path | None = None,
         tags: Mapping[str, str] | None = None,
         tracking_uri: str | None = None,
+        on_open: Callable[[Workspace], None] | None = None,
+        checked: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(runtime, RuntimeConfig):
             runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
-        said = overrides.get() or Overrides()
-        super().__init__(seed, runtime, defaults, shorten=said.shorten)
-        self.output = Path(said.output or output).absolute()
-        self.project, self.until = project, said.until or until
+        command = current_command()
+        super().__init__(seed, runtime, defaults, shorten=command.shorten)
+        self.output = Path(command.output or output).absolute()
+        self.project, self.until = project, command.until or until
+        self._on_open, self._checked = on_open or command.on_open, checked
         self.run_record = RunRecord(
             self.output,
             project=project,
@@ -179,9 +167,8 @@ class Workspace(Graph):
         pool = open_worker_pool(self.context.run_id)
         stack.callback(ray.kill, pool)
         stack.enter_context(self._tasks.following())
-        watch = on_open.get()
-        if watch is not None:
-            watch(self)
+        if self._on_open is not None:
+            self._on_open(self)
 
     def _task_runner(self, stack: contextlib.ExitStack) -> RayTaskRunner[Any]:
         context = FlowRunContext.get()
@@ -193,8 +180,8 @@ class Workspace(Graph):
     # Stages
 
     def submit(self, call: StageCall) -> None:
-        check_call(call, self.runtime, self.runtime.device, nodes())
-        check_hub_names(call.kind, call.name, call.config)
+        if not self._checked:
+            check_stages([call], self.runtime, self.runtime.device, nodes())
         if call.kind.registered_in == "__main__":
             raise ConfigError(
                 f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"
@@ -269,19 +256,7 @@ class Workspace(Graph):
 
     def result_of(self, handle: Handle) -> Result:
         if handle.call is None:
-            ref = self._references[handle.name]
-            known = StageResult(
-                name=ref.stage,
-                kind=ref.kind,
-                key="",
-                checkpoint=ref,
-                parents={},
-                dataset=None,
-                mlflow_run_id="",
-                seconds=0.0,
-                attempts=0,
-            )
-            return self._result(known)
+            return self._result(StageResult.of_checkpoint(self._references[handle.name]))
         if handle.name not in self._tasks:
             raise StoppedEarly(f"{handle.name} is not computed: the run ends with {self.until}")
         return self._result(self._tasks.result(handle.name))

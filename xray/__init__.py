@@ -11,56 +11,14 @@
         xray.register(policy, result)
 
 Every stage kind is a callable here under its name (`xray.sft`), users' own too. Names are looked up when they are
-used, so that `import xray` costs nothing.
+used, so that `import xray` costs nothing. `xray.data`, `xray.environments` and `xray.rewards` hold what code of your
+own needs beside the kinds. Type checkers read `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from xray.session import checkpoint, register, workspace
-    from xray.tasks.result import Result
-    from xray.tasks.task_runner import task_runner
-    from xray.tasks.workspace import Workspace
-    from xray_runtime.algorithms.checking import check_advantages, check_loss
-    from xray_runtime.algorithms.estimators import AdvantageInputs
-    from xray_runtime.algorithms.losses import PolicyLossInputs, TokenLoss
-    from xray_runtime.config.engines import Section
-    from xray_runtime.config.validation import ConfigError
-    from xray_runtime.environments.protocol import Start, Step
-    from xray_runtime.graph.artifacts import (
-        Artifact,
-        Benchmark,
-        Comparison,
-        Dataset,
-        Evaluation,
-        Judgements,
-        Model,
-        Preferences,
-        RewardModel,
-    )
-    from xray_runtime.graph.handles import Handle, reward
-    from xray_runtime.graph.kind import Recorder, Stage, StageKind, stage_kind
-    from xray_runtime.stages.kinds import (
-        BASE as base,
-        BENCHMARK as benchmark,
-        BEST_OF_N as best_of_n,
-        COMPARE as compare,
-        DPO as dpo,
-        EVALUATE as evaluate,
-        FRESH_BASE as fresh_base,
-        KTO as kto,
-        LM_EVAL as lm_eval,
-        PPO as ppo,
-        PREFERENCES as preferences,
-        PREPARE as prepare,
-        REWARD_BASE as reward_base,
-        REWARD_MODEL as reward_model,
-        SFT as sft,
-        SPLIT_PREFERENCES as split_preferences,
-    )
+from typing import Any
 
 _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
@@ -71,6 +29,7 @@ _WHERE = {
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
     "xray_runtime.config.engines": ("Section",),
+    "xray_runtime.config.methods": ("Method",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),
     "xray_runtime.graph.artifacts": (
@@ -84,13 +43,18 @@ _WHERE = {
         "Preferences",
         "RewardModel",
     ),
-    "xray_runtime.graph.graph": ("Handle", "reward"),
+    "xray_runtime.graph.handles": ("Handle", "reward"),
     "xray_runtime.graph.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 
+_SUBMODULES = ("data", "environments", "rewards")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"xray.{name}")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if not name.startswith("_"):
@@ -107,4 +71,4 @@ def __dir__() -> list[str]:
     from xray_runtime.stages.kinds import find_kind
 
     find_kind("")
-    return sorted([*_MODULES, *KINDS])
+    return sorted([*_MODULES, *_SUBMODULES, *KINDS])

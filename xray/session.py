@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray.tasks.command import is_commanded
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
 from xray_runtime.graph.artifacts import Evaluation, Model
 from xray_runtime.graph.current import current_graph, is_planning
@@ -21,7 +22,21 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Graph]:
+def workspace(
+    output: str | Path = "runs/xray",
+    *,
+    project: str = "xray",
+    seed: int = 0,
+    runtime: RuntimeConfig | Mapping[str, Any] | None = None,
+    until: str | None = None,
+    gates: Mapping[str, Any] | None = None,
+    terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
+    record: Mapping[str, Any] | None = None,
+    place: Path | None = None,
+    tags: Mapping[str, str] | None = None,
+    tracking_uri: str | None = None,
+    **defaults: Any,
+) -> Iterator[Graph]:
     """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
 
     A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
@@ -29,35 +44,49 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
 
     Args:
         output: directory of everything the run makes.
-        options: see `Workspace`: project, seed, runtime, until, and fields for every stage that has them
-            (generator, frozen, gold).
+        project: MLflow's experiment; a policy is registered as `<project>-policy`.
+        seed: every random choice derives from it.
+        runtime: where and how the work runs.
+        until: the stage after which nothing more is computed.
+        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
+        terms: source → its licence, origin and personal data, for the signed records and the cards.
+        record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
+        place: directory of lifecycle.json and the report; by default `output`.
+        tags: of the MLflow run.
+        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
+        defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
 
     Raises:
         ConfigError: an option is not allowed.
     """
     planned = is_planning()
     if planned is not None:
-        runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
-        seed = options.pop("seed", 0)
-        for name in ("project", "until", "gates", "terms", "record", "place", "tags", "tracking_uri"):
-            options.pop(name, None)
-        with Graph(seed, runtime, options) as graph:
+        if not isinstance(runtime, RuntimeConfig):
+            runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
+        with Graph(seed, runtime, defaults) as graph:
             planned.append((Path(output).absolute(), graph))
             yield graph
         return
+    options = defaults | {
+        "project": project,
+        "seed": seed,
+        "runtime": runtime,
+        "until": until,
+        "gates": gates,
+        "terms": terms,
+        "record": record,
+        "place": place,
+        "tags": tags,
+        "tracking_uri": tracking_uri,
+    }
     with contextlib.ExitStack() as stack:
         script = None
-        if not _is_shown():
+        # A command shows how the run goes and ends.
+        if not is_commanded():
             from xray.script import Script
 
             script = stack.enter_context(Script(Path(output).absolute()))
         yield stack.enter_context(_opened(output, options, script))
-
-
-def _is_shown() -> bool:
-    """Whether a command shows how the run goes and ends."""
-    module = sys.modules.get("xray.tasks.workspace")
-    return module is not None and module.on_open.get() is not None
 
 
 @contextlib.contextmanager
@@ -72,30 +101,33 @@ def _opened(output: str | Path, options: dict[str, Any], script: Script | None) 
         # Imported now: Prefect reads its settings from the environment once.
         from xray.tasks.workspace import Workspace
 
+        if script is not None:
+            options = options | {"on_open": stack.enter_context(_shown())}
         workspace = Workspace(output, **options)
         if script is not None:
             script.opened(workspace)
-            stack.enter_context(_shown(workspace))
         yield stack.enter_context(workspace)
 
 
 @contextlib.contextmanager
-def _shown(workspace: Workspace) -> Iterator[None]:
-    """Live progress and, where it ends well, a summary of a workspace that nobody else shows."""
+def _shown() -> Iterator[Callable[[Workspace], None]]:
+    """Live progress and, where it ends well, a summary of the workspace that nobody else shows."""
     from rich.console import Console
 
     from xray.cli.display import LiveStages, print_summary
-    from xray.tasks.workspace import on_open
 
     console = Console(stderr=True)
     display = LiveStages(console)
+    opened: list[Workspace] = []
     with contextlib.ExitStack() as stack:
-        token = on_open.set(lambda opened: stack.enter_context(display.watching(opened.progress)))
-        try:
-            yield
-        finally:
-            on_open.reset(token)
-    print_summary(console, workspace.run_record.summary.content, workspace.output)
+
+        def watch(workspace: Workspace) -> None:
+            opened.append(workspace)
+            stack.enter_context(display.watching(workspace.progress))
+
+        yield watch
+    for workspace in opened:
+        print_summary(console, workspace.run_record.summary.content, workspace.output)
 
 
 def checkpoint(ref: str) -> Handle:

@@ -12,7 +12,7 @@ import pytest
 
 from xray.flows.search import SearchConfig, search_space, with_values
 from xray.flows.trials import LifecycleTrial, Search, Trial, TrialRecord, UnknownMetricError
-from xray.flows.tune import Event, run_search, watch_here
+from xray.flows.tune import Event, run_search
 from xray.flows.tune_report import report
 from xray_runtime.config.loading import load_config, validate
 
@@ -88,10 +88,8 @@ def test_a_search_goes_on_and_more_trials_add_to_it(tmp_path: Path) -> None:
         if (event[1].number, event[1].state) == (1, "running"):
             raise RuntimeError("killed")
 
-    token = watch_here.set(die)
     with pytest.raises(RuntimeError, match="killed"):
-        run_search(search(tmp_path), Pretended)
-    watch_here.reset(token)
+        run_search(search(tmp_path), Pretended, die)
     trials = run_search(search(tmp_path), Pretended)
     assert [record.state for record in records(trials)] == ["finished"] * 3
     assert [record.value for _, record in trials] == [loss(trial.values) for trial, _ in trials]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 import tomllib
@@ -64,26 +63,19 @@ OWNERS = {
 """Heavy library → the only places that import it."""
 
 
-PACKAGES = {
-    "xray": "xray",
-    "deployments": "xray.deployments",
-    "flows": "xray.flows",
-    "tasks": "xray.tasks",
-    "xray_runtime": "xray_runtime",
-}
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+MAPPED = SETTINGS["setuptools"]["package-dir"]
+PACKAGES = {"xray": "xray", "xray_runtime": "xray_runtime"} | {folder: package for package, folder in MAPPED.items()}
 """Folder → the name its files are imported under."""
 
 
 def modules() -> dict[str, Path]:
-    """Every module of ours by its name, each once: xray/ links to other folders."""
+    """Every module of ours by its name."""
     found = {}
     for folder, package in PACKAGES.items():
-        for directory, folders, files in os.walk(ROOT / folder):
-            folders[:] = [name for name in folders if not (Path(directory) / name).is_symlink()]
-            for name in files:
-                parts = (Path(directory) / name).relative_to(ROOT / folder).with_suffix("").parts
-                if name.endswith(".py"):
-                    found[".".join([package, *parts]).removesuffix(".__init__")] = Path(directory) / name
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
     return found
 
 
@@ -119,6 +111,22 @@ def rings(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return {
         frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items() if name in seen
     }
+
+
+def test_no_link_is_in_the_repository() -> None:
+    """A checkout without symlinks works, and a tool that follows none sees every file."""
+    folders = [*PACKAGES, "benchmarks", "docs", "examples", "tests"]
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    assert len(paths) > 500
+    assert [path for path in paths if path.is_symlink()] == []
+
+
+def test_packages_are_found_under_their_own_names_from_anywhere(tmp_path: Path) -> None:
+    code = f"import {', '.join(PACKAGES.values())}, flows; print(xray.flows is not flows, xray.flows.__path__[0])"
+    (tmp_path / "flows.py").write_text("")
+    for folder in (ROOT, tmp_path):
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+        assert done.stdout.split() == ["True", str(ROOT / "flows")], done.stderr
 
 
 def test_rings_are_found() -> None:
@@ -168,10 +176,10 @@ def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
 
 def test_folders_keep_their_order(tmp_path: Path) -> None:
     """The contracts in pyproject.toml hold; and an import against them breaks one."""
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    command = [sys.executable, ROOT / ".ci" / "tree.py", "lint-imports", "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    tables = SETTINGS["importlinter"]["contracts"]
     lines = [
         "[importlinter]",
         "root_package = xray_runtime",
@@ -181,7 +189,7 @@ def test_folders_keep_their_order(tmp_path: Path) -> None:
     ]
     lines += ["containers = xray_runtime", "layers =", *(f"    {layer}" for layer in reversed(tables[1]["layers"]))]
     (tmp_path / "turned.ini").write_text("\n".join(lines))
-    turned = subprocess.run([*command, "--config", tmp_path / "turned.ini"], cwd=ROOT, capture_output=True, text=True)
+    turned = subprocess.run([*command, f"--config={tmp_path / 'turned.ini'}"], cwd=ROOT, capture_output=True, text=True)
     assert turned.returncode == 1, turned.stdout
 
 
@@ -205,6 +213,15 @@ def test_heavy_libraries_have_one_owner(library: str, owners: set[str]) -> None:
     }
     assert importers
     assert all(any(place.startswith(owner) for owner in owners) for place in importers), importers
+
+
+def test_a_hidden_argument_belongs_to_a_with_block() -> None:
+    """A context variable is set by a context manager beside it, and nowhere else; all others are arguments."""
+    files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in modules().values()}
+    assert {name for name, text in files.items() if "ContextVar" in text} == {
+        "tasks/command.py",
+        "xray_runtime/graph/current.py",
+    }
 
 
 def test_the_command_imports_no_heavy_library() -> None:

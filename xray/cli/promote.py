@@ -120,13 +120,13 @@ def _run(
     from xray.flows import promote as flows
     from xray_runtime.lineage.gates import NotPromoted
 
-    flows.ask_here.set(lambda text: _ask(text, by, note))
+    promote = flows.promote_flow(lambda text: _ask(text, by, note))
     try:
         if rollback:
             note = note or typer.prompt("Why")
             done = flows.rollback(output, name, by, note, tracking_uri)
         else:
-            done = flows.promote(output, name, ref, _overrides(gates or []), tracking_uri, verdicts=verdicts)
+            done = promote(output, name, ref, _overrides(gates or []), tracking_uri, verdicts=verdicts)
     except NotPromoted as error:
         print("not promoted:")
         for reason in error.reasons:

@@ -17,15 +17,13 @@ from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import CONFIG, interrupted_stages
-from xray.tasks.preflight import check_ray_address
-from xray_runtime.config.loading import check_storage, load_config, parse_overrides, resolved_yaml, validate
+from xray.tasks.preflight import check_ray_address, check_run
+from xray_runtime.config.loading import load_config, parse_overrides, resolved_yaml, validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.planning.demand import check_graph
 from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.workload import local_node, this_machine
 
@@ -111,14 +109,9 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
         raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
     config = load_config(target, overrides)
     directory = (output or Path("runs") / Path(target).stem).absolute()
-    graph = recorded_graph(config)
-    if not os.environ.get("RAY_ADDRESS"):
-        # What is asked of a cluster of its own is asked once the run is connected to it.
-        machine = this_machine(config.runtime.device)
-        check_graph(graph, machine.device, [local_node(machine)])
-    check_storage(config)
-    for call in graph.calls.values():
-        check_hub_names(call.kind, call.name, call.config)
+    machine = this_machine(config.runtime.device)
+    nodes = None if os.environ.get("RAY_ADDRESS") else [local_node(machine)]
+    check_run(recorded_graph(config), machine.device, nodes)
     return {"config": config.model_dump(mode="json")}, config.runtime, directory
 
 

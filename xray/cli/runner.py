@@ -21,6 +21,7 @@ from rich.markup import escape
 from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
 from xray.deployments.patience import NotUpError
+from xray.tasks.command import Command, commanded
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
@@ -78,12 +79,9 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
     with services(job.output, health), contextlib.ExitStack() as stack:
-        from xray.tasks.workspace import Overrides, on_open, overrides
-
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         output = str(job.output) if job.replace_output else None
-        overrides.set(Overrides(output=output, until=job.until, shorten=job.shorten))
 
         def watch(workspace: Workspace) -> None:
             opened.append(workspace)
@@ -92,7 +90,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             # The display asks Ray, so it must end before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
-        on_open.set(watch)
+        stack.enter_context(commanded(Command(output, job.until, job.shorten, watch)))
         if job.config is not None:
             _run_lifecycle(job, display)
         else:
@@ -156,16 +154,15 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
     with services(job.output, health):
         from xray.flows.search import load_search
         from xray.flows.trials import search_directory
-        from xray.flows.tune import tune, watch_here
+        from xray.flows.tune import tune_flow
         from xray.flows.tune_report import print_results
 
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
         config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
-        watch_here.set(display.told)
         with display.watching_trials():
-            content: dict[str, Any] = tune(config, search, str(job.output))
+            content: dict[str, Any] = tune_flow(display.told)(config, search, str(job.output))
     print_results(console, content, search, directory)
     return content
 

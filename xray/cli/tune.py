@@ -65,7 +65,7 @@ def _tune(
     if not os.environ.get("RAY_ADDRESS"):
         here = this_machine(resolved.runtime.device)
         check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
-    check_storage(resolved)
+    check_storage(resolved.runtime)
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
     lock = file_lock(directory)

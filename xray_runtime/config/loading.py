@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -77,13 +78,13 @@ def validate(data: Any) -> LifecycleConfig:
     return validate_as(LifecycleConfig, data)
 
 
-def check_storage(config: LifecycleConfig) -> None:
-    """Write to and read from the shared store, where the config names one. Raises ConfigError with the reason."""
+def check_storage(runtime: RuntimeConfig) -> None:
+    """Write to and read from the shared store, where `runtime` names one. Raises ConfigError with the reason."""
     from xray_runtime.store.shared import SharedStore, StorageError
 
-    if config.runtime.storage is not None:
+    if runtime.storage is not None:
         try:
-            SharedStore(config.runtime.storage).check()
+            SharedStore(runtime.storage).check()
         except StorageError as error:
             raise ConfigError(f"runtime.storage: {error}") from None
 

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class Handle:
+class Weighable:
+    """What may be a source of reward: `0.5 * it` is one that counts half."""
+
+    def __mul__(self, weight: float) -> Weighted:
+        return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
+
+    def __rmul__(self, weight: float) -> Weighted:
+        return self * weight
+
+
+class Handle(Weighable):
     """A checkpoint that exists, or the stage that will make it."""
 
     def __init__(self, graph: Graph, name: str, output: type[Artifact], call: StageCall | None) -> None:
@@ -30,17 +40,12 @@ class Handle:
         """
         return self.graph.result_of(self)
 
-    def __mul__(self, weight: float) -> Weighted:
-        return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
-
-    __rmul__ = __mul__
-
     def __repr__(self) -> str:
         return f"<{self.output.__name__} {self.name}>"
 
 
 @dataclass(frozen=True)
-class RewardSource:
+class RewardSource(Weighable):
     """A source of reward with fields of its own."""
 
     source: Callable[..., Any] | str | Handle | list[Handle] | None
@@ -54,23 +59,16 @@ class RewardSource:
             return self.source
         return f"{self.source.__module__}:{self.source.__qualname__}" if callable(self.source) else "a source of reward"
 
-    def __mul__(self, weight: float) -> Weighted:
-        return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
-
-    __rmul__ = __mul__
-
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(Weighable):
     """A source of reward with its weight."""
 
-    source: Handle | RewardSource
+    source: Weighable
     weight: float
 
     def __mul__(self, weight: float) -> Weighted:
         return Weighted(self.source, self.weight * weight)
-
-    __rmul__ = __mul__
 
 
 def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None, **fields: Any) -> RewardSource:

@@ -29,6 +29,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph
+from xray_runtime.graph.kind_help import help_text, signature
 from xray_runtime.store.seal import Seal, process_seal
 
 if TYPE_CHECKING:
@@ -158,6 +159,11 @@ class StageKind:
     """What it makes, for people: on the model card."""
 
     @property
+    def sections(self) -> list[type[BaseModel]]:
+        """Its config, or the sections that its config is one of."""
+        return members(self.config)
+
+    @property
     def module(self) -> str:
         """The module whose code computes it."""
         return self.body.partition(":")[0] if isinstance(self.body, str) else self.body.__module__
@@ -204,7 +210,7 @@ class StageKind:
     @property
     def all_field_names(self) -> set[str]:
         """The fields of its config, whichever is chosen."""
-        return {name for member in members(self.config) for name in member.model_fields}
+        return {name for section in self.sections for name in section.model_fields}
 
     def __call__(self, *inputs: Any, name: str | None = None, **keywords: Any) -> Handle:
         """Add a stage of this kind to the graph at hand.
@@ -218,6 +224,20 @@ class StageKind:
             ConfigError: a field is unknown or its value not allowed, or an input is missing or of another type.
         """
         return current_graph().add(self, inputs, keywords, name)
+
+
+class _OfKind:
+    """An attribute that a kind computes when `help()` or an editor asks; of the class `StageKind` it is `ours`."""
+
+    def __init__(self, compute: Callable[[StageKind], Any], ours: Any) -> None:
+        self._compute, self._ours = compute, ours
+
+    def __get__(self, kind: StageKind | None, owner: type[StageKind]) -> Any:
+        return self._ours if kind is None else self._compute(kind)
+
+
+StageKind.__doc__ = _OfKind(help_text, StageKind.__doc__)  # type: ignore[assignment]
+StageKind.__signature__ = _OfKind(signature, None)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from xray_runtime.store.function_digest import FunctionCode, digest_function
 from xray_runtime.store.identity import code_digest
 from xray_runtime.store.libraries import is_unpackaged, library_versions, top_of
-from xray_runtime.store.module_graph import reach
+from xray_runtime.store.module_graph import PUBLIC, reach
 from xray_runtime.store.syntax import CodeDigestError
 
 __all__ = [
@@ -80,7 +80,7 @@ def callable_digests(function: Function, packages: Iterable[str], leave_out: Col
         CodeDigestError: as in `module_digests`; or the function's source or one of its values has no digest.
     """
     code, followed = _code_of(function, packages)
-    roots = [module for module in sorted(code.modules) if top_of(module) in followed]
+    roots = [module for module in sorted(code.modules) if top_of(module) in followed or module in PUBLIC]
     return code.digests | module_digests(roots, followed, leave_out)
 
 

@@ -136,6 +136,11 @@ class _Walk:
             if statement.level:
                 raise CodeDigestError(f"{where}: a relative import; {REMEDY}")
             self.modules.update(t for t in targets(statement, where, False, self._finder) if self._is_module(t))
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                held = function.__globals__.get(part.value.id)
+                if isinstance(held, ModuleType) and self._finder.find(name := f"{held.__name__}.{part.attr}"):
+                    self.modules.add(name)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         values = {f"variable {name!r}": cell.cell_contents for name, cell in cells.items()}
         values |= {"the defaults": function.__defaults__, "the keyword defaults": function.__kwdefaults__}

@@ -14,6 +14,8 @@ from pathlib import Path
 from xray_runtime.store.libraries import top_of, version_of
 from xray_runtime.store.syntax import DECLARATION, CodeDigestError, Import, Syntax, read_syntax
 
+PUBLIC = ("xray.data", "xray.environments", "xray.rewards")
+"""Modules that pass names on and compute nothing: what they import is followed, though `xray` above them is not."""
 EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 
 
@@ -103,6 +105,12 @@ def reach(roots: Iterable[str], follow: Callable[[str], bool], leave_out: Collec
     seen, left_out = set(leave_out), tuple(f"{name}." for name in leave_out)
     while waiting:
         whole = waiting.popleft()
+        if whole in PUBLIC:
+            place = None if whole in seen else finder.find(whole)
+            seen.add(whole)
+            if place is not None and place.file is not None:
+                waiting.extend(_imported(whole, place, read_syntax(place.file), finder))
+            continue
         if not follow(top_of(whole)):
             if top_of(whole) not in sys.stdlib_module_names:
                 found.libraries.add(top_of(whole))

@@ -85,6 +85,15 @@ def syntax_of(tree: ast.Module, where: str) -> Syntax:
         for node in nodes
         if isinstance(node, ast.ImportFrom)
     ]
+    # `import p` and then `p.q` reaches the module p.q, where it is one: packages may import it when it is asked for.
+    bound = {
+        a.asname or a.name.partition(".")[0]: a for node in nodes if isinstance(node, ast.Import) for a in node.names
+    }
+    imports += [
+        Import(f"{bound[node.value.id].name if bound[node.value.id].asname else node.value.id}.{node.attr}")
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound
+    ]
     literal, unreadable_line = _imports_by_call(nodes)
     return Syntax(
         digest=tree_digest(tree),

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 import xray
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, write_pairs
+from xray.data import HELDOUT, TRAIN, Example, Pairs, write_pairs
 
 
 class KeepShortestConfig(xray.Section):

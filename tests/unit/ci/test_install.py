@@ -21,7 +21,7 @@ def checkout(tmp_path: Path) -> Path:
     """The files that an installation reads, in a directory with a space in its name."""
     folder = tmp_path / "my checkout"
     (folder / ".ci").mkdir(parents=True)
-    for name in (".ci/install.py", "Makefile", "constraints.txt", "pyproject.toml"):
+    for name in (".ci/install.py", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 

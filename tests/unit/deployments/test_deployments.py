@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prefect.flows import load_flow_from_entrypoint
 
 from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
 from xray_runtime.config.loading import load_config, validate
@@ -39,11 +39,7 @@ def test_the_search_is_the_example() -> None:
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_parameters_are_those_of_the_flow(name: str) -> None:
     deployment = DEPLOYMENTS[name]
-    module, _, function = deployment["entrypoint"].rpartition(".")
-    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-    (flow,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
-    assert "flow" in {decorator.func.id for decorator in flow.decorator_list}  # type: ignore[attr-defined]
-    arguments = {argument.arg for argument in flow.args.args}
+    arguments = set(load_flow_from_entrypoint(deployment["entrypoint"]).parameters.properties)
     assert set(deployment["parameters"]) <= arguments
     if "output" in arguments:
         assert deployment["parameters"]["output"] == "/home/x/output"

@@ -137,8 +137,18 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None
     page = hooks.kinds_page()
     for name, kind in KINDS.items():
         assert f"## xray.{name}\n" in page
-        for section in hooks.sections_of(kind.config):
+        for section in kind.sections:
             assert all(f"| `{field}` |" in page for field in section.model_fields)
+
+
+IMPORTS = re.compile(r"^\s*(?:>>> )?(?:from|import) xray_runtime\b", re.MULTILINE)
+
+
+def test_docs_and_examples_import_xray_alone() -> None:
+    sources = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("examples/*.ipynb"), *ROOT.glob("docs/*.md"), *TEXTS]
+    texts = {path: path.read_text(encoding="utf-8").replace('\\n"', "").replace('    "', "") for path in sources}
+    assert [path.name for path, text in texts.items() if IMPORTS.search(text)] == []
+    assert IMPORTS.search('    "from xray_runtime.data import pairs'.replace('    "', ""))
 
 
 def test_the_docs_stay_short() -> None:

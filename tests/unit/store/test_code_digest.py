@@ -273,3 +273,24 @@ def test_the_digest_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from xray.data import write_pairs\n",
+        "import xray.data\n",
+        "import xray\ndef f(path): return xray.data.Pairs(path)\n",
+        "import xray as x\ndef f(path): return x.data.Pairs(path)\n",
+    ],
+)
+def test_what_xray_passes_on_is_followed_to_its_code(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "other.py").write_text("import xray\ndef f(): return xray.Step\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reached = module_digests(["mine"], ["mine", "xray_runtime"])
+    assert "xray_runtime.data.pairs" in reached
+    assert not {"xray", "xray.data", "xray_runtime.environments.http"} & set(reached)
+    assert set(module_digests(["other"], ["other", "xray_runtime"])) == {"other"}

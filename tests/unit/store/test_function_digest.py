@@ -168,6 +168,19 @@ MODULE = {
 }
 
 
+def test_what_a_cell_takes_from_xray_is_followed_to_its_code() -> None:
+    source = """
+        import xray
+        from xray import rewards
+
+        def reward(prompts, replies):
+            return [float(rewards.last_block(reply) == xray.data.TRAIN) for reply in replies]
+    """
+    digests = callable_digests(cell(source)["reward"], ["xray_runtime"])
+    assert {"xray_runtime.rewards.checks", "xray_runtime.data.pairs"} <= set(digests)
+    assert "xray" not in digests
+
+
 def test_a_function_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine").mkdir()

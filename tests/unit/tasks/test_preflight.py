@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from xray.tasks.preflight import check_ray_address, check_servers
+from xray.flows.lifecycle_graph import recorded_graph
+from xray.tasks.command import Command, commanded, current_command, is_commanded
+from xray.tasks.preflight import check_ray_address, check_run, check_servers, check_stages
+from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
 
 BOTH = {"PREFECT_API_URL": "http://prefect.lan:4200/api", "MLFLOW_TRACKING_URI": "http://10.0.0.9:5000"}
@@ -39,3 +44,31 @@ def test_others_are_refused(name: str, address: str | None) -> None:
     environment = BOTH | {name: address} if address else {k: v for k, v in BOTH.items() if k != name}
     with pytest.raises(ConfigError, match=f"^{name}: .* is not allowed on a cluster of 2 machines"):
         check_servers({"10.0.0.1", "10.0.0.2"}, environment)
+
+
+def test_a_whole_run_is_checked_stage_by_stage() -> None:
+    graph = recorded_graph(load_config(None, ["runtime.cpus_per_workhorse=3"]))
+    little, much = [{"CPU": 2.0}], [{"CPU": 64.0}]
+    check_run(graph, "cpu", much)
+    with pytest.raises(ConfigError, match=r"sft: its models need 3 CPUs"):
+        check_run(graph, "cpu", little)
+    # A cluster that is not connected yet is asked later.
+    check_run(graph, "cpu", None)
+    with pytest.raises(ConfigError, match=r"ppo-1: its models need"):
+        check_stages([graph.calls["ppo-1"]], graph.runtime, "cpu", little)
+
+
+def test_a_shared_store_that_is_not_there_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    graph = recorded_graph(load_config(None, [f"runtime.storage=file://{tmp_path / 'file' / 'store'}"]))
+    with pytest.raises(ConfigError, match=r"^runtime\.storage: "):
+        check_run(graph, "cpu", None)
+
+
+def test_a_command_holds_in_its_block() -> None:
+    assert not is_commanded()
+    with commanded(Command(until="sft")):
+        assert is_commanded()
+        assert current_command().until == "sft"
+    assert not is_commanded()
+    assert current_command() == Command()

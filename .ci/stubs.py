@@ -1,0 +1,276 @@
+"""Writes xray/__init__.pyi, which says of `xray` what is only known at run time: stage kinds, their inputs and fields.
+
+`make stubs` after a change of the schema; a test fails where the file is out of date.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel
+from pydantic.fields import FieldInfo
+
+import xray
+from xray.session import workspace
+from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
+from xray_runtime.graph.artifacts import RewardModel
+from xray_runtime.graph.kind import StageKind
+from xray_runtime.graph.kind_help import description, tag
+from xray_runtime.stages import kinds
+
+STUB = Path(__file__).resolve().parents[1] / "xray" / "__init__.pyi"
+HEAD = '''"""What type checkers and editors know of `xray`. `make stubs` writes this file from the code."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar, overload
+
+from prefect.futures import PrefectFuture
+from prefect.task_runners import TaskRunner
+
+from xray import data as data, environments as environments, rewards as rewards
+'''
+REWARD = """
+_C = TypeVar("_C")
+_I = TypeVar("_I")
+_Reward: TypeAlias = Weighable | Callable[..., Any] | _RewardTerm
+_Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
+"""
+WRITTEN = ("workspace", "checkpoint", "register", "reward", "stage_kind", "task_runner", "Result", "Workspace")
+"""What is written out here: to import it would have every user's type checker read Ray and MLflow."""
+KNOWN = {
+    *("Any", "Callable", "Handle", "Mapping", "None", "Path", "Result"),
+    *("bool", "dict", "float", "int", "list", "str", "tuple"),
+}
+"""Annotations that the stub has the names of."""
+MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
+"""Names that the stub needs beside those it passes on."""
+SHARED = ("generator", "frozen", "gold")
+"""Fields that a workspace may give to every stage that has them."""
+
+
+class Types:
+    """Annotations as text, and the sections met in them, each as a TypedDict."""
+
+    def __init__(self) -> None:
+        self.sections: dict[str, str] = {}
+
+    def of_field(self, field: FieldInfo) -> str:
+        """The type of a config field; a function may be handed over where one may be named."""
+        text = self.of(field.annotation)
+        if takes_function(field.annotation, field.metadata):
+            text = text.replace("str", "str | Callable[..., Any]", 1)
+        return text
+
+    def of(self, annotation: Any) -> str:
+        """Any annotation."""
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            text = self.of(arguments[0])
+            return f"{text} | Callable[..., Any]" if takes_function(arguments[0], arguments[1:]) else text
+        if annotation is None or annotation is types.NoneType:
+            return "None"
+        if origin in (typing.Union, types.UnionType):
+            return " | ".join(dict.fromkeys(self.of(part) for part in arguments))
+        if origin is Literal:
+            return f"Literal[{', '.join(map(quoted, arguments))}]"
+        if origin is tuple:
+            return f"tuple[{', '.join(map(self.of, arguments))}] | list[{self.of(arguments[0])}]"
+        if origin in (list, dict, collections.abc.Mapping, collections.abc.Sequence):
+            return f"{origin.__name__}[{', '.join(map(self.of, arguments))}]"
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return self.section(annotation)
+        return "Any" if annotation is Any else str(annotation.__name__)
+
+    def section(self, section: type[BaseModel]) -> str:
+        """The name of a section's TypedDict."""
+        name = f"_{section.__name__}"
+        if name not in self.sections:
+            self.sections[name] = ""  # of a section that holds itself
+            lines = [f"class {name}(TypedDict, total=False):"]
+            for field, info in section.model_fields.items():
+                text = self.of_field(info)
+                # A union is told apart by it, so it must be there.
+                is_tag = text.startswith("Literal[") and text.count(",") == 0 and info.default is not None
+                lines.append(f"    {field}: {f'Required[{text}]' if info.is_required() or is_tag else text}")
+            self.sections[name] = "\n".join(lines if len(lines) > 1 else [*lines, "    ..."])
+        return name
+
+
+def takes_function(annotation: Any, metadata: Any) -> bool:
+    """Whether a text names a function that may be handed over as an object: one that need not be importable by name."""
+    parts = [inner for part in metadata for inner in (part.metadata if isinstance(part, FieldInfo) else [part])]
+    checked = [part.func.__name__ for part in parts if isinstance(part, AfterValidator)]
+    named = any(":[" in str(getattr(p, "pattern", "")) or isinstance(p, BuiltInOrFunction) for p in parts)
+    return annotation is str and named and "_allowed" not in checked
+
+
+def quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def default(value: Any) -> str:
+    return quoted(value) if isinstance(value, bool | int | float | str | None) else "..."
+
+
+def keywords(section: type[BaseModel], known: Types, without: collections.abc.Collection[str]) -> Iterator[str]:
+    """The fields of a section as keyword parameters."""
+    for name, field in section.model_fields.items():
+        if name not in without:
+            text = known.of_field(field)
+            is_required = field.is_required() and name not in SHARED
+            yield f"{name}: {text}" + ("" if is_required else f" = {default(field.default)}")
+
+
+def function(name: str, parameters: list[str], returns: str, docstring: str, *, is_overload: bool = False) -> str:
+    lines = ["@overload"] if is_overload else []
+    lines += [f"def {name}(", *(f"    {parameter}," for parameter in parameters), f") -> {returns}:"]
+    text = inspect.cleandoc(docstring).replace("\\", "\\\\").splitlines() or [name]
+    lines += [f'    """{text[0]}', *(f"    {line}".rstrip() for line in text[1:]), '    """']
+    return "\n".join(lines)
+
+
+def of_kind(kind: StageKind, known: Types) -> Iterator[str]:
+    """One function, or an overload for each section that its config may be."""
+    inputs = []
+    for name, role in kind.roles.items():
+        if role.many and issubclass(role.type, RewardModel) and name in kind.all_field_names:
+            inputs.append(f"{name}: _Reward | Sequence[_Reward] = ()")
+        elif role.many:
+            inputs.append(f"{name}: Handle | Sequence[Handle] = ()")
+        else:
+            inputs.append(f"{name}: Handle | None = None" if role.optional else f"{name}: Handle")
+    for number, section in enumerate(kind.sections):
+        chosen = tag(kind.config, section)
+        without = [*kind.roles, *([chosen[0]] if chosen else [])]
+        of_tag = []
+        if chosen:
+            of_tag = [f"{chosen[0]}: {known.of_field(section.model_fields[chosen[0]])}"]
+            of_tag[0] += f" = {quoted(chosen[1])}" if number == 0 else ""
+        parameters = [*inputs, "*", *of_tag, *keywords(section, known, without), "name: str | None = None"]
+        yield function(
+            kind.name, parameters, "Handle", description(kind, [section]), is_overload=len(kind.sections) > 1
+        )
+
+
+def of_workspace(known: Types) -> str:
+    parameters = []
+    typed = {"runtime": f"RuntimeConfig | {known.section(RuntimeConfig)} | None"}
+    typed["terms"] = f"Mapping[str, {known.section(SourceTerms)}] | None"
+    for name, parameter in inspect.signature(workspace).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            fields = [field for kind in shipped() for s in kind.sections for field in s.model_fields.items()]
+            for shared in SHARED:
+                widest = max((known.of_field(info) for field, info in fields if field == shared), key=len)
+                parameters.append(f"{shared}: {widest} = ...")
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(f"{name}: {typed.get(name, parameter.annotation)} = {default(parameter.default)}")
+    return function("workspace", parameters, "AbstractContextManager[Graph]", str(workspace.__doc__))
+
+
+def of_reward(known: Types) -> str:
+    from xray_runtime.graph.handles import reward
+
+    parameters = ["source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None", "*"]
+    parameters += keywords(RewardTerm, known, ("model", "models", "function"))
+    return function("reward", parameters, "RewardSource", str(reward.__doc__))
+
+
+def of_stage_kind() -> str:
+    parameters = ["name: str", "*", "inputs: type[_I] = ...", "config: Any = ...", "output: type[Artifact] = ..."]
+    given = {"name", "inputs", "config", "output", "body"}
+    for field in dataclasses.fields(StageKind):
+        text = str(field.type)
+        known = "Callable[..., Any]" if text.startswith("Callable") else text if text in ("bool", "str") else "Any"
+        parameters += [f"{field.name}: {known} = ..."] if field.name not in given else []
+    return function("stage_kind", parameters, "Callable[[_Body[_C, _I]], StageKind]", str(xray.stage_kind.__doc__))
+
+
+def of_function(described: Any) -> str:
+    """A function as it stands in the code."""
+    parameters = []
+    for name, parameter in inspect.signature(described).parameters.items():
+        if name == "self":
+            parameters.append(name)
+            continue
+        text = f"{name}: {known_type(parameter.annotation)}"
+        is_required = parameter.default is parameter.empty
+        parameters.append(text if is_required else f"{text} = {default(parameter.default)}")
+    returns = known_type(inspect.signature(described).return_annotation)
+    return function(described.__name__, parameters, returns, inspect.getdoc(described) or "")
+
+
+def of_class(described: type[Any], bases: str = "") -> str:
+    """The public members of a class that it defines itself."""
+    lines = [f"class {described.__name__}{bases}:"]
+    if dataclasses.is_dataclass(described):
+        lines += [f"    {field.name}: {known_type(str(field.type))}" for field in dataclasses.fields(described)]
+    for name, member in vars(described).items():
+        if name.startswith("_") or not isinstance(member, property | types.FunctionType):
+            continue
+        if isinstance(member, property):
+            lines.append("    @property")
+        lines += [f"    {line}" for line in of_function(getattr(member, "fget", member)).splitlines()]
+    return "\n".join(lines)
+
+
+def known_type(annotation: str) -> str:
+    return annotation if set(re.findall(r"\w+", annotation)) <= KNOWN else "Any"
+
+
+def shipped() -> list[StageKind]:
+    return [getattr(kinds, name) for name in kinds.__all__ if isinstance(getattr(kinds, name), StageKind)]
+
+
+def stub() -> str:
+    """The whole file."""
+    known = Types()
+    functions = [text for kind in shipped() for text in of_kind(kind, known)]
+    functions += [of_workspace(known), of_reward(known), of_stage_kind()]
+    functions += [of_function(xray.checkpoint), of_function(xray.register)]
+    functions += [of_class(xray.Result), of_class(xray.Workspace, "(Graph)")]
+    # `flow` takes no runner of another future, though a RayTaskRunner is one.
+    functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", str(xray.task_runner.__doc__)))
+    imports = [
+        f"from {module} import {', '.join(f'{name} as {name}' for name in sorted(names) if name not in WRITTEN)}"
+        for module, names in sorted({**xray._WHERE, **MORE}.items())
+        if set(names) - set(WRITTEN)
+    ]
+    imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
+    known.section(RewardTerm)
+    parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), *functions]
+    return formatted("\n\n".join(parts) + "\n")
+
+
+def formatted(text: str) -> str:
+    """As `make lint` wants it."""
+    ruff = str(Path(sys.executable).with_name("ruff"))
+    for arguments in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
+        command = [ruff, *arguments, "--stdin-filename", str(STUB), "-"]
+        text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return text
+
+
+def main() -> int:
+    """Write the file."""
+    STUB.write_text(stub(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""`.venv/tree` has the shape of the wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.TREE = tmp_path / "tree"
+    return module
+
+
+def test_folders_lie_where_they_are_imported_from(tree: Any) -> None:
+    place = tree.assemble()
+    assert (place / "xray" / "flows" / "lifecycle.py").samefile(ROOT / "flows" / "lifecycle.py")
+    assert (place / "xray" / "session.py").samefile(ROOT / "xray" / "session.py")
+    assert (place / "xray_runtime" / "files.py").samefile(ROOT / "xray_runtime" / "files.py")
+    assert not (place / "xray").is_symlink(), "a link into the checkout would have no flows"
+
+
+def test_what_is_gone_is_removed_and_the_rest_stays(tree: Any) -> None:
+    place = tree.assemble()
+    (place / "xray" / "gone.py").symlink_to(ROOT / "xray" / "gone.py")
+    (place / ".mypy_cache").mkdir()
+    before = (place / "xray" / "flows").lstat().st_mtime_ns
+    tree.assemble()
+    assert not (place / "xray" / "gone.py").is_symlink()
+    assert (place / ".mypy_cache").is_dir()
+    assert (place / "xray" / "flows").lstat().st_mtime_ns == before

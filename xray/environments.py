@@ -1,0 +1,20 @@
+"""Environments of many turns: what one is, and what makes one of tools, a Gymnasium or an address. Imports no torch."""
+
+from __future__ import annotations
+
+from xray_runtime.environments.adapters import from_gymnasium, from_tools, tool_schema
+from xray_runtime.environments.http import from_http
+from xray_runtime.environments.protocol import Environment, Start, Step
+from xray_runtime.environments.reasoning_gym import from_reasoning_gym, write_items
+
+__all__ = [
+    "Environment",
+    "Start",
+    "Step",
+    "from_gymnasium",
+    "from_http",
+    "from_reasoning_gym",
+    "from_tools",
+    "tool_schema",
+    "write_items",
+]

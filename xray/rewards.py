@@ -1,0 +1,8 @@
+"""Sources of reward, and the checks behind the verifiers, for rewards of your own. Imports no torch."""
+
+from __future__ import annotations
+
+from xray_runtime.graph.handles import RewardSource, Weighted, reward
+from xray_runtime.rewards.checks import json_schema, last_block, math, regex
+
+__all__ = ["RewardSource", "Weighted", "json_schema", "last_block", "math", "regex", "reward"]
