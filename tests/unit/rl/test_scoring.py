@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit.rl.fake_model import FakeModel
-from tests.unit.rl.test_ppo_loop import inputs
-from tests.unit.rl.test_reward_sources import sources
+from tests.unit.rl.sources import sources
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.inputs import PPOInputs
@@ -20,7 +19,6 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.scoring import Scorer
 from xray_runtime.workers.model_spec import BranchSpec
 
-__all__ = ["inputs"]
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
 
 
