@@ -38,7 +38,8 @@ from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.rl.episodes import episode_means, open_episodes
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens, max_reply_tokens, tokenizing
+from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get

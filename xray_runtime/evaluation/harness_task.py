@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.data.rows import Ragged
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get

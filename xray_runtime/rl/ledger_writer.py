@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from xray_runtime.rl.experience import Experience
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
-    from xray_runtime.training.common import UniquePrompts
+    from xray_runtime.training.prompts import UniquePrompts
 
 HASH_DIGITS = 32
 

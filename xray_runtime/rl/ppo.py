@@ -49,9 +49,12 @@ from xray_runtime.rl.rollouts import Rollouts
 from xray_runtime.rl.scoring import Scorer
 from xray_runtime.rl.validation import Validation
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import PhaseClock, UniquePrompts, lr_at, max_prompt_tokens
+from xray_runtime.training.clock import PhaseClock
+from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.finite import SkippedSteps
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.training.resumable import KeepsFiles, Resumable
+from xray_runtime.training.schedule import lr_at
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, text_rows
 from xray_runtime.training.finite import check_rollout
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 
 if TYPE_CHECKING:

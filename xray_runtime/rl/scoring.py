@@ -13,9 +13,10 @@ from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, join, take
+from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
-from xray_runtime.training.common import UniquePrompts, text_rows, with_end_of_turn
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:

@@ -17,18 +17,14 @@ import torch
 
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.scoring import episode_scores, own_texts, own_tokens, prompt_tokens
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import (
-    UniquePrompts,
-    save_policy,
-    text_rows,
-    validation_file,
-    with_end_of_turn,
-)
-from xray_runtime.training.policy_versions import BestVersion
+from xray_runtime.training.dataset import validation_file
+from xray_runtime.training.policy_versions import BestVersion, save_policy
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:

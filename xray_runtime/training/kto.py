@@ -31,11 +31,12 @@ from xray_runtime.graph.artifacts import VERDICTS
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.dataset import tokenizing
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 

@@ -20,9 +20,10 @@ from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.dataset import tokenizing
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get

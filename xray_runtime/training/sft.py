@@ -14,17 +14,11 @@ from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import (
-    is_in_order,
-    lr_at,
-    max_prompt_tokens,
-    max_reply_tokens,
-    tokenizing,
-    validation_file,
-)
+from xray_runtime.training.dataset import is_in_order, max_prompt_tokens, max_reply_tokens, tokenizing, validation_file
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
