@@ -76,4 +76,4 @@ class RewardReader:
 
 def _same(one: Any, other: Any) -> bool:
     ends = one.eos_token_id == other.eos_token_id and one.chat_template == other.chat_template
-    return ends and one.get_vocab() == other.get_vocab()
+    return bool(ends and one.get_vocab() == other.get_vocab())
