@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
@@ -183,11 +184,8 @@ class RewardSources:
         said = messages or [[{"role": "user", "content": text}] for text in prompts]
         batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
-        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
-        answered = own | {role: (of_branches or {})[role] for role in self.branches}
-        # What goes through a model together shows in the last bits, which the deviation of a group would blow up.
-        first = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
-        answered = {role: given[first] for role, given in answered.items()}
+        alike = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
+        answered = self._by_role(answers, of_branches or {}, alike)
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
@@ -205,11 +203,20 @@ class RewardSources:
         scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
         self._check_models(answered, prompts, replies)
         self._check(scored, given)
+        # Only now: where the stage fails, its next attempt asks again.
         for source, by_row in found.items():
-            # Only now: where the stage fails, its next attempt asks again.
             lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
             self._journal.write(source, step, lost)
         return scored
+
+    def _by_role(self, answers: Sequence[Rows], of_branches: Rows, alike: np.ndarray) -> dict[str, np.ndarray]:
+        """Role of a reward model → its score of each row [B]; rows that are alike have that of the first.
+
+        What goes through a model together shows in the last bits, which the deviation of a group would blow up.
+        """
+        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
+        answered = own | {role: of_branches[role] for role in self.branches}
+        return {role: given[alike] for role, given in answered.items()}
 
     def _ask_all(
         self, batch: Batch, applies: Mapping[str, torch.Tensor], keys: Mapping[str, list[str]]

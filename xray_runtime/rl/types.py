@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows, join
+from xray_runtime.data.rows import Ragged, Rows, join_column
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -158,7 +158,7 @@ def rows_replaced(columns: T, places: Sequence[int], by: T) -> T:
     kept = np.setdiff1d(np.arange(_num_rows(columns)), places)
 
     def replaced(old: Any, new: Any) -> Any:
-        return join([{"": old[kept]}, {"": new}], [kept.tolist(), places])[""]
+        return join_column([old[kept], new], [kept.tolist(), places])
 
     return _each(replaced, columns, by)
 
@@ -167,7 +167,7 @@ def rows_joined(parts: Sequence[T]) -> T:
     """The rows of several parts, one after the other."""
     ends = np.cumsum([0, *map(_num_rows, parts)]).tolist()
     places = [range(start, end) for start, end in pairwise(ends)]
-    return _each(lambda *columns: join([{"": column} for column in columns], places)[""], *parts)
+    return _each(lambda *columns: join_column(columns, places), *parts)
 
 
 def _each(function: Callable[..., Any], *parts: T) -> T:
