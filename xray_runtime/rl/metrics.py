@@ -24,7 +24,35 @@ if TYPE_CHECKING:
     from xray_runtime.rl.types import Experience, Rollout
     from xray_runtime.rl.update import Update
     from xray_runtime.training.clock import PhaseClock
+    from xray_runtime.training.prompts import UniquePrompts
     from xray_runtime.training.steps import PolicySums, ValueSums
+
+
+def iteration_metrics(
+    config: PPOConfig,
+    iteration: int,
+    clock: PhaseClock,
+    prompts: UniquePrompts,
+    rewards: RewardSources,
+    made: tuple[Rollout, ScoredRollout, Experience, Update],
+    probed: float | None,
+    golds: Sequence[float] | None,
+) -> dict[str, float]:
+    """All of an iteration but what validation, the KL controller and the monitor of rewards say.
+
+    Args:
+        made: what the iteration made, in that order.
+        probed: mismatch of the generator, where it was probed.
+        golds: gold score of each reply, where the stage has one.
+    """
+    rollout, scored, experience, update = made
+    metrics = experience.metrics | reward_metrics(rewards, scored.sources) | update_metrics(update)
+    metrics |= rollout_metrics(config, rollout, scored, iteration) | speed_metrics(config, experience, update, clock)
+    if probed is not None:
+        metrics["sync/mismatch"] = probed
+    if golds is not None:
+        metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
+    return metrics if iteration else metrics | prompts.metrics()
 
 
 def experience_metrics(
@@ -84,15 +112,12 @@ def metric_name(source: str) -> str:
     return re.sub(r"[^\w. -]", ".", source)
 
 
-def rollout_metrics(
-    config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int, golds: Sequence[float] | None
-) -> dict[str, float]:
+def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
     """Of what was sampled.
 
     Args:
         rollout: as it was taken.
         scored: with other prompts in place of those whose replies tied.
-        golds: gold score of each reply, where the stage has one.
     """
     version, episodes = int(rollout.version[0]), scored.rollout.episodes
     metrics = {"rollout/version": float(version), "rollout/lag": float(iteration - version)}
@@ -101,8 +126,6 @@ def rollout_metrics(
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
-    if golds is not None:
-        metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
     return metrics
 
 

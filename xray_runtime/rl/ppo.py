@@ -42,7 +42,7 @@ from xray_runtime.rl.episodes import Episodes, open_episodes
 from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import Watch
 from xray_runtime.rl.ledger_writer import Ledger
-from xray_runtime.rl.metrics import reward_metrics, rollout_metrics, speed_metrics, summary, update_metrics
+from xray_runtime.rl.metrics import iteration_metrics, summary
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts
 from xray_runtime.rl.scoring import ScoredRollout, Scorer
@@ -71,54 +71,51 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
     version that is kept, and validation.json; in watch.json why it ended early, or went on in spite of a sign of
     a hacked reward."""
     config = stage.config
-    with _opened(stage, out, recorder) as on:
-        for iteration in range(on.state.restore(), config.iterations):
+    with _opened(stage, out, recorder) as loop:
+        for iteration in range(loop.state.restore(), config.iterations):
             clock = PhaseClock(f"{stage.name}, iteration {iteration}")
             with clock.phase("sync"):
-                sent = on.rollouts.sync(on.models["policy"], iteration)
-                probed = on.rollouts.probe(on.models["policy"], iteration) if config.lag else None
-            with clock.phase("generate"), on.trainers_asleep():
-                validation_replies = on.validation.sample(on.models["generator"], iteration, on.episodes)
-                on.rollouts.ask(iteration)
-                rollout = on.rollouts.take()
+                sent = loop.rollouts.sync(loop.models["policy"], iteration)
+                probed = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
+            with clock.phase("generate"), loop.trainers_asleep():
+                validation_replies = loop.validation.sample(loop.models["generator"], iteration, loop.episodes)
+                loop.rollouts.ask(iteration)
+                rollout = loop.rollouts.take()
             with clock.phase("score"):
-                validated = on.validation.score(on.models, validation_replies, iteration)
-                scored = on.scorer.score(rollout, iteration)
-            scored = _without_ties(on, scored, iteration, clock)
+                validated = loop.validation.score(loop.models, validation_replies, iteration)
+                scored = loop.scorer.score(rollout, iteration)
+            scored = _without_ties(loop, scored, iteration, clock)
             with clock.phase("score"):
-                rewards = scaled_rewards(config, on.rewards, scored.sources, on.moments)
-                batch = scored.text, scored.rollout, scored.scores
-                experience = build_experience(config, *batch, rewards, on.kl.coef, on.estimator)
+                rewards = scaled_rewards(config, loop.rewards, scored.sources, loop.moments)
+                replies = scored.text, scored.rollout, scored.scores
+                experience = build_experience(config, *replies, rewards, loop.kl.coef, loop.estimator)
                 _check_mismatch(experience.mismatch if probed is None else probed, config)
             with clock.phase("update"):
-                update = on.updater.update(experience, iteration, on.kl.coef)
+                update = loop.updater.update(experience, iteration, loop.kl.coef)
             with clock.phase("generate"):
-                on.rollouts.wait()
-            golds = on.gold_scores(scored)
+                loop.rollouts.wait()
+            golds = loop.gold_scores(scored)
             with clock.phase("ledger"):
-                on.ledger.write(iteration, scored, rewards, experience, update.times_trained, sent, golds)
-            on.kl.update(experience.reference_kl, experience.num_rows)
+                loop.ledger.write(iteration, scored, rewards, experience, update.times_trained, sent, golds)
+            loop.kl.update(experience.reference_kl, experience.num_rows)
 
-            metrics = experience.metrics | reward_metrics(on.rewards, scored.sources) | update_metrics(update)
-            metrics |= rollout_metrics(config, rollout, scored, iteration, golds) | validated | {"kl/coef": on.kl.coef}
-            metrics |= speed_metrics(config, experience, update, clock) | (
-                on.prompts.metrics() if not iteration else {}
-            )
-            metrics |= {} if probed is None else {"sync/mismatch": probed}
-            metrics |= on.watch.look(iteration, metrics, scored.rollout)
-            recorder.metrics(on.skipped.metrics(metrics), iteration)
+            made = rollout, scored, experience, update
+            metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, made, probed, golds)
+            metrics |= validated | {"kl/coef": loop.kl.coef}
+            metrics |= loop.watch.look(iteration, metrics, scored.rollout)
+            recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
-            if on.watch.end is not None:
+            if loop.watch.end is not None:
                 break
-            on.watch.keep(on.models, iteration + 1)
-            on.state.step_done(iteration + 1, config.iterations)
-        on.ledger.show(recorder, on.tokenizer)
-        return on.watch.finish(out) or on.validation.finish(on.models, out, config.iterations, on.episodes)
+            loop.watch.keep(loop.models, iteration + 1)
+            loop.state.step_done(iteration + 1, config.iterations)
+        loop.ledger.show(recorder, loop.tokenizer)
+        return loop.watch.finish(out) or loop.validation.finish(loop.models, out, config.iterations, loop.episodes)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What iterations are made with."""
+class _Loop:
+    """What iterations work with."""
 
     stage: Stage[PPOConfig, PPOInputs]
     tokenizer: Any
@@ -156,7 +153,7 @@ class _Parts:
 
 
 @contextmanager
-def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> Iterator[_Parts]:
+def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> Iterator[_Loop]:
     config, dataset, policy = stage.config, stage.inputs.prompts.path, stage.inputs.policy.path
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
@@ -179,7 +176,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
         remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
         remembered |= {"cursor": cursor, "kl": kl, "moments": moments}
-        yield _Parts(
+        yield _Loop(
             stage=stage,
             tokenizer=tokenizer,
             models=models,
@@ -205,18 +202,18 @@ def _trained(models: Mapping[str, ModelHandle]) -> dict[str, ModelHandle]:
     return {role: models[role] for role in ("policy", "critic") if role in models}
 
 
-def _without_ties(on: _Parts, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
+def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
     """Other prompts in place of those whose replies all score alike, in up to `resample_rounds` rounds."""
-    config = on.stage.config
+    config = loop.stage.config
     for attempt in range(config.resample_rounds):
-        tied = scored.tied(on.rewards.weights, config.samples_per_prompt)
+        tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
         if len(tied) < _most_ranks(config):
             break  # none, or too few to share out
-        with clock.phase("generate"), on.trainers_asleep():
-            others = on.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
+        with clock.phase("generate"), loop.trainers_asleep():
+            others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
         with clock.phase("score"):
             first_id = (attempt + 1) * config.rollout_size
-            scored = scored.replaced(tied, on.scorer.score(others, iteration, first_id))
+            scored = scored.replaced(tied, loop.scorer.score(others, iteration, first_id))
     return scored
 
 
