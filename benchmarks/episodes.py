@@ -191,16 +191,17 @@ def rollout(model: Path, generator: Any, bare: Any, case: str, num_episodes: int
         episodes = Episodes(traced, stage, sampling, tokenizer, MAX_PROMPT, pool)  # type: ignore[arg-type]
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
         traced.trace = pool.trace = trace = Trace()
-        rows = episodes.sample(prompts, {}, 0, "sample")
+        played = episodes.sample(prompts, {}, 0, "sample")
         trace.seconds = time.perf_counter() - trace.begin
         workers = [p.pid for p in psutil.Process().children() if worker.__name__ in p.cmdline()]
         peaks = [_peak_mib(pid) for pid in workers]
-    failed = [why for why in rows["failure"].tolist() if why]
+    assert played.episodes is not None
+    failed = [why for why in played.episodes.failure.tolist() if why]
     assert not failed, failed[0]
     bare_seconds = ray.get(bare.play.remote([call.rows for call in trace.calls], stops))
-    columns = rows["response_ids"].values, rows["rollout_logprobs"].values
+    columns = played.response_ids.values, played.rollout_logprobs.values
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(column).tobytes() for column in columns)).hexdigest()
-    turns = int(rows["turns"].sum()) / 1000
+    turns = int(played.episodes.turns.sum()) / 1000
     return Result(
         digest,
         trace.seconds,

@@ -24,6 +24,7 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
@@ -31,7 +32,6 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.learner import Learner, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 

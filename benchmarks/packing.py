@@ -24,9 +24,9 @@ from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.data.sources import chitchat_conversations
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.learner import as_tensors
 
 NUM_ROWS = 32

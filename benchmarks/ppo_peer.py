@@ -34,7 +34,8 @@ from xray_runtime.planning.shapes import ModelShape, from_pretrained
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.recorder import METRICS, records_directory
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.training.dataset import max_prompt_tokens
+from xray_runtime.training.prompts import UniquePrompts
 
 TRL = "trl==1.11.0"
 WORK: dict[str, Any] = {

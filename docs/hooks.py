@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code: stage kinds, config, commands. Nothing in them is copied by hand."""
+"""Pages of the site that are made from the code: stage kinds, config, commands, columns; none is copied by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -42,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     sys.path.insert(0, str(ROOT))
     pages: dict[str, Callable[[], str]] = {"kinds.md": kinds_page, "config.md": config_page, "cli.md": cli_page}
+    pages["columns.md"] = columns_page
     for name, page in pages.items():
         files.append(File.generated(config, name, content=page()))
     return files
@@ -200,6 +202,34 @@ def _option(option: Any) -> str:
     names = " ".join([*option.opts, *option.secondary_opts])
     value = "" if option.is_flag else f" {option.metavar or 'VALUE'}"
     return f"`{names}{value}`"
+
+
+# Columns
+
+
+def columns_page() -> str:
+    """Every column between the steps of an iteration, and every number of an optimizer step."""
+    from xray_runtime.data import columns
+
+    about = inspect.cleandoc(columns.__doc__ or "").split("\n\n")
+    legend = [f"    {line.strip()}" for line in about[1].splitlines()]
+    lines = ["# Columns", "", about[0], "", *legend, "", about[2], "", "This page is made from the code."]
+    meanings = _module_docstrings(columns)
+    for name, group in columns.GROUPS.items():
+        lines += ["", f"## {name}", "", meanings[id(group)], ""]
+        rows = ((f"`{c.name}`", c.shape, c.dtype, c.writer, c.readers, c.meaning) for c in group)
+        lines += _table(("Column", "Shape", "dtype", "Written by", "Read by", "Meaning"), rows)
+    return "\n".join(lines) + "\n"
+
+
+def _module_docstrings(module: Any) -> dict[int, str]:
+    """id of a constant → the text below it."""
+    body = ast.parse(inspect.getsource(module)).body
+    found = {}
+    for node, text in pairwise(body):
+        if isinstance(node, ast.Assign) and isinstance(text, ast.Expr) and isinstance(node.targets[0], ast.Name):
+            found[id(getattr(module, node.targets[0].id))] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

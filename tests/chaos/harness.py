@@ -421,6 +421,17 @@ def storms(lifecycle: Lifecycle, output: Path, num_cases: int, done: int, seed: 
     return hits, done, bad
 
 
+def nothing_is_lost(calm: dict[str, Any], tmp_path: Path, cases: list[Case]) -> None:
+    """A lifecycle under `cases` ends as the calm one did."""
+    met = run(tmp_path / "storm", cases)
+    log = (tmp_path / "storm.log").read_text()
+    (tmp_path / "blows.txt").write_text("\n".join(map(str, met)))
+    said = "\n".join([*map(str, met), log])
+    assert differences(calm, outcome(tmp_path / "storm")) == [], said
+    # Some processes heed SIGTERM without ending.
+    assert sum(blow.hit for blow in met) >= len(cases) * 2 // 3, said
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100)

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
@@ -78,3 +81,16 @@ def gone(pid: int) -> bool:
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not psutil.pid_exists(pid)
+
+
+RUNTIME = RuntimeConfig(threads=1, device="cpu")
+
+
+VOCABULARY = 280
+
+
+def text(num_rows: int = 9, seed: int = 0) -> Rows:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
+    replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
+    return text_rows(prompts, replies)

@@ -15,8 +15,7 @@ import pytest
 import ray
 import torch
 
-from tests.component.models import gone, open_models, pids
-from tests.component.test_learner import text
+from tests.component.models import gone, open_models, pids, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.component.models import open_models
-from tests.unit.rl.test_ppo_loop import FakeRecorder
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.rewards import RegexVerifier, RewardTerm

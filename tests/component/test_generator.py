@@ -20,13 +20,13 @@ from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.generation import Generation
 from xray_runtime.engines.generation.sampling import Place, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.training.common import text_rows
 from xray_runtime.weights.object_store import WeightTransferError, pack
 from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec

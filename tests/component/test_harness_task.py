@@ -14,9 +14,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.component.models import open_models
-from tests.component.test_learner import RUNTIME
-from tests.unit.evaluation.test_harness import CHOICE, REPLY
+from tests.component.models import RUNTIME, open_models
+from tests.unit.evaluation.harness import CHOICE, REPLY
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.evaluation import harness_task

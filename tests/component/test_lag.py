@@ -14,7 +14,7 @@ import ray
 import torch
 
 from tests.component.models import open_models
-from tests.unit.rl.test_ppo_loop import FakeRecorder
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig

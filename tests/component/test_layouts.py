@@ -28,6 +28,7 @@ from benchmarks.layouts import (
     updates,
 )
 from benchmarks.ranks import run_ranks
+from tests.component.layouts import part, same
 from tests.component.models import open_models
 from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
@@ -54,14 +55,6 @@ TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zer
 ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
 MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
-
-
-def same(run: Run, alone: Run) -> None:
-    """Float32 sums in another order, and Adam's divisions: 20 times what `docs/layouts.md` measured."""
-    losses, norms, weights = differences(run, alone)
-    assert losses < 1e-5
-    assert norms < 5e-5
-    assert weights < 5e-5
 
 
 @pytest.fixture(scope="module")
@@ -211,23 +204,6 @@ def test_a_checkpoint_that_is_no_single_file_is_read_whole(tiny_model: Path, tmp
     save_file(lacking, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"has no weights for model\.norm\.weight"):
         skeleton_of(tmp_path)
-
-
-def part(
-    learner: Learner,
-    deal: Callable[[Rows], Rows],
-    batches: list[Rows],
-    span: range,
-    came: Path | None,
-    goes: Path | None,
-) -> dict[str, Any]:
-    """Some of the updates: from a snapshot, to a snapshot."""
-    if came is not None:
-        learner.load_state(came)
-    done = updates(learner, deal, batches, span.start, span.stop)
-    if goes is not None:
-        learner.save_state(goes)
-    return done
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import psutil
 import pytest
 import ray
 
-from tests.component.models import open_models
-from tests.component.test_learner import text
+from tests.component.models import open_models, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig

@@ -15,7 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.component.models import open_models, pids
+from tests.component.models import RUNTIME, open_models, pids, text
 from xray_runtime.config.engines import EngineConfig, FrozenConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -25,21 +25,11 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.health import WorkhorseError
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import Workhorse
 
-RUNTIME = RuntimeConfig(threads=1, device="cpu")
 NUM_STEPS = 6
-VOCABULARY = 280
-
-
-def text(num_rows: int = 9, seed: int = 0) -> Rows:
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
-    replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
-    return text_rows(prompts, replies)
 
 
 def response_lengths(rows: Rows) -> list[int]:

@@ -16,20 +16,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
+from tests.component.layouts import same
 from tests.component.models import open_models
-from tests.component.test_layouts import same
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.training.common import text_rows
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner, as_tensors

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import open_models
-from tests.component.test_learner import RUNTIME
+from tests.component.models import RUNTIME, open_models
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig

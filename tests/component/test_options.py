@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from benchmarks.layouts import Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
+from tests.component.layouts import part
 from tests.component.models import open_models
-from tests.component.test_layouts import part
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, num_response_tokens

@@ -10,8 +10,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import open_models
-from tests.component.test_learner import RUNTIME, text
+from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import num_response_tokens

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.component.conftest import TINY
 from tests.unit.environments.caller import CALL, conversation, save_caller
-from tests.unit.store.test_store import IDENTITY
+from tests.unit.store.published import IDENTITY
 from xray.deployments.service import free_port
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.tokenizing import encode_prompts

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.component.test_learner import text
+from tests.component.models import text
 from xray_runtime.config.engines import EngineConfig, TrainingConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.models.causal_lm import load_model

@@ -4,12 +4,11 @@ four in mid-episode, with an environment that never says the same again."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos.episodes import Journals, clock, lost_answers
-from tests.chaos.harness import STAGES, TARGETS, Case, differences, draw, outcome, run
+from tests.chaos.harness import STAGES, TARGETS, Case, draw, nothing_is_lost, outcome, run
 from tests.e2e.conftest import Outcome
 
 TWELVE = 2322
@@ -23,17 +22,6 @@ def test_of_twelve_blows_nothing_is_lost(first: Outcome, output: Path, tmp_path:
     cases = [draw(TWELVE + i, (STAGES * 2)[i]) for i in range(12)]
     assert {case.target for case in cases} == TARGETS.keys()
     nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, cases)
-
-
-def nothing_is_lost(calm: dict[str, Any], tmp_path: Path, cases: list[Case]) -> None:
-    """A lifecycle under `cases` ends as the calm one did."""
-    met = run(tmp_path / "storm", cases)
-    log = (tmp_path / "storm.log").read_text()
-    (tmp_path / "blows.txt").write_text("\n".join(map(str, met)))
-    said = "\n".join([*map(str, met), log])
-    assert differences(calm, outcome(tmp_path / "storm")) == [], said
-    # Some processes heed SIGTERM without ending.
-    assert sum(blow.hit for blow in met) >= len(cases) * 2 // 3, said
 
 
 @pytest.mark.long

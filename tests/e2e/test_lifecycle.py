@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.chaos.harness import STAGES, draw, outcome
+from tests.chaos.harness import STAGES, draw, nothing_is_lost, outcome
 from tests.e2e.conftest import Outcome, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
-from tests.e2e.test_chaos import nothing_is_lost
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.lineage.promotion import promote, review, roll_back

@@ -57,7 +57,7 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)
+    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 

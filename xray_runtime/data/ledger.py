@@ -1,27 +1,8 @@
 """The files of the rollout ledger: of every iteration one Parquet shard, in it one row a reply.
 
-    iteration, row     `row` is a reply's own within the iteration
-    round              0: of the first rollout; r: sampled by round r of `resample_rounds`
-    prompt             row of the dataset's training pairs where the prompt stands first
-    version, seed      of the policy that sampled, and what the reply was drawn with; of an episode of many turns its
-                       environment's, since each turn has one of its own
-    ended              False: cut off at `max_new_tokens`
-    prompt_ids, reply_ids
-    rollout_logprobs   of each token of the reply, by the generator; `logprobs` by the policy before the update,
-                       `ref_logprobs` by the reference (nats)
-    turns, response_mask, turn_rewards, info
-                       of episodes of many turns: how many, which tokens of the reply the policy chose, what each turn
-                       earned, on its last token, and other numbers of the environment, summed (JSON)
-    answers            what the environment answered to being reset and to each turn (JSON)
-    score/SOURCE       as scored: NaN where the source failed, null where it does not apply
-    failure/SOURCE     of a source that may fail: why it did, null where it did not; not kept with hashed tokens
-    gold               of the stage's gold score, where it has one; null where others took the row's place
-    reward             their weighted sum, `scaled_reward` what was made of it; null where there is none
-    advantages         of each token of the reply; `weights` by the generator's mismatch, 0: the token is masked
-    times_trained      optimizer steps that the reply was in; 0: it was left out, or others took its place
-
-Rows that others took the place of come last. Where tokens are hashed, `answers` and each column of lists are gone: of C
-there are `C_hash`, a salted digest of the row, and, where C holds numbers, `C_mean`. Equal rollouts are equal bytes.
+`data.columns` lists the columns. Rows that others took the place of come last. Where tokens are hashed, `answers` and
+each column of lists are gone: of C there are `C_hash`, a salted digest of the row, and, where C holds numbers,
+`C_mean`. Equal rollouts are equal bytes.
 """
 
 from __future__ import annotations

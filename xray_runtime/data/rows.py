@@ -134,8 +134,12 @@ def merge(shards: Sequence[Rows]) -> Rows:
 
 def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows:
     """Rows out of parts of them, `places` telling where each part's rows belong."""
-    order = np.argsort(np.concatenate(places), kind="stable")
-    return {name: _concatenate([part[name] for part in parts])[order] for name in parts[0]}
+    return {name: join_column([part[name] for part in parts], places) for name in parts[0]}
+
+
+def join_column(parts: Sequence[Any], places: Sequence[Sequence[int] | range]) -> Any:
+    """One column out of parts of it, as `join`."""
+    return _concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def non_finite(rows: Rows) -> str | None:

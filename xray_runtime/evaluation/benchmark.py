@@ -35,10 +35,12 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
-from xray_runtime.rl.episodes import episode_means, open_episodes
+from xray_runtime.rl.episode import episode_means
+from xray_runtime.rl.episodes import open_episodes
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens, max_reply_tokens, tokenizing
+from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -180,19 +182,20 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
         prompts, columns = [found[row] for row in rows], found.columns(rows)
         played = episodes.sample_all(prompts, columns, group_size=config.samples, done=done)
-    rewards = torch.from_numpy(played["episode_reward"]).view(-1, config.samples)
+    assert played.episodes is not None
+    rewards = torch.from_numpy(played.episodes.episode_reward).view(-1, config.samples)
     there = ~rewards.isnan()
     if not there.any():
-        raise RuntimeError(f"{stage.name}: every episode failed; {played['failure'][0]}")
+        raise RuntimeError(f"{stage.name}: every episode failed; {played.episodes.failure[0]}")
     numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~there).double().mean())}
     by_prompt = there.any(1)
     for name, values in {"success": (rewards >= config.success).double(), "reward": rewards}.items():
         means = torch.where(there, values, torch.nan).nanmean(1)[by_prompt]
         mean, low, high = bootstrap_interval(means, config.bootstrap_samples, _resamples(stage))
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
-    numbers |= {"ended": float(played["ended"][there.view(-1).numpy()].mean())} | episode_means(played)
+    numbers |= {"ended": float(played.ended[there.view(-1).numpy()].mean())} | episode_means(played.episodes)
     asked = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
-    told = zip(played["response_ids"], played["response_mask"], played["episode_reward"].tolist(), strict=True)
+    told = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
     shown = [
         {
             "prompt": prompt,

@@ -20,7 +20,8 @@ from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replie
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.policy_replies import PolicyReplies, ask_policy
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.training.dataset import max_prompt_tokens
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:

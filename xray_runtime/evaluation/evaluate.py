@@ -13,13 +13,15 @@ from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, prompt_text
+from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.evaluation.human_verdicts import judged_by_people
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rl.policy_replies import PolicyReplies, ask_policy
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens, text_rows, with_end_of_turn
+from xray_runtime.training.dataset import max_prompt_tokens
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec

@@ -10,18 +10,19 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.data.rows import Ragged
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -47,6 +48,7 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
     from lm_eval.tasks import TaskManager
 
     config, policy = stage.config, stage.inputs.policy.path
+    tokenizer = load_tokenizer(policy)
     asked = read_tasks(Path(config.task), f"{stage.name}.task")
     specs: dict[str, ModelSpec | GeneratorSpec] = {}
     if asked.samples_replies:
@@ -57,7 +59,7 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
         asked.write(Path(files), Path(files) / "cache")
         seed = derive_seed(stage.seed, stage.name)
         found = simple_evaluate(
-            _harness_model(stage, models, recorder),
+            _harness_model(_Model(stage, models, recorder, tokenizer, stops_of(policy, tokenizer))),
             tasks=[asked.name],
             task_manager=TaskManager(include_path=files, include_defaults=False),
             num_fewshot=config.num_fewshot,
@@ -135,93 +137,109 @@ def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[
     return prompts, shown
 
 
-def _harness_model(
-    stage: Stage[LMEvalConfig, LMEvalInputs], models: Mapping[str, ModelHandle], recorder: Recorder
-) -> Any:
-    """The harness's model: what it asks goes to the stage's WholeModels."""
-    from lm_eval.api.model import TemplateLM
+@dataclass(frozen=True)
+class _Model:
+    """What the harness asks, answered by the stage's WholeModels."""
 
-    config, tokenizer = stage.config, load_tokenizer(stage.inputs.policy.path)
-    stops = stops_of(stage.inputs.policy.path, tokenizer)
+    stage: Stage[LMEvalConfig, LMEvalInputs]
+    models: Mapping[str, ModelHandle]
+    recorder: Recorder
+    tokenizer: Any
+    stops: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Of contexts and continuations: (log-likelihood of the continuation, whether it is the likeliest)."""
+        fitting = [self._fitting(context, continuation) for context, continuation in pairs]
+        answers: list[tuple[float, bool]] = []
+        for start in range(0, len(fitting), BATCH):
+            prompts, replies = zip(*fitting[start : start + BATCH], strict=True)
+            scores = get(self.models["policy"].score.remote(text_rows(prompts, replies)))
+            found = zip(scores["loglikelihood"].tolist(), scores["greedy"].tolist(), strict=True)
+            answers += [(value, greedy == 1.0) for value, greedy in found]
+            self.recorder.progress(len(answers), len(fitting), "continuations", "scored")
+        return answers
+
+    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """The end of the context, at least one token of it, and the continuation."""
+        longest = self.stage.config.max_length
+        continuation = continuation[-(longest - 1) :]
+        return context[-(longest - len(continuation)) :], continuation
+
+    def reply(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Replies to prompts, each under its own options; those that are asked alike are sampled together."""
+        alike: dict[Sampling, list[int]] = {}
+        for number, (_, options) in enumerate(asked):
+            alike.setdefault(self._sampling(options), []).append(number)
+        replies: dict[int, str] = {}
+        for sampling, numbers in alike.items():
+            for start in range(0, len(numbers), BATCH):
+                batch = numbers[start : start + BATCH]
+                replies |= zip(batch, self._sample([asked[n][0] for n in batch], batch, sampling), strict=True)
+                self.recorder.progress(len(replies), len(asked), "replies", "sampled")
+        return [replies[number] for number in range(len(asked))]
+
+    def _sample(self, texts: Sequence[str], numbers: Sequence[int], sampling: Sampling) -> list[str]:
+        longest = self.stage.config.max_length - sampling.max_new_tokens
+        seeds = np.array([derive_seed(self.stage.seed, self.stage.name, number) for number in numbers])
+        rows = {"input_ids": Ragged.of(self.encode(text)[-longest:] for text in texts), "seed": seeds}
+        answer = get(self.models["generator"].generate.remote(rows, sampling, 0))
+        replies = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer["response_ids"]]
+        # The harness takes what stands before the text that ends a reply.
+        return [min((text.split(stop)[0] for stop in sampling.stop if stop), key=len, default=text) for text in replies]
+
+    def _sampling(self, options: Mapping[str, Any]) -> Sampling:
+        config, until = self.stage.config, options.get("until") or []
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
+        return Sampling(longest, 1.0, self.stops, self.tokenizer.pad_token_id, top_k=1, stop=stop)
+
+
+def _harness_model(model: _Model) -> Any:
+    """`model` as the harness's own class asks for it."""
+    from lm_eval.api.model import TemplateLM
 
     class HarnessModel(TemplateLM):
         backend = "causal"
 
         def __init__(self) -> None:
             super().__init__()
-            self.tokenizer = tokenizer
+            self.tokenizer = model.tokenizer
 
         @property
         def eot_token_id(self) -> int:
-            return stops[0]
+            return model.stops[0]
 
         @property
         def tokenizer_name(self) -> str:
             return ""  # it names a cache of prompts, which nobody keeps
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            ids: list[int] = tokenizer(string, add_special_tokens=False)["input_ids"]
-            return ids
+            return model.encode(string)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            text: str = tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+            text: str = model.tokenizer.apply_chat_template(chat_history, **options)
             return text
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            pairs = [self._cut(context, continuation) for _, context, continuation in requests]
-            answers: list[tuple[float, bool]] = []
-            for start in range(0, len(pairs), BATCH):
-                prompts, replies = zip(*pairs[start : start + BATCH], strict=True)
-                scores = get(models["policy"].score.remote(text_rows(prompts, replies)))
-                found = zip(scores["loglikelihood"].tolist(), scores["greedy"].tolist(), strict=True)
-                answers += [(value, greedy == 1.0) for value, greedy in found]
-                recorder.progress(len(answers), len(pairs), "continuations", "scored")
-            return answers
-
-        def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-            """What fits: the end of the context, at least one token of it, and the continuation."""
-            continuation = continuation[-(config.max_length - 1) :]
-            return context[-(config.max_length - len(continuation)) :], continuation
+            return model.score([(context, continuation) for _, context, continuation in requests])
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
             found = []
             for request in requests:
-                windows = get_rolling_token_windows(
-                    self.tok_encode(request.args[0]), self.prefix_token_id, config.max_length - 1, 1
-                )
-                parts = [(None, *make_disjoint_window(window)) for window in windows]
-                found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+                ids, longest = model.encode(request.args[0]), model.stage.config.max_length - 1
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, longest, 1)
+                scores = model.score([make_disjoint_window(window) for window in windows])
+                found.append(sum(value for value, _ in scores))
             return found
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            alike: dict[Sampling, list[int]] = {}
-            for number, request in enumerate(requests):
-                alike.setdefault(self._sampling(request.args[1]), []).append(number)
-            replies: dict[int, str] = {}
-            for sampling, numbers in alike.items():
-                for start in range(0, len(numbers), BATCH):
-                    batch = numbers[start : start + BATCH]
-                    room = config.max_length - sampling.max_new_tokens
-                    prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in batch]
-                    seeds = np.array([derive_seed(stage.seed, stage.name, number) for number in batch])
-                    rows = {"input_ids": Ragged.of(prompts), "seed": seeds}
-                    answer = get(models["generator"].generate.remote(rows, sampling, 0))
-                    for number, ids in zip(batch, answer["response_ids"], strict=True):
-                        text = tokenizer.decode(ids, skip_special_tokens=True)
-                        # The harness takes what stands before the text that ends a reply.
-                        ends = (text.split(stop)[0] for stop in sampling.stop if stop)
-                        replies[number] = min(ends, key=len, default=text)
-                    recorder.progress(len(replies), len(requests), "replies", "sampled")
-            return [replies[number] for number in range(len(requests))]
-
-        def _sampling(self, options: Mapping[str, Any]) -> Sampling:
-            until = options.get("until") or []
-            stop = (until,) if isinstance(until, str) else tuple(until)
-            longest = min(int(options.get("max_gen_toks", config.max_new_tokens)), config.max_length - 1)
-            return Sampling(longest, 1.0, stops, tokenizer.pad_token_id, top_k=1, stop=stop)
+            return model.reply([request.args[:2] for request in requests])
 
     return HarnessModel()

@@ -31,7 +31,8 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.sampled_groups import sample_groups
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.training.dataset import max_prompt_tokens
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:

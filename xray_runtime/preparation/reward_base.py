@@ -18,7 +18,7 @@ from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.rl.reward_reader import CONVERSATION, READS, RewardReader
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import max_prompt_tokens, max_reply_tokens
+from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
 

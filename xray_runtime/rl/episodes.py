@@ -1,10 +1,6 @@
 """Rollouts of many turns: the policy replies, its environment answers, until the episode ends.
 
-Token in, token out: what was sampled is never decoded and encoded again. A row is the prompt and, after it,
-
-    turn   observation  turn   observation  turn
-    1 1 1  0 0 0 0      1 1    0 0 0        1 1 1     response_mask
-        r1                 r2                   r3    turn_rewards
+Token in, token out: what was sampled is never decoded and encoded again (`rl.episode` shows a row).
 
 The bytes of a rollout depend on neither how long environments take nor in which order they answer: each turn's seed is
 derived from its episode and turn, and what is sampled together is one turn of a whole cohort. What environments answer
@@ -16,24 +12,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.rows import Ragged, Rows, join, num_rows
+from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.rewards.journal import Journal
+from xray_runtime.rl.episode import Episode, rollout_of
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH
+from xray_runtime.rl.types import Rollout, rows_joined
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -48,68 +45,6 @@ Prompt = tuple[Messages, list[int]]
 """As messages and as tokens."""
 LOG = "environments.log"
 """What environments print."""
-FAILURE_CHARS = 500
-METRIC_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
-
-
-@dataclass
-class Episode:
-    """One conversation of the policy with an environment."""
-
-    number: int
-    """In the pool."""
-    row: int
-    """In the rollout."""
-    task: dict[str, Any]
-    seed: int
-    """Of the environment; one for all episodes of a group, whose rewards are compared."""
-    prompt: list[int]
-    replies: list[str] = field(default_factory=list)
-    """The turns so far, as text."""
-    ids: list[int] = field(default_factory=list)
-    """Tokens after the prompt. These and the next three are of one length."""
-    logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """What its environment answered, to being reset and to each turn: {"answer": …} or {"failure": why}."""
-    info: dict[str, float] = field(default_factory=dict)
-    """Numbers that its environment gave beside the rewards, each summed over the turns."""
-    ended: bool = False
-    """By its environment."""
-    over: bool = False
-    """Ended, cut, or failed."""
-    failure: str = ""
-    """Why it has no reward."""
-    known: int = 0
-    """Answers, the reset's included, that its object in the pool has given."""
-
-    def say(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """A turn of the policy."""
-        self._add(ids, logprobs, True)
-
-    def observe(self, ids: Sequence[int]) -> None:
-        """What it reads next."""
-        self._add(ids, [0.0] * len(ids), False)
-
-    def _add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
-        self.ids += ids
-        self.logprobs += logprobs
-        self.sampled += [sampled] * len(ids)
-        self.rewards += [0.0] * len(ids)
-
-    def reward_turn(self, reward: float) -> None:
-        """Put a reward on the last token of the last turn."""
-        self.rewards[max(place for place, sampled in enumerate(self.sampled) if sampled)] += reward
-
-    def inform(self, info: Mapping[str, Any]) -> None:
-        """Add up the numbers in `info` of a turn, True as 1; names that no metric can have are left out."""
-        for name, value in info.items():
-            if isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name):
-                self.info[name] = self.info.get(name, 0.0) + value
-
-    def fail(self, why: str) -> None:
-        self.failure, self.over = " ".join(why.split())[:FAILURE_CHARS], True
 
 
 class Episodes:
@@ -148,12 +83,8 @@ class Episodes:
         number: int = 0,
         group_size: int = 1,
         first_row: int = 0,
-    ) -> Rows:
+    ) -> Rollout:
         """One episode a prompt, by policy version `version`; purpose, number and row seed it.
-
-        Returns the columns of `Generation.generate` over whole episodes, and `prompt_ids`; of each response token
-        `response_mask` and `turn_rewards`; `seed`, `turns`, `episode_reward` (NaN: it failed), `failure` [B] (why, or
-        empty), and as JSON `info`, the sums of `Episode.info`, and `answers` [B].
 
         Args:
             columns: of the dataset, a value for each prompt.
@@ -173,9 +104,13 @@ class Episodes:
             running = [threads.submit(self._play, cohort, version, purpose, number) for cohort in cohorts]
             for cohort in running:
                 cohort.result()
-        return self._rows(episodes)
+        for episode in episodes:
+            if not episode.ids:
+                # It failed before its first turn; a row must have a token, and without a reward nothing learns from it.
+                episode.say([self._format.end_of_turn], [0.0])
+        return rollout_of(episodes, version)
 
-    def begin(self, *of_sample: Any) -> Future[Rows]:
+    def begin(self, *of_sample: Any) -> Future[Rollout]:
         """Have another thread `sample`, after what it was told to before."""
         return self._rollouts.submit(self.sample, *of_sample)
 
@@ -190,21 +125,19 @@ class Episodes:
         version: int = 0,
         group_size: int = 1,
         done: Callable[[int], None] = lambda count: None,
-    ) -> Rows:
+    ) -> Rollout:
         """The same batch by batch, for evaluations.
 
         Args:
             done: told how many episodes are over.
         """
-        parts, places = [], []
+        parts: list[Rollout] = []
         for start in range(0, len(prompts), GENERATION_BATCH):
             batch = slice(start, start + GENERATION_BATCH)
             of_batch = {name: values[batch] for name, values in columns.items()}
-            part = self.sample(prompts[batch], of_batch, version, "sample", 0, group_size, start)
-            parts.append(part)
-            places.append(range(start, start + num_rows(part)))
-            done(places[-1].stop)
-        return join(parts, places)
+            parts.append(self.sample(prompts[batch], of_batch, version, "sample", 0, group_size, start))
+            done(start + len(parts[-1].response_ids))
+        return rows_joined(parts)
 
     def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
         """Take the turns of a cohort until all its episodes are over."""
@@ -299,27 +232,6 @@ class Episodes:
             episode.known += 1
         return futures
 
-    def _rows(self, episodes: list[Episode]) -> Rows:
-        for episode in episodes:
-            if not episode.ids:
-                # It failed before its first turn; a row must have a token, and without a reward nothing learns from it.
-                episode.say([self._format.end_of_turn], [0.0])
-        rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
-        return {
-            "prompt_ids": Ragged.of(e.prompt for e in episodes),
-            "response_ids": Ragged.of(e.ids for e in episodes),
-            "rollout_logprobs": Ragged.of((e.logprobs for e in episodes), np.float32),
-            "response_mask": Ragged.of((e.sampled for e in episodes), np.bool_),
-            "turn_rewards": Ragged.of((e.rewards for e in episodes), np.float32),
-            "ended": np.array([e.ended for e in episodes]),
-            "seed": np.array([e.seed for e in episodes]),
-            "turns": np.array([len(e.replies) for e in episodes], np.int32),
-            "episode_reward": np.array(rewards, np.float64),
-            "failure": np.array([e.failure for e in episodes], object),
-            "info": np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),
-            "answers": np.array([json.dumps(e.answers, sort_keys=True) for e in episodes], object),
-        }
-
 
 @contextmanager
 def open_episodes(
@@ -342,16 +254,6 @@ def open_episodes(
         stack.callback(episodes.close)
         stack.enter_context(pool)
         yield episodes
-
-
-def episode_means(sampled: Rows) -> dict[str, float]:
-    """Means over episodes that did not fail: `turns`, and `info/NAME` of each number that environments gave beside
-    rewards, summed over an episode (0 where it gave none)."""
-    there = sampled["failure"] == ""
-    infos = [json.loads(text) for text in sampled["info"][there].tolist()]
-    names = sorted({name for info in infos for name in info})
-    means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
-    return {"turns": float(sampled["turns"][there].mean()), **means} if infos else {}
 
 
 def rollout_name(purpose: str, number: int, version: int) -> str:

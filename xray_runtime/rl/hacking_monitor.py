@@ -21,16 +21,15 @@ from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, WAT
 from xray_runtime.algorithms.statistics import variety
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.answer import Answer
-from xray_runtime.rl.experience import metric_name
-from xray_runtime.rl.scoring import own_tokens
+from xray_runtime.rl.metrics import metric_name
 from xray_runtime.training.policy_versions import PolicyVersions
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
-    from xray_runtime.data.rows import Rows
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Recorder, Stage
+    from xray_runtime.rl.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +79,17 @@ class Watch:
             )
         return self._stage.kept
 
-    def look(self, iteration: int, metrics: Mapping[str, float], sampled: Rows) -> dict[str, float]:
+    def look(self, iteration: int, metrics: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         """Compare this iteration; returns the metrics `rollout/…` of how varied replies are and `hacking/…`, 1 where
         there is a sign. Afterwards `end` says whether the stage ends.
 
         Args:
             metrics: of the iteration so far.
-            sampled: its replies.
+            rollout: its replies.
         """
         if self._config.action == "off":
             return {}
-        ids = own_tokens(sampled)
+        ids = rollout.own_tokens()
         within, common = variety(torch.from_numpy(ids.values), torch.from_numpy(ids.lengths), PHRASE_TOKENS)
         found = {REPEATED: within, COMMON: common}
         point = {name: value for name, value in {**metrics, **found}.items() if name.startswith(WATCHED)}

@@ -34,7 +34,7 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.rows import Ragged, Rows, num_rows
+from xray_runtime.data.rows import Ragged
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import MANIFEST
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Recorder, Stage
-    from xray_runtime.rl.experience import Experience
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
-    from xray_runtime.training.common import UniquePrompts
+    from xray_runtime.rl.types import EpisodeColumns, Experience
+    from xray_runtime.training.prompts import UniquePrompts
 
 HASH_DIGITS = 32
 
@@ -92,13 +92,14 @@ class Ledger:
         if keep == "none":
             return
         made = np.flatnonzero(~scaled.isnan().numpy())
-        assert len(made) == num_rows(experience.rows)
+        assert len(made) == experience.num_rows
         trained = np.zeros(len(scaled), np.int32)
         trained[made] = times_trained
-        of_tokens = {name: _spread(experience.rows[name], made, len(scaled)) for name in ("advantages", "weights")}
+        columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
+        of_tokens = {name: _spread(column, made, len(scaled)) for name, column in columns.items()}
         tables = [self._table(iteration, scored, scaled, of_tokens, trained, golds)]
         for dropped in scored.dropped:
-            count = len(dropped.prompts)
+            count = len(dropped.replies)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
             empty = dict.fromkeys(of_tokens, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
@@ -118,26 +119,23 @@ class Ledger:
         times_trained: np.ndarray,
         golds: Sequence[float | None] | None,
     ) -> pa.Table:
-        rows, sampled = scored.rows, scored.sampled
-        count, ids = num_rows(rows), rows["id"]
-        prompts = Ragged.of(
-            (tokens[:n] for tokens, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)), np.int32
-        )
+        text, rollout, ids = scored.text, scored.rollout, scored.text.id
+        count = len(ids)
         return table_of(
             {
                 "iteration": np.full(count, iteration, np.int32),
                 "row": ids.astype(np.int32),
                 "round": (ids // self._config.rollout_size).astype(np.int32),
-                "prompt": np.array([self._prompts.rows[prompt] for prompt in scored.prompts], np.int64),
-                "version": sampled["version"].astype(np.int32),
-                "seed": sampled["seed"].astype(np.int64),
-                "ended": sampled["ended"],
-                "prompt_ids": lists(prompts, pa.int32()),
-                "reply_ids": lists(sampled["response_ids"], pa.int32()),
-                "rollout_logprobs": lists(sampled["rollout_logprobs"], pa.float32()),
-                "logprobs": lists(scored.scores["logprobs"], pa.float32()),
-                "ref_logprobs": lists(scored.scores["ref_logprobs"], pa.float32()),
-                **_turns(sampled),
+                "prompt": self._prompts.rows[rollout.prompt].astype(np.int64),
+                "version": rollout.version.astype(np.int32),
+                "seed": rollout.seed.astype(np.int64),
+                "ended": rollout.ended,
+                "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
+                "reply_ids": lists(rollout.response_ids, pa.int32()),
+                "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
+                "logprobs": lists(scored.scores.logprobs, pa.float32()),
+                "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
+                **_turns(rollout.episodes),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -212,16 +210,16 @@ def _scores(sources: SourceScores) -> dict[str, pa.Array]:
     } | {FAILURE + source: pa.array(whys, pa.string()) for source, whys in sources.failures.items()}
 
 
-def _turns(sampled: Rows) -> dict[str, Any]:
-    """Of episodes of many turns which tokens the policy chose, and what each turn earned."""
-    if "response_mask" not in sampled:
+def _turns(episodes: EpisodeColumns | None) -> dict[str, Any]:
+    """Which tokens the policy chose in episodes of many turns, and what each turn earned."""
+    if episodes is None:
         return {}
     return {
-        "turns": sampled["turns"],
-        "info": sampled["info"],
-        ANSWERS: sampled["answers"],
-        "response_mask": lists(sampled["response_mask"], pa.bool_()),
-        "turn_rewards": lists(sampled["turn_rewards"], pa.float32()),
+        "turns": episodes.turns,
+        "info": episodes.info,
+        ANSWERS: episodes.answers,
+        "response_mask": lists(episodes.response_mask, pa.bool_()),
+        "turn_rewards": lists(episodes.turn_rewards, pa.float32()),
     }
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.rewards.source import Score
-from xray_runtime.rl.episodes import Prompt, episode_means, open_episodes
+from xray_runtime.rl.episode import episode_means
+from xray_runtime.rl.episodes import Prompt, open_episodes
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
-from xray_runtime.rl.scoring import episode_scores, own_texts, own_tokens
+from xray_runtime.rl.scoring import episode_scores, own_texts
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ def ask_policy(
             texts = decode_replies(tokenizer, replies)
             return PolicyReplies(begun, replies, replies, texts, texts)
         played = episodes.sample_all(prompts, columns, version)
-    own, mask = [ids.tolist() for ids in own_tokens(played)], played["response_mask"]
-    shown = [transcript(tokenizer, ids, of_row) for ids, of_row in zip(played["response_ids"], mask, strict=True)]
-    begun, ids = ([row.tolist() for row in played[name]] for name in ("prompt_ids", "response_ids"))
-    texts, means = own_texts(tokenizer, played), episode_means(played)
+    assert played.episodes is not None
+    own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
+    shown = [transcript(tokenizer, ids, of_row) for ids, of_row in zip(played.response_ids, mask, strict=True)]
+    begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
+    texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
     return PolicyReplies(begun, ids, own, texts, shown, mask, episode_scores(played), means)

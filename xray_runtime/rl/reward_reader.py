@@ -14,9 +14,9 @@ from typing import Any
 
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.rows import Rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.training.common import text_rows
 
 READS, CONVERSATION = "reads", "conversation"
 """In reward.json: the entry, absent of models trained here, and its value."""
@@ -76,4 +76,4 @@ class RewardReader:
 
 def _same(one: Any, other: Any) -> bool:
     ends = one.eos_token_id == other.eos_token_id and one.chat_template == other.chat_template
-    return ends and one.get_vocab() == other.get_vocab()
+    return bool(ends and one.get_vocab() == other.get_vocab())

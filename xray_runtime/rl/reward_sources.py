@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
@@ -183,42 +184,48 @@ class RewardSources:
         said = messages or [[{"role": "user", "content": text}] for text in prompts]
         batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
-        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
-        answered = own | {role: (of_branches or {})[role] for role in self.branches}
-        # What goes through a model together shows in the last bits, which the deviation of a group would blow up.
-        first = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
-        answered = {role: given[first] for role, given in answered.items()}
+        alike = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
+        answered = self._by_role(answers, of_branches or {}, alike)
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
         keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
+        found = self._ask_all(batch, applies, keys)
+        given = dict(found)
+        if episodes is not None and ENVIRONMENT in self.weights:
+            given[ENVIRONMENT] = dict(enumerate(episodes))
+            applies[ENVIRONMENT] = torch.ones(len(episodes), dtype=torch.bool)
+        for source, by_row in given.items():
+            values[source] = torch.full((len(replies),), math.nan)
+            values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
+        apart = {source: scores.std(0, correction=0) for source, scores in members.items()}
+        whys = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
+        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
+        self._check_models(answered, prompts, replies)
+        self._check(scored, given)
+        # Only now: where the stage fails, its next attempt asks again.
+        for source, by_row in found.items():
+            lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
+            self._journal.write(source, step, lost)
+        return scored
+
+    def _by_role(self, answers: Sequence[Rows], of_branches: Rows, alike: np.ndarray) -> dict[str, np.ndarray]:
+        """Role of a reward model → its score of each row [B]; rows that are alike have that of the first.
+
+        What goes through a model together shows in the last bits, which the deviation of a group would blow up.
+        """
+        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
+        answered = own | {role: of_branches[role] for role in self.branches}
+        return {role: given[alike] for role, given in answered.items()}
+
+    def _ask_all(
+        self, batch: Batch, applies: Mapping[str, torch.Tensor], keys: Mapping[str, list[str]]
+    ) -> dict[str, dict[int, Score]]:
+        """Source that is no model → its scores by row, of the rows that it applies to; all are asked at a time."""
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
             asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
-        found = {source: future.result() for source, future in asked.items()}
-        for source, by_row in found.items():
-            values[source] = torch.full((len(replies),), math.nan)
-            values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
-        if episodes is not None and ENVIRONMENT in self.weights:
-            values[ENVIRONMENT] = torch.tensor([score.value for score in episodes])
-            applies[ENVIRONMENT] = torch.ones(len(episodes), dtype=torch.bool)
-            failures = {ENVIRONMENT: dict(enumerate(episodes))}
-        else:
-            failures = {}
-        apart = {source: given.std(0, correction=0) for source, given in members.items()}
-        whys = {
-            source: [_why(by_row.get(row)) for row in range(len(replies))]
-            for source, by_row in (found | failures).items()
-            if source in self.weights
-        }
-        scores = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
-        self._check_models(answered, prompts, replies)
-        self._check(scores, found | failures)
-        for source, by_row in found.items():
-            # Only now: where the stage fails, its next attempt asks again.
-            lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
-            self._journal.write(source, step, lost)
-        return scores
+        return {source: future.result() for source, future in asked.items()}
 
     def scaled(self, scores: SourceScores) -> torch.Tensor:
         """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""

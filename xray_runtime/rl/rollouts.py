@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.types import Rollout, to_rows
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, text_rows
 from xray_runtime.training.finite import check_rollout
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 
 if TYPE_CHECKING:
@@ -47,22 +49,25 @@ def purpose_of(round: int) -> str:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """The replies to an iteration's prompts, sampled or being sampled; those to one prompt follow one another."""
+class PendingRollout:
+    """A rollout that is sampled, or being sampled."""
 
     version: int
     """Policy version, the number of updates before it, that samples."""
     prompts: list[int]
     """Which prompt each reply is to."""
-    replies: Ref[Rows]
-    """What `Generation.generate` returns, or `Episodes.sample`."""
-    seeds: np.ndarray | None
-    """What each reply is drawn with [B]; None: `replies` says it."""
+    answer: Ref[Rows | Rollout]
+    """Rows of a generator, or a rollout of episodes or of a snapshot."""
+    seeds: np.ndarray | None = None
+    """What each reply of a generator is drawn with [B]; a rollout has them itself."""
 
-    def sampled(self) -> Rows:
-        """The replies, once they are there, with their `seed` and `version`."""
-        seeds = {} if self.seeds is None else {"seed": self.seeds}
-        return get(self.replies) | seeds | {"version": np.full(len(self.prompts), self.version)}
+    def get(self) -> Rollout:
+        """Wait for it."""
+        answer, count = get(self.answer), len(self.prompts)
+        version, prompt = np.full(count, self.version), np.array(self.prompts)
+        if isinstance(answer, Rollout):
+            return replace(answer, version=version, prompt=prompt)
+        return Rollout.read(answer | {"seed": self.seeds, "version": version, "prompt": prompt})
 
 
 class Rollouts:
@@ -85,7 +90,7 @@ class Rollouts:
     ) -> None:
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
         self._sampling, self._episodes = sampling, episodes
-        self._pending: list[Rollout] = []
+        self._pending: list[PendingRollout] = []
 
     def ask(self, iteration: int) -> None:
         """Have all that `iteration` and the `lag` after it train on sampled by policy version `iteration`, as far as it
@@ -99,23 +104,25 @@ class Rollouts:
 
     def wait(self) -> None:
         """Wait until all that was asked for is sampled."""
-        get_all([rollout.replies for rollout in self._pending])
+        get_all([rollout.answer for rollout in self._pending])
 
-    def take(self) -> tuple[Rollout, Rows]:
-        """The rollout that was asked for first, and its replies."""
-        rollout = self._pending.pop(0)
-        return rollout, self._checked(rollout)
+    def take(self) -> Rollout:
+        """The rollout that was asked for first."""
+        return self._checked(self._pending.pop(0))
 
-    def sample_others(self, iteration: int, attempt: int, count: int) -> tuple[list[int], Rows]:
-        """Replies to the next `count` prompts, by the version that `iteration` samples with: (which prompt each is to,
-        the replies).
+    def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
+        """Replies to the next `count` prompts, by the version that `iteration` samples with.
 
         Args:
             attempt: how often others were sampled in this iteration.
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        return prompts, self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
+        return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
+
+    def sync(self, policy: ModelHandle, iteration: int) -> str | None:
+        """Have the generator take over the weights of `policy`, version `iteration`; returns `Shard.policy`."""
+        return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
@@ -127,41 +134,43 @@ class Rollouts:
         num_rows = max(PROBE_ROWS, *ranks)
         asked = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = self._generate(asked, sampling, version, "probe", version).sampled()
-        check_rollout(replies, num_rows, sampling)
-        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies["response_ids"])))
-        return float(np.abs(scores["logprobs"].values - replies["rollout_logprobs"].values).mean())
+        replies = self._generate(asked, sampling, version, "probe", version).get()
+        check_rollout(to_rows(replies), num_rows, sampling)
+        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies.response_ids)))
+        return float(np.abs(scores["logprobs"].values - replies.rollout_logprobs.values).mean())
 
-    def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> Rollout:
+    def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:
             return self._generate(prompts, self._sampling, version, purpose, number)
         asked, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
         columns = self._prompts.columns(prompts)
-        played = self._episodes.begin(asked, columns, version, purpose, number, group_size)
-        return Rollout(version, prompts, Local(played), None)
+        played: Ref[Rollout] = Local(self._episodes.begin(asked, columns, version, purpose, number, group_size))
+        return PendingRollout(version, prompts, played)
 
-    def _generate(self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int) -> Rollout:
+    def _generate(
+        self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
+    ) -> PendingRollout:
         seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
         rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
         replies = self._generator.generate.remote(rows, sampling, version)
-        return Rollout(version, prompts, replies, rows["seed"])
+        return PendingRollout(version, prompts, replies, rows["seed"])
 
-    def _checked(self, rollout: Rollout) -> Rows:
-        sampled = rollout.sampled()
-        if self._episodes is None:  # of an episode each turn was checked as it came
-            check_rollout(sampled, len(rollout.prompts), self._sampling)
-        return sampled
+    def _checked(self, pending: PendingRollout) -> Rollout:
+        rollout = pending.get()
+        if self._episodes is None:  # each turn of an episode was checked as it came
+            check_rollout(to_rows(rollout), len(pending.prompts), self._sampling)
+        return rollout
 
     def save_state(self, directory: Path) -> None:
         """Write what is asked for and not trained on into `directory`, once it is sampled: no later attempt has the
         weights that sample it."""
         for number, rollout in enumerate(self._pending):
-            rows = rollout.sampled() | {"prompt": np.array(rollout.prompts)}
-            save_rows(directory / f"rollout-{number}.safetensors", rows)
+            save_rows(directory / f"rollout-{number}.safetensors", to_rows(rollout.get()))
 
     def load_state(self, directory: Path) -> None:
         """Go on from what `save_state` wrote."""
         for path in sorted(directory.glob("rollout-*.safetensors")):
-            rows = load_rows(path)
-            prompts, version, seeds = rows.pop("prompt").tolist(), int(rows.pop("version")[0]), rows.pop("seed")
-            self._pending.append(Rollout(version, prompts, Ready(rows), seeds))
+            rollout = Rollout.read(load_rows(path))
+            restored: Ref[Rollout] = Ready(rollout)
+            version, prompts = int(rollout.version[0]), rollout.prompt.tolist()
+            self._pending.append(PendingRollout(version, prompts, restored))

@@ -17,7 +17,8 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import sampling_of
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import UniquePrompts, max_prompt_tokens
+from xray_runtime.training.dataset import max_prompt_tokens
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.protocols import get, get_all

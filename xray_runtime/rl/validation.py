@@ -17,18 +17,15 @@ import torch
 
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.reward_sources import RewardSources
-from xray_runtime.rl.scoring import episode_scores, own_texts, own_tokens, prompt_tokens
+from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
+from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import (
-    UniquePrompts,
-    save_policy,
-    text_rows,
-    validation_file,
-    with_end_of_turn,
-)
-from xray_runtime.training.policy_versions import BestVersion
+from xray_runtime.training.dataset import validation_file
+from xray_runtime.training.policy_versions import BestVersion, save_policy
+from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -80,7 +77,7 @@ class Validation:
         """The judges that are models, to be opened with the stage's others."""
         return self._sources.specs() if self._own and self._config is not None else {}
 
-    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rows | None:
+    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rollout | None:
         """Replies of the version that the generator holds, after `iteration` updates; None where none is due.
 
         Args:
@@ -89,25 +86,27 @@ class Validation:
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 
-    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rows:
+    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rollout:
         if episodes is not None:
             return episodes.sample(self._prompts, self._columns, version, "validation")
         name = self._stage.seed, self._stage.name, "validation"
         seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
         rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
-        return get(generator.generate.remote(rows, self._sampling, version))
+        count = len(self._prompts)
+        given = {"seed": seeds, "version": np.full(count, version), "prompt": np.arange(count)}
+        return Rollout.read(get(generator.generate.remote(rows, self._sampling, version)) | given)
 
-    def score(self, models: Mapping[str, ModelHandle], replies: Rows | None, iteration: int) -> dict[str, float]:
+    def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
         """Score what `sample` gave, keep the policy where it is the best so far, and return what to log."""
         if replies is None:
             return {}
         assert self._config is not None
-        score, length = self._mean(models, replies, iteration), float(own_tokens(replies).lengths.mean())
+        score, length = self._mean(models, replies, iteration), float(replies.own_tokens().lengths.mean())
         self.best.saw(models, iteration, score)
         return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
 
-    def _mean(self, models: Mapping[str, ModelHandle], replies: Rows, iteration: int) -> float:
-        ids, messages = replies["response_ids"], [said for said, _ in self._prompts]
+    def _mean(self, models: Mapping[str, ModelHandle], replies: Rollout, iteration: int) -> float:
+        ids, messages = replies.response_ids, [said for said, _ in self._prompts]
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])

@@ -20,11 +20,13 @@ from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.dataset import tokenizing
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
+from xray_runtime.training.steps import DPOSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -67,15 +69,16 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             index = trained[cursor.take(config.batch_size)]
             lr = lr_at(config, step, steps)
             rows = _batch(train, index, known) | states.columns(index)
-            stats = get(policy.train.remote(rows, {"pairs": config.batch_size}, lr))
-            skipped.took(stage, "policy", step, stats)
+            totals = StepTotals(pairs=config.batch_size)
+            made = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            skipped.took(stage, "policy", step, made)
             metrics = {
-                "dpo/loss": stats["loss"] / config.batch_size,
-                "dpo/accuracy": stats["correct"] / config.batch_size,
-                "dpo/margin": stats["margin"] / config.batch_size,
-                "dpo/chosen_logprobs": stats["chosen_logprobs"] / config.batch_size,
-                "dpo/rejected_logprobs": stats["rejected_logprobs"] / config.batch_size,
-                "dpo/grad_norm": stats["grad_norm"],
+                "dpo/loss": made.sums.loss / config.batch_size,
+                "dpo/accuracy": made.sums.correct / config.batch_size,
+                "dpo/margin": made.sums.margin / config.batch_size,
+                "dpo/chosen_logprobs": made.sums.chosen_logprobs / config.batch_size,
+                "dpo/rejected_logprobs": made.sums.rejected_logprobs / config.batch_size,
+                "dpo/grad_norm": made.grad_norm,
                 "dpo/lr": lr,
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:

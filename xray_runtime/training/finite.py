@@ -22,6 +22,7 @@ from xray_runtime.errors import NonFiniteError, root_cause
 if TYPE_CHECKING:
     from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.graph.kind import Stage
+    from xray_runtime.training.steps import StepStatistics
 
 log = logging.getLogger(__name__)
 
@@ -47,24 +48,20 @@ class SkippedSteps:
 
     count: int = 0
 
-    def took(self, stage: Stage[Any, Any], role: str, step: int, stats: Mapping[str, float]) -> bool:
+    def took(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
         """Whether the optimizer of `role` made this step; False: its engine refused it, and it may be left out.
-
-        Args:
-            stats: what `WholeModel.train` returned.
 
         Raises:
             NonFiniteError: it was refused, as `max_skipped_steps` were before.
         """
-        wrong = sorted(name for name, value in stats.items() if not math.isfinite(value))
-        if not wrong:
+        wrong = next(statistics.non_finite(), None)
+        if wrong is None and math.isfinite(statistics.grad_norm):
             return True
         self.count += 1
-        sums = [name for name in wrong if name != "grad_norm"]
-        cause = f"its gradient's norm is {stats['grad_norm']}, while its loss is finite on every rank"
-        if sums:
-            rank = f" on rank {stats['refused_by']:.0f}" if "refused_by" in stats else ""
-            cause = f"{sums[0]} is {stats[sums[0]]}{rank}"
+        cause = f"its gradient's norm is {statistics.grad_norm}, while its loss is finite on every rank"
+        if wrong is not None:
+            rank = f" on rank {statistics.refused_by}" if statistics.refused_by is not None else ""
+            cause = f"{wrong[0]} is {wrong[1]}{rank}"
         allowed = stage.config.max_skipped_steps
         text = f"{stage.name}, optimizer step {step}: {role!r} did not take it, since {cause}"
         if self.count > allowed:

@@ -31,11 +31,13 @@ from xray_runtime.graph.artifacts import VERDICTS
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.dataset import tokenizing
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
+from xray_runtime.training.steps import KTOSums, StepStatistics, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -89,26 +91,19 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, of_mismatched))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             rows |= states.columns(index)
-            stats = get(policy.train.remote(rows, {"rows": config.batch_size, "baseline": baseline}, lr))
-            skipped.took(stage, "policy", step, stats)
-            metrics = {
-                "kto/loss": stats["loss"] / config.batch_size,
-                "kto/baseline": baseline,
-                "kto/grad_norm": stats["grad_norm"],
-                "kto/lr": lr,
-            }
-            for name, num in (("desirable", desirable[index].sum()), ("undesirable", (~desirable[index]).sum())):
-                if num:
-                    metrics[f"kto/{name}_reward"] = stats[f"{name}_rewards"] / num
+            totals = StepTotals(rows=config.batch_size, baseline=baseline)
+            made = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            skipped.took(stage, "policy", step, made)
+            metrics = _step_metrics(made, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
                 pairs = _ratios(policy, parts, known, HELDOUT, np.arange(parts[HELDOUT].size))
                 metrics["kto/heldout_accuracy"] = float(wins(*pairs.reshape(-1, 2).T).mean())
             if validation is not None and validation.is_due(step + 1, steps):
                 z = kto_baseline(_ratios(policy, parts, known, MISMATCHED, chosen_by))
                 ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
-                found = float(objective.of_replies(ratios, good, z).mean())
-                metrics |= {"kto/validation_loss": found, "kto/validation_accuracy": _accuracy(ratios, good, z)}
-                best.saw(models, step + 1, -found)
+                loss = float(objective.of_replies(ratios, good, z).mean())
+                metrics |= {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}
+                best.saw(models, step + 1, -loss)
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
             state.step_done(step + 1, steps)
@@ -154,6 +149,16 @@ def _data(
     good = float(desirable.sum())
     counts |= {"desirable": good, "undesirable": replies.size - good}
     return parts, desirable, chain.from_iterable(prompts), counts
+
+
+def _step_metrics(made: StepStatistics[KTOSums], desirable: np.ndarray) -> dict[str, float]:
+    """Means over the rows of a step, `desirable` [B] telling which those are."""
+    metrics = {"kto/loss": made.sums.loss / len(desirable), "kto/grad_norm": made.grad_norm}
+    if desirable.any():
+        metrics["kto/desirable_reward"] = made.sums.desirable_rewards / desirable.sum()
+    if not desirable.all():
+        metrics["kto/undesirable_reward"] = made.sums.undesirable_rewards / (~desirable).sum()
+    return metrics
 
 
 def _ratios(

@@ -18,10 +18,18 @@ from typing import Any
 
 from xray_runtime.config.engines import ValidationSchedule
 from xray_runtime.files import sync
-from xray_runtime.training.common import save_policy
-from xray_runtime.workers.protocols import ModelHandle
+from xray_runtime.graph.artifacts import VALUE_HEAD
+from xray_runtime.workers.protocols import ModelHandle, get
 
 RECORD = "validation.json"
+
+
+def save_policy(models: Mapping[str, ModelHandle], directory: Path) -> None:
+    """The policy in Hugging Face form, with the critic's head or, in critic/, the critic."""
+    directory.mkdir(parents=True, exist_ok=True)
+    get(models["policy"].save.remote(directory, VALUE_HEAD))
+    if "critic" in models:
+        get(models["critic"].save.remote(directory / "critic", VALUE_HEAD))
 
 
 class PolicyVersions:

@@ -20,9 +20,11 @@ from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import lr_at, tokenizing
+from xray_runtime.training.dataset import tokenizing
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
+from xray_runtime.training.steps import PairSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -64,13 +66,13 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
             batch = _both_sides(train, index) | states.columns(index)
-            lr = lr_at(config, step, steps)
-            stats = get(reward.train.remote(batch, {"rows": config.batch_size}, lr))
-            skipped.took(stage, "reward", step, stats)
+            lr, totals = lr_at(config, step, steps), StepTotals(rows=config.batch_size)
+            made = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
+            skipped.took(stage, "reward", step, made)
             metrics = {
-                "reward_model/loss": stats["loss"] / config.batch_size,
-                "reward_model/accuracy": stats["correct"] / config.batch_size,
-                "reward_model/grad_norm": stats["grad_norm"],
+                "reward_model/loss": made.sums.loss / config.batch_size,
+                "reward_model/accuracy": made.sums.correct / config.batch_size,
+                "reward_model/grad_norm": made.grad_norm,
                 "reward_model/lr": lr,
                 "reward_model/length_baseline_accuracy": baseline,
             }
@@ -80,21 +82,25 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
             state.step_done(step + 1, steps)
-        scores = np.concatenate([chosen, rejected])
-        if not scores.std() > 0:
-            raise RuntimeError(
-                f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
-            )
-        summary = {
-            "mean": float(scores.mean()),
-            "std": float(scores.std()),
-            "accuracy": metrics["reward_model/heldout_accuracy"],
-            "length_baseline_accuracy": baseline,
-            "heldout_pairs": len(heldout),
-        }
+        summary = _summary(stage.name, chosen, rejected) | {"length_baseline_accuracy": baseline}
         get(reward.save.remote(out, REWARD_HEAD))
     (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return steps
+
+
+def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Of the scores of held-out pairs [P]. Raises RuntimeError where all are the same."""
+    scores = np.concatenate([chosen, rejected])
+    if not scores.std() > 0:
+        raise RuntimeError(
+            f"{stage}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
+        )
+    return {
+        "mean": float(scores.mean()),
+        "std": float(scores.std()),
+        "accuracy": _accuracy(chosen, rejected),
+        "heldout_pairs": len(chosen),
+    }
 
 
 def _both_sides(pairs: Tokens, rows: Sequence[int]) -> Rows:

@@ -14,17 +14,12 @@ from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.common import (
-    is_in_order,
-    lr_at,
-    max_prompt_tokens,
-    max_reply_tokens,
-    tokenizing,
-    validation_file,
-)
+from xray_runtime.training.dataset import is_in_order, max_prompt_tokens, max_reply_tokens, tokenizing, validation_file
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.resumable import Resumable
+from xray_runtime.training.schedule import lr_at
+from xray_runtime.training.steps import SFTSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -46,53 +41,35 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     tokenizer = load_tokenizer(base)
     longest = max_reply_tokens(config.max_response_tokens, base)
     limits = (max_prompt_tokens(dataset, base, longest), longest)
-    train, heldout = (
-        ConversationTokens(dataset / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
-    )
-    if not len(train) or not len(heldout):
-        raise ValueError(
-            f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
-        )
-    heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    train, heldout_rows = _data(stage, tokenizer, limits, recorder)
     validation_rows = (
         _validation_rows(stage, validation, tokenizer, limits, recorder) if validation is not None else None
     )
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
-    model = ModelSpec(
-        base,
-        SFTObjective(),
-        training=config,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
-
     states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
 
-    with stage.open_models({"policy": model}) as models:
+    with stage.open_models({"policy": _spec(stage)}) as models:
         policy = models["policy"]
         states.compute(policy)
         skipped = SkippedSteps()
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
         if not done:
-            limited = {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
-            counts = {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
-            recorder.metrics({"sft/pairs": train.num_replies, "sft/conversations": len(train)} | limited | counts, 0)
+            recorder.metrics(_data_metrics(train, limits), 0)
         for step in range(done, config.steps):
             start = time.perf_counter()
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
-            tokens = num_response_tokens(batch)
-            stats = get(policy.train.remote(batch, {"tokens": tokens}, lr_at(config, step, config.steps)))
-            skipped.took(stage, "policy", step, stats)
+            tokens, lr = num_response_tokens(batch), lr_at(config, step, config.steps)
+            made = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            skipped.took(stage, "policy", step, made)
             seconds = time.perf_counter() - start
-            loss = stats["nll"] / tokens
+            loss = made.sums.nll / tokens
             metrics = {
                 "sft/loss": loss,
-                "sft/grad_norm": stats["grad_norm"],
-                "sft/lr": lr_at(config, step, config.steps),
+                "sft/grad_norm": made.grad_norm,
+                "sft/lr": lr,
                 "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
@@ -111,6 +88,38 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     with DroppedRows(out) as dropped:
         train.list_dropped(dropped)
     return done
+
+
+def _spec(stage: Stage[SFTConfig, SFTInputs]) -> ModelSpec:
+    return ModelSpec(
+        stage.inputs.base.path,
+        SFTObjective(),
+        training=stage.config,
+        trainable_layers=stage.config.trainable_layers,
+        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
+    )
+
+
+def _data(
+    stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
+) -> tuple[ConversationTokens, Rows]:
+    """(what is trained on, the first held-out rows). Raises ValueError where no row of a side fits."""
+    train, heldout = (
+        ConversationTokens(stage.inputs.data.path / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
+        for side in (TRAIN, HELDOUT)
+    )
+    if not len(train) or not len(heldout):
+        raise ValueError(
+            f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
+        )
+    return train, heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+
+
+def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[str, float]:
+    """How much is trained on, under which limits, and how many rows were dropped, by reason."""
+    metrics: dict[str, float] = {"sft/pairs": train.num_replies, "sft/conversations": len(train)}
+    metrics |= {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
+    return metrics | {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
 
 
 def _validation_rows(

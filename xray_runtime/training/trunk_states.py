@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 
 from xray_runtime.data.derived import Derived, computed_key
-from xray_runtime.data.rows import Ragged, Rows, join
+from xray_runtime.data.rows import Ragged, Rows, join_column
 from xray_runtime.models.tensor_file import trunk_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -109,8 +109,8 @@ class TrunkStates:
     def _sequences(self, rows: np.ndarray) -> Ragged:
         """Token ids of some rows: of a pair the chosen side, then the rejected one."""
         taken, width = self._rows.take(rows), len(self._names)
-        sides = [{"ids": taken[name]} for name in self._names]
-        ids: Ragged = join(sides, [range(side, len(rows) * width, width) for side in range(width)])["ids"]
+        sides = [taken[name] for name in self._names]
+        ids: Ragged = join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
         return ids
 
     def _write(self, path: Path, model: ModelHandle) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from tests.unit.environments import samples
 from tests.unit.environments.caller import save_caller
-from tests.unit.store.test_store import IDENTITY
+from tests.unit.store.published import IDENTITY
 from xray.cli.main import app
 from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.store.checkpoints import Store

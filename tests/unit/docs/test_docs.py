@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.data.columns import GROUPS
 from xray_runtime.graph.current import planning
 from xray_runtime.graph.kind import KINDS
 from xray_runtime.stages.kinds import find_kind
 
 ROOT = Path(__file__).parents[3]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
-MADE = {"kinds.md", "config.md", "cli.md"}
+MADE = {"kinds.md", "config.md", "cli.md", "columns.md"}
 """Pages that `docs/hooks.py` makes from the code."""
 MEASURED = {"identity-table.md", "layouts.md"}
 """Pages that a benchmark writes."""
@@ -149,6 +150,21 @@ def test_docs_and_examples_import_xray_alone() -> None:
     texts = {path: path.read_text(encoding="utf-8").replace('\\n"', "").replace('    "', "") for path in sources}
     assert [path.name for path, text in texts.items() if IMPORTS.search(text)] == []
     assert IMPORTS.search('    "from xray_runtime.data import pairs'.replace('    "', ""))
+
+
+def test_the_site_shows_every_column() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import hooks
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    page = hooks.columns_page()
+    for name, group in GROUPS.items():
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert [row for row in section.splitlines() if row.startswith("| `")] == [
+            f"| `{c.name}` | {c.shape} | {c.dtype} | {c.writer} | {c.readers} | {c.meaning} |" for c in group
+        ]
+        assert len(section.split("|")[0].split()) > 3
 
 
 def test_the_docs_stay_short() -> None:

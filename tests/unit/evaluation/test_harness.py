@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.evaluation.harness import CHOICE, REPLY
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
@@ -26,30 +27,6 @@ from xray_runtime.graph.inputs import LMEvalInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.stages.kinds import LM_EVAL
-
-CHOICE = """
-task: parity
-dataset_path: json
-dataset_kwargs: {data_files: {test: questions.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: [even, odd]
-doc_to_target: "{{answer}}"
-target_delimiter: " "
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-REPLY = """
-task: echo
-dataset_path: json
-dataset_kwargs: {data_files: {test: [questions.jsonl]}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "even"
-generation_kwargs: {until: ["."], max_gen_toks: 8}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
 
 
 class Even(FakeModel):

@@ -91,7 +91,7 @@ def test_a_reward_model_of_the_other_part_of_the_pairs_judges() -> None:
         ),
         (
             lambda made: [xray.reward(**ORACLE), long],
-            "judges.1: 'test_independence:long' is not allowed: policy was trained against it",
+            "judges.1: 'test_judge_leakage:long' is not allowed: policy was trained against it",
         ),
         (
             lambda made: [xray.reward(verifier=MATHS["verifier"] | {"limit_s": 9.0})],

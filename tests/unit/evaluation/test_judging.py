@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.rl.test_ppo_loop import FakeRecorder
+from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.evaluation.judging import Panel, judge, record_replies

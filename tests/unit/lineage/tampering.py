@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -500,3 +501,6 @@ def what_a_run_left_for_people(rng: random.Random, output: Path) -> set[str]:
         path.rename(output / "elsewhere")
         path.symlink_to(output / "elsewhere")
     return {"run-changed"}
+
+
+COUNT = int(os.environ.get("XRAY_TAMPER_CASES", "60"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.commands import bundled
 from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle, pair_file
-from tests.unit.lineage.test_import import bundled
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
 from xray_runtime.graph.artifacts import Artifact

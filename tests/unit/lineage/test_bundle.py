@@ -19,8 +19,7 @@ from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 
 from tests.unit.lineage.synthetic import Lifecycle
-from tests.unit.lineage.tampering import flip
-from tests.unit.lineage.test_tampering import COUNT
+from tests.unit.lineage.tampering import COUNT, flip
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, opened

@@ -7,18 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
+from tests.unit.lineage.commands import place, xray
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from xray.cli.main import app
-
-
-def xray(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def place(output: Path, stage: str) -> Path:
-    return next(iter(output.glob(f"checkpoints/{stage}-*")))
 
 
 def test_the_tree_names_every_ancestor_and_what_was_made_from_it(untouched: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.lineage.commands import place, xray
 from tests.unit.lineage.synthetic import Lifecycle, pair_file, prompt, weights
-from tests.unit.lineage.test_commands import place, xray
 from xray_runtime.config.preferences import JudgedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError

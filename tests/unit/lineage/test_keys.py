@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, decided
-from tests.unit.lineage.test_commands import xray
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.commands import xray
 from tests.unit.lineage.record_tampering import NOT_COVERED, RECORD_CASES, edit_json
 from tests.unit.lineage.synthetic import Lifecycle
-from tests.unit.lineage.test_commands import xray
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.findings import NOTES
 from xray_runtime.lineage.reference import open_lineage_store

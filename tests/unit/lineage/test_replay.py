@@ -1,4 +1,4 @@
-"""Replay over the fake models of `test_ppo_loop`: a published stage is computed again, and what differs is named."""
+"""Replay over the fake models of `unit.rl.loop`: a published stage is computed again, and what differs is named."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
-from tests.unit.lineage.test_commands import xray
-from tests.unit.rl.test_ppo_loop import PPOModel, World, attempt, inputs
+from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
 from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError
@@ -26,7 +26,6 @@ from xray_runtime.lineage.reference import LineageStore, open_lineage_store, res
 from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
 from xray_runtime.workers.protocols import ModelHandle
 
-__all__ = ["inputs"]
 FIELDS: dict[str, Any] = {
     "iterations": 4,
     "prompts_per_iteration": 4,
@@ -129,6 +128,11 @@ class Published:
         place = table.column_names.index("reply_ids")
         changed = table.set_column(place, table.schema.field("reply_ids"), pa.array(replies, table["reply_ids"].type))
         Shard(shard.iteration, shard.policy, changed).write(self.ledger)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(autouse=True)

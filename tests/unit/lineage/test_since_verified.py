@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES, checkpoints as falsifiable
-from tests.unit.lineage.test_commands import xray
 from xray_runtime.lineage.audit import checkpoints, verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.verified import RECORD, SIGNATURE

@@ -5,7 +5,6 @@ XRAY_TAMPER_CASES=500 runs the long form.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.synthetic import GRAPHS, Lifecycle
-from tests.unit.lineage.tampering import CASES
+from tests.unit.lineage.tampering import CASES, COUNT
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import open_lineage_store
-
-COUNT = int(os.environ.get("XRAY_TAMPER_CASES", "60"))
 
 
 def audited(output: Path) -> Audit:

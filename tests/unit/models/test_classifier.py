@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, Messages, write_pairs
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.tokenizing import encode_conversations, train_tokenizer
 from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
 from xray_runtime.graph.inputs import RewardBaseInputs
@@ -29,7 +30,6 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.preparation.reward_base import run
 from xray_runtime.rl.reward_reader import RewardReader
-from xray_runtime.training.common import text_rows
 from xray_runtime.workers.learner import as_tensors
 from xray_runtime.workers.protocols import Ready
 

@@ -16,17 +16,8 @@ import pytest
 
 import xray
 from tests.unit.rl import sample_environments
+from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, logprob, plain
 from tests.unit.rl.recorder import FakeRecorder
-from tests.unit.rl.test_ppo_loop import (  # noqa: F401  (a fixture)
-    MINIBATCH,
-    REPLIES,
-    PPOModel,
-    World,
-    attempt,
-    inputs,
-    logprob,
-    plain,
-)
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
@@ -61,7 +52,7 @@ class Policy(PPOModel):
 
 
 def played(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     out: Path,
     environment: str,
     **fields: Any,
@@ -85,7 +76,7 @@ def taught(world: World) -> list[Any]:
     return [plain(batch) for batch in world.batches]
 
 
-def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path) -> None:
     world, recorder = played(inputs, tmp_path / "out", "ThreeTurns")
     tokenizer = world.tokenizer  # type: ignore[attr-defined]
     word = tokenizer.convert_tokens_to_ids(["a", "n"])
@@ -122,7 +113,7 @@ def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
     return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
 
 
-def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:
     world, _ = played(inputs, tmp_path / "out", "Opens")
     [opening] = chat_format(world.tokenizer).prompts(  # type: ignore[attr-defined]
         [[{"role": "system", "content": "a game"}, {"role": "user", "content": "your move"}]]
@@ -133,7 +124,7 @@ def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: P
     assert read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table["prompt_ids"].to_pylist() == [opening] * REPLIES
 
 
-def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInputs, tmp_path: Path) -> None:
     """Derived from the names of who asks alone, turns counted from 0: a replay has to draw the same."""
     groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "advantages": "rloo"}
     world, _ = played(inputs, tmp_path / "out", "ThreeTurns", **groups)
@@ -145,7 +136,7 @@ def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInp
 
 
 def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_bytes(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
 ) -> None:
     played(inputs, tmp_path / "out", "Tells", max_failed=0.5)
@@ -155,7 +146,7 @@ def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_
     assert [json.dumps(json.loads(text), sort_keys=True) for text in infos + answers] == infos + answers
 
 
-def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:  # noqa: F811
+def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:
     tokenizer = load_tokenizer(inputs.policy.path)
     chat = chat_format(tokenizer)
     asked, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": "an answer"}
@@ -172,7 +163,7 @@ def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInput
 
 
 def test_neither_delays_nor_processes_change_a_byte(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -183,7 +174,7 @@ def test_neither_delays_nor_processes_change_a_byte(
 
 
 def test_what_a_clock_said_is_read_again_by_the_next_attempt(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,7 +205,7 @@ def test_what_a_clock_said_is_read_again_by_the_next_attempt(
 
 @pytest.mark.parametrize("environment", ["Clock", "Breaks"])
 def test_a_replay_reads_the_answers_in_the_ledger(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     environment: str,
@@ -235,7 +226,7 @@ def test_a_replay_reads_the_answers_in_the_ledger(
     assert shards[0] == shards[1]
 
 
-def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path: Path) -> None:
     """With a lag; and an attempt that goes on has those that were played and not trained on, failed ones too."""
     fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10, "max_failed": 0.2, "lag": 1}
     whole, first = played(inputs, tmp_path / "whole", "Breaks", **fields | {"iterations": 3})
@@ -251,7 +242,7 @@ def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path
 
 
 def test_what_environments_say_while_they_are_ended_is_no_answer(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -276,7 +267,7 @@ def test_what_environments_say_while_they_are_ended_is_no_answer(
 
 @pytest.mark.parametrize("call", [1, 3, 4, 6])
 def test_what_dies_in_mid_episode_changes_no_byte(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     tmp_path: Path,
     call: int,
 ) -> None:
@@ -308,7 +299,7 @@ def test_what_dies_in_mid_episode_changes_no_byte(
     np.testing.assert_equal(taught(again), taught(calm))
 
 
-def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"prompts_per_iteration": 10, "minibatch_size": 10}
     world, recorder = played(inputs, tmp_path / "out", "Breaks", max_failed=0.2, **fields)
     [point] = recorder.points
@@ -319,7 +310,7 @@ def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: 
         played(inputs, tmp_path / "strict", "Breaks", max_failed=0.05, **fields)
 
 
-def test_limits_cut_episodes(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_limits_cut_episodes(inputs: PPOInputs, tmp_path: Path) -> None:
     _, recorder = played(inputs, tmp_path / "turns", "ThreeTurns", limits={"max_turns": 2})
     assert recorder.points[0]["rollout/turns"] == 2
     assert recorder.points[0]["rollout/truncated"] == 1

@@ -17,11 +17,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.rl.parts import typed
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.rl.experience import Experience, build_experience, reward_metrics, scaled_rewards
+from xray_runtime.rl.experience import build_experience, scaled_rewards
+from xray_runtime.rl.metrics import reward_metrics
+from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.stages.findings import policy_findings
 
 NAN = float("nan")
@@ -69,12 +72,12 @@ def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
 
 
 def column(experience: Experience, name: str) -> list[list[float]]:
-    return [row.tolist() for row in experience.rows[name]]
+    return [row.tolist() for row in to_rows(experience.rows)[name]]
 
 
 def build(rewards: Sequence[float] = SCORES, data: Any = None, **options: Any) -> Experience:
     config = PPOStageConfig(**(PLAIN | options))
-    return build_experience(config, *(data or inputs()), torch.tensor(rewards), KL_COEF)
+    return build_experience(config, *typed(*(data or inputs())), torch.tensor(rewards), KL_COEF)
 
 
 class Sources:
@@ -251,12 +254,14 @@ def test_a_reply_without_a_reward_is_as_if_it_was_absent(advantages: Any, whiten
 
     found = build(rewards, data(list(range(6))), samples_per_prompt=3, **fields)
     absent = build([rewards[i] for i in left], data(left), samples_per_prompt=2, **fields)
-    assert found.rows["id"].tolist() == left
+    assert found.rows.text.id.tolist() == left
     assert (found.num_tokens, found.metrics) == (absent.num_tokens, absent.metrics)
     for name in ("advantages", "weights", "old_logprobs"):
-        np.testing.assert_array_equal(found.rows[name].values, absent.rows[name].values)
-    assert found.rows["advantages"].values.any()
-    assert all(np.isfinite(column.values).all() for name, column in found.rows.items() if isinstance(column, Ragged))
+        np.testing.assert_array_equal(to_rows(found.rows)[name].values, to_rows(absent.rows)[name].values)
+    assert found.rows.advantages.values.any()
+    assert all(
+        np.isfinite(column.values).all() for name, column in to_rows(found.rows).items() if isinstance(column, Ragged)
+    )
 
 
 def test_one_of_four_failed() -> None:
@@ -272,7 +277,7 @@ def test_one_of_four_failed() -> None:
         [1.0, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=4, truncated="penalize", max_new_tokens=2
     )
     assert column(experience, "advantages") == [[0.5], [-1.0], [0.5]]
-    assert experience.rows["id"].tolist() == [0, 2, 3]
+    assert experience.rows.text.id.tolist() == [0, 2, 3]
     # Of a whole group nothing is left: it is no group.
     lost = build([NAN, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=2, truncated="penalize")
     assert column(lost, "advantages") == [[-1.0], [1.0]]
@@ -283,10 +288,10 @@ def test_whitening_is_over_the_valid_tokens_of_the_whole_rollout() -> None:
     tokens = [a for row in BOOTSTRAPPED for a in row]
     mean, deviation = statistics.fmean(tokens), statistics.pstdev(tokens)
     experience = build(whiten_advantages=True)
-    assert experience.rows["advantages"].values.tolist() == pytest.approx(
+    assert experience.rows.advantages.values.tolist() == pytest.approx(
         [(a - mean) / deviation for a in tokens], abs=1e-6
     )
-    assert experience.rows["advantages"].lengths.tolist() == list(LENGTHS)
+    assert experience.rows.advantages.lengths.tolist() == list(LENGTHS)
     # Returns are what the critic learns from: they stay in units of reward.
     assert column(experience, "returns") == column(build(), "returns")
 
@@ -299,7 +304,7 @@ def test_the_generators_other_kernels_are_made_up_for(correction: Any, weights: 
     # The trainer thinks the first token 4 times as likely as the generator did; the cap is 2.
     data = inputs(rollout_logprobs=ragged([[-1 - math.log(4), -2], [-1, -1, -1]]))
     experience = build(data=data, importance_correction=correction, importance_cap=2.0)
-    assert experience.rows["weights"].values.tolist() == pytest.approx(weights, abs=1e-6)
+    assert experience.rows.weights.values.tolist() == pytest.approx(weights, abs=1e-6)
     metrics = experience.metrics
     assert metrics["rollout/mismatch"] == pytest.approx(math.log(4) / 5, abs=1e-6)
     assert metrics["rollout/mismatch_max"] == pytest.approx(math.log(4), abs=1e-6)
@@ -314,7 +319,7 @@ def test_a_whole_reply_can_have_one_weight() -> None:
     # As above; of two tokens, 4 times and equally likely, the mean is √4.
     data = inputs(rollout_logprobs=ragged([[-1 - math.log(4), -2], [-1, -1, -1]]))
     experience = build(data=data, importance_level="reply", importance_cap=3.0)
-    assert experience.rows["weights"].values.tolist() == pytest.approx([2, 2, 1, 1, 1], abs=1e-6)
+    assert experience.rows.weights.values.tolist() == pytest.approx([2, 2, 1, 1, 1], abs=1e-6)
 
 
 def test_metrics_by_hand() -> None:
@@ -363,8 +368,8 @@ def test_what_comes_from_the_object_store_is_only_read() -> None:
                 np.testing.assert_array_equal(found.offsets, expected.offsets)
                 found, expected = found.values, expected.values
             np.testing.assert_array_equal(found, expected)
-    assert all(experience.rows[name] is data[0][name] for name in data[0])
-    made = {name: column for name, column in experience.rows.items() if name not in data[0]}
+    assert all(to_rows(experience.rows)[name] is data[0][name] for name in data[0])
+    made = {name: column for name, column in to_rows(experience.rows).items() if name not in data[0]}
     assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
     assert all(c.values.dtype == np.float32 and tuple(c.lengths) == LENGTHS for c in made.values())
 
@@ -381,7 +386,7 @@ def test_replies_to_one_prompt_are_compared() -> None:
     # Scores 2 and 5 − 1. The KL of whole replies is ½ − 1 = −½ and 0 nats, half of which is charged: 2.25 against 4.
     in_reward = without_critic(advantages="rloo")
     assert column(in_reward, "advantages") == [[-1.75] * 2, [1.75] * 3]
-    assert not {"values", "returns", "ref_logprobs"} & set(in_reward.rows)
+    assert not {"values", "returns", "ref_logprobs"} & set(to_rows(in_reward.rows))
     assert not any(name.startswith("value/") for name in in_reward.metrics)
     assert in_reward.metrics["rollout/tied_groups"] == 0.0
     in_loss = without_critic(advantages="dr_grpo", kl=KLConfig(place="loss"))
@@ -402,7 +407,7 @@ def test_equal_rewards_do_not_deviate(reward: float) -> None:
     fields = {"advantages": "reinforce++", "whiten_advantages": True, "max_new_tokens": 2, "prompts_per_iteration": 8}
     experience = build([reward] * 8, (rows, rollout, scored), minibatch_size=8, **fields)
     assert experience.metrics["reward/std"] == 0.0
-    assert not experience.rows["advantages"].values.any()
+    assert not experience.rows.advantages.values.any()
     series = {name: [(0, value)] for name, value in experience.metrics.items()}
     assert policy_findings(series) == ["every reply had the same reward: there was nothing to learn"]
 
@@ -456,7 +461,7 @@ def of_method(method: Any, rewards: list[float], lengths: list[int], k1: Any = 0
     fields |= {"method": method, "reward_scaling": "none", "minibatch_size": 1, "max_new_tokens": 4}
     config = PPOStageConfig(**({"prompts_per_iteration": 2} | fields))
     rollout = {"rollout_logprobs": logprobs, "ended": np.ones(len(lengths), bool)}
-    experience = build_experience(config, rows, rollout, scored, torch.tensor(rewards), 0.1)
+    experience = build_experience(config, *typed(rows, rollout, scored), torch.tensor(rewards), 0.1)
     return column(experience, "advantages")
 
 

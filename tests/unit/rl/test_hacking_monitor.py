@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.rl import test_ppo_loop
+from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from tests.unit.rl.test_ppo_loop import PPOModel, World, attempt, logprob
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.answer import Answer
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.rl.hacking_monitor import ANSWERS, RECORD, read_answers
 
-inputs = test_ppo_loop.inputs
 ITERATIONS = 12
 
 

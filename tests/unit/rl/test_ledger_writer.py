@@ -1,4 +1,4 @@
-"""The ledger that PPO's loop writes, over models whose answers are known: `test_ppo_loop` says what they answer."""
+"""The ledger that PPO's loop writes, over models whose answers are known: `unit.rl.loop` says what they answer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.rl.loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from tests.unit.rl.test_ppo_loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, inputs, logprob
 from xray_runtime.config.ppo import LedgerConfig, RewardTerm
 from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.store.manifest import MANIFEST
 
-__all__ = ["inputs"]
 GROUPS: dict[str, Any] = {
     "prompts_per_iteration": 2,
     "samples_per_prompt": 2,

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.rl.parts import typed
 from xray_runtime.config.methods import METHODS
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.rl.experience import build_experience
+from xray_runtime.rl.types import to_rows
 
 MakeLM = Callable[[int], Any]
 NAN = math.nan
@@ -68,8 +70,8 @@ class Setting:
         """(what the update reads, its tokens) of the replies in this order."""
         parts = (take(part, list(order)) for part in self.rollout())
         scaled = torch.tensor([rewards[i] for i in order])
-        found = build_experience(self.config, *parts, scaled, KL_COEF)
-        return found.rows, found.num_tokens
+        found = build_experience(self.config, *typed(*parts), scaled, KL_COEF)
+        return to_rows(found.rows), found.num_tokens
 
     def gradient(self, rows: Rows, totals: dict[str, float], parts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Of the policy's loss, summed over micro-batches, all weights in one vector."""
@@ -131,9 +133,9 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     setting = Setting(make_lm, method)
     rows, rollout, scores = setting.rollout()
     rollout["ended"] = np.zeros(8, bool)
-    made = build_experience(setting.config, rows, rollout, scores, torch.tensor(REWARDS), KL_COEF)
+    made = build_experience(setting.config, *typed(rows, rollout, scores), torch.tensor(REWARDS), KL_COEF)
     totals = {"tokens": float(made.num_tokens), "rows": 8.0, "kl_coef": KL_COEF}
-    assert setting.gradient(made.rows, totals).isfinite().all()
+    assert setting.gradient(to_rows(made.rows), totals).isfinite().all()
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 100.3])

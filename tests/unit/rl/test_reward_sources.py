@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.rl.test_ppo_loop import MINIBATCH, REPLIES, PPOModel, World, attempt, inputs, plain
+from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, plain
+from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
 from xray_runtime.config.engines import FrozenConfig
@@ -34,18 +35,8 @@ from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.store.shared import SharedFolder, SharedStore
 
-__all__ = ["inputs"]
-
 NAN = math.nan
 Function = Callable[[list[str], list[str]], list[Any]]
-
-
-def sources(
-    *terms: RewardTerm, models: Sequence[Path] = (), kept: Path | None = None, max_failed: float = 0.5, **functions: Any
-) -> RewardSources:
-    config = JudgingConfig(rewards=list(terms), max_failed=max_failed)
-    given = SimpleNamespace(rewards=[RewardModel(path) for path in models])
-    return RewardSources(Stage("s", 0, config, given, RuntimeConfig(), None, functions, kept))  # type: ignore[arg-type]
 
 
 def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Rows] = (), **more: Any) -> SourceScores:

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 
 from tests.unit.rl.fake_model import FakeModel
-from tests.unit.rl.test_ppo_loop import inputs
-from tests.unit.rl.test_reward_sources import sources
+from tests.unit.rl.sources import sources
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.scoring import Scorer
+from xray_runtime.rl.types import Rollout
 from xray_runtime.workers.model_spec import BranchSpec
 
-__all__ = ["inputs"]
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
 
 
@@ -40,7 +39,9 @@ class Policy(FakeModel):
     def do_score(self, rows: Rows, at_once: int) -> Rows:
         self.given.append(rows)
         # In the last bits rows alike may differ; here by more.
-        return {"rewards.0": np.array([1.0, 2.0, 1.5, 1.25], np.float32)}
+        logprobs = Ragged.of([[-1.0]] * 4, np.float32)
+        rewards = np.array([1.0, 2.0, 1.5, 1.25], np.float32)
+        return {"logprobs": logprobs, "ref_logprobs": logprobs, "rewards.0": rewards}
 
     def do_trunk(self, rows: Rows, at_once: int) -> Rows:
         """Of each token the token."""
@@ -72,13 +73,15 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
     models: dict[str, Any] = {"policy": policy, "critic": critic}
     scorer = Scorer(models, PPOConfig(), rewards, tokenizer, (end,), prompts, one_trunk=True)  # type: ignore[arg-type]
-    scored = scorer.score([0] * 4, {"response_ids": Ragged.of(replies)}, 3, first_id=8)
+    zeros = np.zeros(4, np.int64)
+    rollout = Rollout(Ragged.of(replies), Ragged.of(replies), np.array([True, True, True, False]), zeros, zeros, zeros)
+    scored = scorer.score(rollout, 3, first_id=8)
     [given] = policy.given
     # The end that was added to a reply is marked: what else the policy says is of what it sampled.
     assert [ids.tolist() for ids in given["input_ids"]] == [[5, 6, *(r if end in r else [*r, end])] for r in replies]
     assert given["added_ends"].tolist() == [False, False, False, True]
-    assert [ids.tolist() for ids in scored.rows["input_ids"]] == [[5, 6, *reply] for reply in replies]
-    assert given["id"].tolist() == scored.rows["id"].tolist() == [8, 9, 10, 11]
+    assert [ids.tolist() for ids in scored.text.input_ids] == [[5, 6, *reply] for reply in replies]
+    assert given["id"].tolist() == scored.text.id.tolist() == [8, 9, 10, 11]
     # The critic reads what was sampled, with the states that the policy's trunk gave those tokens.
     [seen] = critic.given
     assert [ids.tolist() for ids in seen["input_ids"]] == [[5, 6, *reply] for reply in replies]

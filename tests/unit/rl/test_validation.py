@@ -13,14 +13,7 @@ import pytest
 
 import xray
 from tests.unit.rl import sample_environments
-from tests.unit.rl.test_ppo_loop import (  # noqa: F401  (a fixture)
-    KL_PER_TOKEN,
-    PPOModel,
-    World,
-    attempt,
-    inputs,
-    words,
-)
+from tests.unit.rl.loop import KL_PER_TOKEN, PPOModel, World, attempt, words
 from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.rewards import Route
@@ -65,7 +58,7 @@ class Judge:
 
 
 @pytest.fixture
-def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
+def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:
     """The same inputs, with three prompts to choose by."""
     data = tmp_path / "data"
     data.mkdir()
@@ -87,7 +80,7 @@ def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:  # noqa: F811
 
 
 def trained(
-    inputs: PPOInputs,  # noqa: F811
+    inputs: PPOInputs,
     out: Path,
     judge: Callable[..., Any] | None,
     newest: Snapshot | None = None,
@@ -214,7 +207,7 @@ def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, t
     assert (tmp_path / "there" / "updates").read_text() == "2"
 
 
-def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:  # noqa: F811
+def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no rows for it"):
         attempt(inputs, tmp_path / "out", World(), validation={"every": 1})
     with recording():

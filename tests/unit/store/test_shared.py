@@ -11,8 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.unit.store.test_snapshots import write
-from tests.unit.store.test_store import KEY, publish
+from tests.unit.store.published import KEY, publish, write_snapshot
 from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
@@ -279,8 +278,8 @@ def test_an_upload_that_was_cut_off_is_made_up_for(shared: SharedStore, tmp_path
 
 def test_a_snapshot_is_found_from_another_directory(shared: SharedStore, tmp_path: Path) -> None:
     first = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
-    write(first, 1)
-    write(first, 12, b"newer")
+    write_snapshot(first, 1)
+    write_snapshot(first, 12, b"newer")
     assert shared.names("snapshots/sft-1") == ["owner", "step-0000000012"]
     shutil.rmtree(tmp_path / "a")
     second = Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared)
@@ -294,9 +293,9 @@ def test_a_snapshot_is_found_from_another_directory(shared: SharedStore, tmp_pat
 
 def test_the_newer_of_here_and_there_counts(shared: SharedStore, tmp_path: Path) -> None:
     here = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
-    write(here, 3)
+    write_snapshot(here, 3)
     shutil.copytree(tmp_path / "a", tmp_path / "old")
-    write(here, 4)
+    write_snapshot(here, 4)
     stale = Snapshots(tmp_path / "old" / "sft-1", 1, process_seal(), shared).latest()
     assert stale is not None
     assert stale.step == 4
@@ -309,7 +308,7 @@ def test_the_newer_of_here_and_there_counts(shared: SharedStore, tmp_path: Path)
 def test_a_damaged_snapshot_there_is_skipped(
     shared: SharedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared), 3)
+    write_snapshot(Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared), 3)
     tamper(shared, "/part", b"weightz")
     assert Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared).latest() is None
     assert "part was changed; the snapshot before it is used" in caplog.text
@@ -318,15 +317,15 @@ def test_a_damaged_snapshot_there_is_skipped(
 
 def test_an_attempt_on_another_machine_fences_this_one(shared: SharedStore, tmp_path: Path) -> None:
     older = Snapshots(tmp_path / "a" / "sft-1", 1, process_seal(), shared)
-    write(older, 3)
+    write_snapshot(older, 3)
     newer = Snapshots(tmp_path / "b" / "sft-1", 1, process_seal(), shared)
     older.check()  # on another machine nothing here tells of it
     with pytest.raises(FencedError, match="another attempt"):
-        write(older, 4)
+        write_snapshot(older, 4)
     found = newer.latest()
     assert found is not None
     assert found.step == 3
-    write(newer, 4)
+    write_snapshot(newer, 4)
     assert shared.names("snapshots/sft-1") == ["owner", "step-0000000004"]
 
 
@@ -354,8 +353,8 @@ def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_pat
     assert first.kept.read() == {}
     first.kept.write("2-answers", b"two")
     first.kept.write("1-answers", b"one")
-    write(first, 1)
-    write(first, 2)
+    write_snapshot(first, 1)
+    write_snapshot(first, 2)
     second = Snapshots(tmp_path / "b" / "ppo-1", 1, process_seal(), shared)
     assert second.kept is not None
     assert list(second.kept.read().items()) == [("1-answers", b"one"), ("2-answers", b"two")]

@@ -11,23 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.store.published import write_snapshot
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
 from xray_runtime.store.seal import Seal, process_seal
 from xray_runtime.store.snapshots import FILES, SEAL, FencedError, Snapshots
 from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
 
 
-def write(snapshots: Snapshots, step: int, content: bytes = b"weights") -> None:
-    with snapshots.writing(step, {"step": step}) as directory:
-        (directory / "policy").mkdir()
-        (directory / "policy" / "part").write_bytes(content)
-
-
 def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
     first = Snapshots(tmp_path, every=1, seal=process_seal())
     assert first.latest() is None
-    write(first, 1)
-    write(first, 12, b"newer")
+    write_snapshot(first, 1)
+    write_snapshot(first, 12, b"newer")
     found = Snapshots(tmp_path, every=1, seal=process_seal()).latest()
     assert found is not None
     assert (found.step, found.state) == (12, {"step": 12})
@@ -38,7 +33,7 @@ def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, every=1, seal=process_seal())
-    write(snapshots, 1)
+    write_snapshot(snapshots, 1)
     with pytest.raises(RuntimeError, match="engine"), snapshots.writing(2, {}):
         raise RuntimeError("the engine could not save")
     found = snapshots.latest()
@@ -50,9 +45,9 @@ def test_a_failed_write_leaves_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove file", "remove list", "list is nonsense"])
 def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     snapshots = Snapshots(tmp_path, every=1, seal=process_seal())
-    write(snapshots, 1)
+    write_snapshot(snapshots, 1)
     sound = (tmp_path / "step-0000000001").rename(tmp_path / "kept")
-    write(snapshots, 2)
+    write_snapshot(snapshots, 2)
     sound.rename(tmp_path / "step-0000000001")
     part, files = (tmp_path / "step-0000000002" / name for name in ("policy/part", "files.json"))
     if damage == "flip":
@@ -75,13 +70,13 @@ def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplo
 
 def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
     older = Snapshots(tmp_path, every=1, seal=process_seal())
-    write(older, 3)
+    write_snapshot(older, 3)
     newer = Snapshots(tmp_path, every=1, seal=process_seal())
     with pytest.raises(FencedError, match="another attempt"):
-        write(older, 4)
+        write_snapshot(older, 4)
     with pytest.raises(FencedError):
         older.check()
-    write(newer, 4)
+    write_snapshot(newer, 4)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-0000000004"]
 
 
@@ -92,7 +87,7 @@ def test_a_planted_snapshot_is_not_gone_on_from(
     directory = tmp_path / "sft-1"
     seal = intruder if plant == "foreign seal" else process_seal()
     source = tmp_path / ("sft-2" if plant == "another stage" else "sft-1")
-    write(Snapshots(source, 1, seal), 7, b"poison")
+    write_snapshot(Snapshots(source, 1, seal), 7, b"poison")
     place = directory / "step-0000000007"
     if plant == "edited":
         (place / "policy" / "part").write_bytes(b"edited")

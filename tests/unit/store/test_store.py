@@ -11,32 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.store.published import KEY, publish
 from xray_runtime.store.checkpoints import Store, load_manifest, read_bounded, verify
-from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shared import SharedStore
-
-IDENTITY = Identity(
-    stage="sft",
-    kind="sft",
-    config={"lr": 1e-3},
-    seed=0,
-    parents={"base": "cd" * 32},
-    functions={},
-    code={"xray_runtime.training.sft": "ef" * 32},
-    versions={"torch": "2"},
-)
-KEY = IDENTITY.key
-
-
-def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None = None) -> CheckpointRef:
-    store = Store(root, shared)
-    with store.building("sft", KEY) as built:
-        (built / "model.bin").write_bytes(content)
-        (built / "head").mkdir()
-        (built / "head" / "h.bin").write_bytes(b"head")
-        return store.publish(built, IDENTITY, type="Model", step=3, dataset=None)
 
 
 def test_equal_builds_have_equal_digests_wherever_they_are(tmp_path: Path) -> None:

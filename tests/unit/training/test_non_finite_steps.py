@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.rl import test_ppo_loop
-from tests.unit.rl.test_ppo_loop import PPOModel, World, attempt, plain
-from tests.unit.training import test_preference_loops
+from tests.unit.rl.loop import PPOModel, World, attempt, plain
+from tests.unit.training import preference_loop
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import RewardTerm
@@ -28,9 +27,9 @@ from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
 from xray_runtime.training import dpo, kto
 from xray_runtime.training.finite import SkippedSteps, check_rollout, naming
+from xray_runtime.training.steps import SFTSums, StepStatistics
 
 NAN, INF = math.nan, math.inf
-inputs, root = test_ppo_loop.inputs, test_preference_loops.root
 Change = Callable[[Any], Any]
 
 
@@ -285,26 +284,26 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
     if kind == "kto":
         given = KTOInputs(Model(root / "model"), pairs, None, Dataset(root / "data"))
     config: Any = (DPOConfig if kind == "dpo" else KTOConfig)(batch_size=2, epochs=1, max_skipped_steps=1)
-    learns = test_preference_loops.Likelier.do_train
+    learns = preference_loop.Likelier.do_train
     wrong = {2}
 
     def train(self: Any, *args: Any) -> dict[str, float]:
         stats = learns(self, *args)
         return stats | ({"loss": NAN, "grad_norm": NAN} if self.updates in wrong else {})
 
-    monkeypatch.setattr(test_preference_loops.Likelier, "do_train", train)
-    world = test_preference_loops.World()
-    recorder = test_preference_loops.attempt(body, given, config, root / "out", world)
+    monkeypatch.setattr(preference_loop.Likelier, "do_train", train)
+    world = preference_loop.World()
+    recorder = preference_loop.attempt(body, given, config, root / "out", world)
     assert recorder.points[-1]["training/skipped_steps"] == 1.0
     assert all(math.isfinite(value) for point in recorder.points for value in point.values())
     wrong.add(3)
-    refused = test_preference_loops.World()
+    refused = preference_loop.World()
     with pytest.raises(NonFiniteError, match=r"optimizer step 2: 'policy' did not take it, since loss is nan"):
-        test_preference_loops.attempt(body, given, config, root / "refused", refused)
+        preference_loop.attempt(body, given, config, root / "refused", refused)
     assert not any("saves" in call for call in refused.calls)
 
 
 def test_a_step_that_is_finite_is_taken() -> None:
     skipped = SkippedSteps()
-    assert skipped.took(None, "policy", 0, {"loss": 1.0, "grad_norm": 0.0})  # type: ignore[arg-type]
+    assert skipped.took(None, "policy", 0, StepStatistics(SFTSums(nll=1.0), grad_norm=0.0))  # type: ignore[arg-type]
     assert skipped.count == 0

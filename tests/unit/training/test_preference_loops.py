@@ -5,126 +5,22 @@ The model gives each reply the log-probability −(its tokens); a step of traini
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.rl.fake_model import FakeModel
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.training.preference_loop import PAIRS, STEP, Likelier, World, attempt, plain
 from xray_runtime.config.dpo import DPOConfig, DPOValidation
 from xray_runtime.config.kto import KTOConfig, KTOValidation
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.rows import Rows
-from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Judgements, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs
-from xray_runtime.graph.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
 from xray_runtime.training import dpo, kto
-from xray_runtime.workers.protocols import ModelHandle
-
-PAIRS, HELDOUT = 10, 3
-STEP = 0.5
-
-
-@dataclass
-class World:
-    """What happened, in order."""
-
-    calls: list[str] = field(default_factory=list)
-    batches: list[tuple[Rows, dict[str, float], float]] = field(default_factory=list)
-
-
-class Likelier(FakeModel):
-    """A WholeModel, as far as these loops use it."""
-
-    def __init__(self, directory: Path, world: World) -> None:
-        self.name, self.world, self.updates = directory.name, world, 0
-
-    def do_score(self, rows: Rows) -> Rows:
-        self.world.calls.append(f"{self.name} scores {len(rows['prompt_lengths'])}")
-        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
-        bias = -1.0 if self.name == "reference" else STEP * self.updates
-        return {"logprobs": (bias - tokens).astype(np.float32)}
-
-    def do_train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
-        self.world.calls.append(f"{self.name} learns")
-        self.world.batches.append((rows, totals, lr))
-        self.updates += 1
-        names = ("loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs")
-        return dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
-
-    def do_save(self, directory: Path, head_file: str | None = None) -> None:
-        self.world.calls.append(f"{self.name} saves")
-        directory.mkdir(exist_ok=True)
-        (directory / "updates").write_text(str(self.updates))
-
-    def do_save_state(self, directory: Path) -> None:
-        directory.write_text(str(self.updates))
-
-    def do_load_state(self, directory: Path) -> None:
-        self.updates = int(directory.read_text())
-
-
-def message(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """model/ and reference/, pairs/, data/ and judged/."""
-    for name in ("model", "reference", "pairs", "data", "judged"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(json.dumps({"of": name}))
-    prompts = [f"question number {number}" for number in range(PAIRS)]
-    train_tokenizer([*prompts, "an answer to it", "no"] * 5, 300).save_pretrained(tmp_path / "model")
-    pairs = [PreferenceExample(str(i), message(text), f"an answer {i}", "no") for i, text in enumerate(prompts)]
-    write_pairs(tmp_path / "pairs" / "train.arrow", PreferenceExample, pairs)
-    write_pairs(tmp_path / "pairs" / "heldout.arrow", PreferenceExample, pairs[:HELDOUT])
-    held_out = [Example("h", "h", message("held out"), "reply")]
-    write_pairs(tmp_path / "data" / "heldout.arrow", Example, held_out)
-    said = ["a", "b", "tie", "bad", "skip", "a"]
-    asked = ["one", "two", "three", "four", "five", "held out"]
-    lines = [
-        json.dumps({"prompt": message(p), "a": "yes", "b": "no", "verdict": v})
-        for p, v in zip(asked, said, strict=True)
-    ]
-    (tmp_path / "judged" / "judgements.jsonl").write_text("\n".join(lines) + "\n")
-    return tmp_path
-
-
-def attempt(
-    body: Any,
-    inputs: Any,
-    config: Any,
-    out: Path,
-    world: World,
-    newest: Snapshot | None = None,
-    model: type[Likelier] = Likelier,
-) -> FakeRecorder:
-    @contextlib.contextmanager
-    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
-        yield {role: model(spec.directory, world) for role, spec in specs.items()}  # type: ignore[misc]
-
-    out.mkdir()
-    recorder = FakeRecorder(out, newest)
-    body.run(Stage("stage", 7, config, inputs, RuntimeConfig(), open_models), out, recorder)
-    return recorder
-
-
-def plain(batches: list[tuple[Rows, dict[str, float], float]]) -> list[Any]:
-    def columns(rows: Rows) -> dict[str, Any]:
-        return {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.items()}
-
-    return [(columns(rows), totals, lr) for rows, totals, lr in batches]
 
 
 def kept(root: Path, beside: str = "pairs") -> list[Path]:

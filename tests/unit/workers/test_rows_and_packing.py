@@ -22,7 +22,7 @@ from xray_runtime.data.rows import (
     shard,
     take,
 )
-from xray_runtime.training.common import text_rows, with_end_of_turn
+from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)

@@ -1,0 +1,40 @@
+"""Runs of one model under several layouts, compared and split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.layouts import (
+    Run,
+    differences,
+    updates,
+)
+from xray_runtime.data.rows import Rows
+from xray_runtime.workers.learner import Learner
+
+
+def same(run: Run, alone: Run) -> None:
+    """Float32 sums in another order, and Adam's divisions: 20 times what `docs/layouts.md` measured."""
+    losses, norms, weights = differences(run, alone)
+    assert losses < 1e-5
+    assert norms < 5e-5
+    assert weights < 5e-5
+
+
+def part(
+    learner: Learner,
+    deal: Callable[[Rows], Rows],
+    batches: list[Rows],
+    span: range,
+    came: Path | None,
+    goes: Path | None,
+) -> dict[str, Any]:
+    """Some of the updates: from a snapshot, to a snapshot."""
+    if came is not None:
+        learner.load_state(came)
+    done = updates(learner, deal, batches, span.start, span.stop)
+    if goes is not None:
+        learner.save_state(goes)
+    return done

@@ -1,0 +1,25 @@
+"""Commands over a synthetic lifecycle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from xray.cli.main import app
+from xray_runtime.lineage.bundle import export
+from xray_runtime.lineage.reference import resolve
+
+
+def xray(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def place(output: Path, stage: str) -> Path:
+    return next(iter(output.glob(f"checkpoints/{stage}-*")))
+
+
+def bundled(output: Path, path: Path) -> Path:
+    place, node = resolve("ppo-2", output, None)
+    assert export(place, node, path) == 8
+    return path

@@ -1,0 +1,23 @@
+"""Sources of reward with functions and reward models of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from xray_runtime.config.ppo import JudgingConfig
+from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.graph.artifacts import RewardModel
+from xray_runtime.graph.kind import Stage
+from xray_runtime.rl.reward_sources import RewardSources
+
+
+def sources(
+    *terms: RewardTerm, models: Sequence[Path] = (), kept: Path | None = None, max_failed: float = 0.5, **functions: Any
+) -> RewardSources:
+    config = JudgingConfig(rewards=list(terms), max_failed=max_failed)
+    given = SimpleNamespace(rewards=[RewardModel(path) for path in models])
+    return RewardSources(Stage("s", 0, config, given, RuntimeConfig(), None, functions, kept))  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""A small checkpoint and a small snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xray_runtime.store.checkpoints import Store
+from xray_runtime.store.identity import Identity
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import SharedStore
+from xray_runtime.store.snapshots import Snapshots
+
+IDENTITY = Identity(
+    stage="sft",
+    kind="sft",
+    config={"lr": 1e-3},
+    seed=0,
+    parents={"base": "cd" * 32},
+    functions={},
+    code={"xray_runtime.training.sft": "ef" * 32},
+    versions={"torch": "2"},
+)
+
+
+KEY = IDENTITY.key
+
+
+def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None = None) -> CheckpointRef:
+    store = Store(root, shared)
+    with store.building("sft", KEY) as built:
+        (built / "model.bin").write_bytes(content)
+        (built / "head").mkdir()
+        (built / "head" / "h.bin").write_bytes(b"head")
+        return store.publish(built, IDENTITY, type="Model", step=3, dataset=None)
+
+
+def write_snapshot(snapshots: Snapshots, step: int, content: bytes = b"weights") -> None:
+    with snapshots.writing(step, {"step": step}) as directory:
+        (directory / "policy").mkdir()
+        (directory / "policy" / "part").write_bytes(content)

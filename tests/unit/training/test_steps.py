@@ -1,0 +1,91 @@
+"""Totals and statistics of a step: what objectives really return is what the dataclasses name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import Objective, SFTObjective, Tensors
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
+from xray_runtime.models.preference_objectives import DPOObjective, KTOObjective
+from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.training.steps import (
+    DPOSums,
+    KTOSums,
+    PairSums,
+    PolicySums,
+    SFTSums,
+    StepStatistics,
+    StepTotals,
+    ValueSums,
+    read_step,
+)
+
+REPLIES = [([5, 9, 7], [42, 11]), ([8, 100], [25, 60, 61])]
+REJECTED = [([5, 9, 7], [3]), ([8, 100], [80, 81])]
+NUM_TOKENS = 5
+PPO = PPOStageConfig()
+OBJECTIVES: dict[str, tuple[Objective, type[Any], bool, StepTotals]] = {
+    "sft": (SFTObjective(), SFTSums, False, StepTotals(tokens=NUM_TOKENS)),
+    "reward model": (RewardObjective(), PairSums, True, StepTotals(rows=2)),
+    "dpo": (DPOObjective(DPOConfig()), DPOSums, False, StepTotals(pairs=2)),
+    "kto": (KTOObjective(KTOConfig()), KTOSums, False, StepTotals(rows=2, baseline=0.1)),
+    "policy": (PPOObjective(PPO), PolicySums, False, StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1)),
+    "policy with a value head": (
+        *(PPOObjective(PPO), PolicySums, True),
+        StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1),
+    ),
+    "critic": (CriticObjective(PPO), ValueSums, True, StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1)),
+}
+
+
+def rows_of(role: str, as_rows: Callable[..., Tensors]) -> Tensors:
+    rows, rejected = as_rows(REPLIES), as_rows(REJECTED)
+    if role in ("reward model", "dpo"):
+        rows |= {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
+    of_rows = {name: torch.tensor([-3.0, -4.0]) for name in ("ref_chosen", "ref_rejected", "ref_logprobs")}
+    if role in ("dpo", "kto"):
+        return rows | of_rows | {"desirable": torch.tensor([True, False])}
+    names = ("old_logprobs", "advantages", "weights", "values", "returns", "ref_logprobs")
+    return rows | {name: torch.linspace(-2.0, -1.0, NUM_TOKENS) for name in names}
+
+
+@pytest.mark.parametrize("role", OBJECTIVES)
+def test_objectives_return_the_sums_that_are_named(
+    make_lm: Callable[[int], Any], as_rows: Callable[..., Tensors], role: str
+) -> None:
+    objective, kind, head, totals = OBJECTIVES[role]
+    module = HeadedLM(make_lm(1), scalar_head=head).double()
+    loss, sums = objective.loss(module, rows_of(role, as_rows), totals.to_wire())
+    assert loss.isfinite()
+    optional = {"value_loss", "value_clip_count"} if role == "policy" else set()
+    assert sums.keys() == {field.name for field in fields(kind)} - optional
+    read = read_step(kind, {name: float(value) for name, value in sums.items()} | {"grad_norm": 1.5})
+    assert (read.grad_norm, read.refused_by) == (1.5, None)
+    assert all(getattr(read.sums, name) == float(value) for name, value in sums.items())
+
+
+def test_what_is_not_given_is_not_sent() -> None:
+    assert StepTotals(rows=3, baseline=0.0).to_wire() == {"rows": 3.0, "baseline": 0.0}
+
+
+def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
+    answer = {"policy_loss": math.nan, "entropy_sum": 1.0, "clip_count": math.inf, "dual_clip_count": 0.0}
+    read = read_step(PolicySums, answer | {"approx_kl_sum": 0.0, "grad_norm": math.nan, "refused_by": 3.0})
+    assert [name for name, _ in read.non_finite()] == ["clip_count", "policy_loss"]
+    assert read.refused_by == 3
+    assert list(StepStatistics(SFTSums(1.0), math.inf).non_finite()) == []
+
+
+def test_a_sum_that_is_missing_is_an_error() -> None:
+    with pytest.raises(TypeError, match="nll"):
+        read_step(SFTSums, {"grad_norm": 1.0})

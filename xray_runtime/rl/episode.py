@@ -1,0 +1,118 @@
+"""One conversation of the policy with an environment, and a rollout of several.
+
+A row is the prompt and, after it,
+
+    turn   observation  turn   observation  turn
+    1 1 1  0 0 0 0      1 1    0 0 0        1 1 1     response_mask
+        r1                 r2                   r3    turn_rewards
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xray_runtime.data.rows import Ragged
+from xray_runtime.rl.types import EpisodeColumns, Rollout
+
+FAILURE_CHARS = 500
+METRIC_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+
+
+@dataclass
+class Episode:
+    """One conversation of the policy with an environment."""
+
+    number: int
+    """In the pool."""
+    row: int
+    """In the rollout."""
+    task: dict[str, Any]
+    seed: int
+    """Of the environment; one for all episodes of a group, whose rewards are compared."""
+    prompt: list[int]
+    replies: list[str] = field(default_factory=list)
+    """The turns so far, as text."""
+    ids: list[int] = field(default_factory=list)
+    """Tokens after the prompt. These and the next three are of one length."""
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """What its environment answered, to being reset and to each turn: {"answer": …} or {"failure": why}."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers that its environment gave beside the rewards, each summed over the turns."""
+    ended: bool = False
+    """By its environment."""
+    over: bool = False
+    """Ended, cut, or failed."""
+    failure: str = ""
+    """Why it has no reward."""
+    known: int = 0
+    """Answers, the reset's included, that its object in the pool has given."""
+
+    def say(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """A turn of the policy."""
+        self._add(ids, logprobs, True)
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """What it reads next."""
+        self._add(ids, [0.0] * len(ids), False)
+
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self.sampled += [sampled] * len(ids)
+        self.rewards += [0.0] * len(ids)
+
+    def reward_turn(self, reward: float) -> None:
+        """Put a reward on the last token of the last turn."""
+        self.rewards[max(place for place, sampled in enumerate(self.sampled) if sampled)] += reward
+
+    def inform(self, info: Mapping[str, Any]) -> None:
+        """Add up the numbers in `info` of a turn, True as 1; names that no metric can have are left out."""
+        for name, value in info.items():
+            if isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name):
+                self.info[name] = self.info.get(name, 0.0) + value
+
+    def fail(self, why: str) -> None:
+        self.failure, self.over = " ".join(why.split())[:FAILURE_CHARS], True
+
+
+def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
+    """Episodes as the rows of a rollout; each is the reply to a prompt of its own number."""
+    rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
+    columns = EpisodeColumns(
+        prompt_ids=Ragged.of(e.prompt for e in episodes),
+        response_mask=Ragged.of((e.sampled for e in episodes), np.bool_),
+        turn_rewards=Ragged.of((e.rewards for e in episodes), np.float32),
+        turns=np.array([len(e.replies) for e in episodes], np.int32),
+        episode_reward=np.array(rewards, np.float64),
+        failure=np.array([e.failure for e in episodes], object),
+        info=np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),
+        answers=np.array([json.dumps(e.answers, sort_keys=True) for e in episodes], object),
+    )
+    return Rollout(
+        response_ids=Ragged.of(e.ids for e in episodes),
+        rollout_logprobs=Ragged.of((e.logprobs for e in episodes), np.float32),
+        ended=np.array([e.ended for e in episodes]),
+        seed=np.array([e.seed for e in episodes]),
+        version=np.full(len(episodes), version),
+        prompt=np.array([e.row for e in episodes]),
+        episodes=columns,
+    )
+
+
+def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
+    """Means over episodes that did not fail: `turns`, and `info/NAME` of each number that environments gave beside
+    rewards, summed over an episode (0 where it gave none)."""
+    there = episodes.failure == ""
+    infos = [json.loads(text) for text in episodes.info[there].tolist()]
+    names = sorted({name for info in infos for name in info})
+    means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
+    return {"turns": float(episodes.turns[there].mean()), **means} if infos else {}

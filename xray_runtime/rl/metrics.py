@@ -1,0 +1,171 @@
+"""The metrics of an iteration; docs/metrics.md says what each means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from xray_runtime.algorithms.advantages import masked_mean
+from xray_runtime.algorithms.groups import tied_groups
+from xray_runtime.algorithms.kl import kl_summary
+from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
+from xray_runtime.algorithms.statistics import explained_variance
+from xray_runtime.rl.episode import episode_means
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
+    from xray_runtime.rl.experience import Padded
+    from xray_runtime.rl.reward_sources import RewardSources
+    from xray_runtime.rl.scoring import ScoredRollout
+    from xray_runtime.rl.types import Experience, Rollout
+    from xray_runtime.rl.update import Update
+    from xray_runtime.training.clock import PhaseClock
+    from xray_runtime.training.prompts import UniquePrompts
+    from xray_runtime.training.steps import PolicySums, ValueSums
+
+
+def iteration_metrics(
+    config: PPOConfig,
+    iteration: int,
+    clock: PhaseClock,
+    prompts: UniquePrompts,
+    rewards: RewardSources,
+    made: tuple[Rollout, ScoredRollout, Experience, Update],
+    probed: float | None,
+    golds: Sequence[float] | None,
+) -> dict[str, float]:
+    """All of an iteration but what validation, the KL controller and the monitor of rewards say.
+
+    Args:
+        made: what the iteration made, in that order.
+        probed: mismatch of the generator, where it was probed.
+        golds: gold score of each reply, where the stage has one.
+    """
+    rollout, scored, experience, update = made
+    metrics = experience.metrics | reward_metrics(rewards, scored.sources) | update_metrics(update)
+    metrics |= rollout_metrics(config, rollout, scored, iteration) | speed_metrics(config, experience, update, clock)
+    if probed is not None:
+        metrics["sync/mismatch"] = probed
+    if golds is not None:
+        metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
+    return metrics if iteration else metrics | prompts.metrics()
+
+
+def experience_metrics(
+    config: PPOStageConfig,
+    padded: Padded,
+    rewards: Tensor,
+    groups: Tensor,
+    ended: Tensor,
+    returns: Tensor,
+    mismatch: dict[str, float],
+) -> dict[str, float]:
+    """Of the replies that have a reward.
+
+    Args:
+        rewards: final reward of each reply [B].
+        groups: which prompt each is to [B].
+        ended: whether each ended by itself [B].
+        returns: of each token [B, T].
+        mismatch: from `importance_weights`.
+    """
+    mask, kl = padded.mask, kl_summary(padded.logprobs, padded.ref_logprobs, padded.mask)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        # In float64 equal rewards deviate by 0, and the summary says that there was nothing to learn.
+        "reward/std": float(rewards.double().std(correction=0)),
+        "kl/reference_k1": kl["k1"],
+        "kl/reference_k3": kl["k3"],
+        "rollout/length": float(mask.sum(-1).float().mean()),
+        "rollout/truncated": float((~ended).float().mean()),
+        "rollout/mismatch": mismatch["mean_abs_diff"],
+        "rollout/mismatch_max": mismatch["max_abs_diff"],
+        "rollout/effective_sample_share": mismatch["effective_sample_share"],
+        "rollout/capped_share": mismatch["capped_share"],
+    }
+    if config.critic_in_use != "none":
+        metrics |= {
+            "value/mean": float(masked_mean(padded.values, mask)),
+            "value/return": float(masked_mean(returns, mask)),
+            "value/explained_variance": explained_variance(padded.values, returns, mask),
+        }
+    if config.samples_per_prompt > 1:
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
+    return metrics
+
+
+def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:
+    """Mean of the raw reward, how many replies have none, and what each source gave by itself."""
+    raw = weighted_sum(sources, rewards.weights)
+    metrics = {"reward/raw": float(raw.nanmean()), "reward/failed": float(raw.isnan().sum())}
+    for source, numbers in statistics(sources).items():
+        metrics |= {f"reward/source/{metric_name(source)}/{key}": value for key, value in numbers.items()}
+    return metrics
+
+
+def metric_name(source: str) -> str:
+    """A source of reward as metrics call it: MLflow takes few signs, and a function's name has colons and brackets."""
+    return re.sub(r"[^\w. -]", ".", source)
+
+
+def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
+    """Of what was sampled.
+
+    Args:
+        rollout: as it was taken.
+        scored: with other prompts in place of those whose replies tied.
+    """
+    version, episodes = int(rollout.version[0]), scored.rollout.episodes
+    metrics = {"rollout/version": float(version), "rollout/lag": float(iteration - version)}
+    metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
+    if episodes is not None:
+        metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
+    if config.resample_rounds:
+        metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
+    return metrics
+
+
+def update_metrics(update: Update) -> dict[str, float]:
+    """Means over the steps that were taken: of losses and counts a token, of norms a step."""
+    steps = update.steps
+    taken = [step for step in steps if step.taken]
+    policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
+    values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
+    values = values or [policy.sums for policy in policies]
+    num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
+    sums = {
+        "policy/loss": [policy.sums.policy_loss for policy in policies],
+        "policy/entropy": [policy.sums.entropy_sum for policy in policies],
+        "policy/clip_fraction": [policy.sums.clip_count for policy in policies],
+        "policy/dual_clip_fraction": [policy.sums.dual_clip_count for policy in policies],
+        "policy/approx_kl": [policy.sums.approx_kl_sum for policy in policies],
+        "value/loss": [value.value_loss for value in values if value.value_loss is not None],
+        "value/clip_fraction": [value.value_clip_count for value in values if value.value_clip_count is not None],
+    }
+    metrics = {name: sum(numbers) / num_tokens for name, numbers in sums.items() if numbers}
+    metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}
+    if critics:
+        metrics["value/grad_norm"] = sum(critic.grad_norm for critic in critics) / len(steps)
+    return metrics | {"policy/updates": float(len(steps)), "policy/stopped_early": float(update.stopped_early)}
+
+
+def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clock: PhaseClock) -> dict[str, float]:
+    """Seconds by phase, and response tokens a second."""
+    metrics, num_tokens = clock.metrics(), experience.num_tokens
+    if not config.lag:
+        metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
+    metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
+    metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
+    metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
+    return metrics
+
+
+def summary(metrics: dict[str, float]) -> str:
+    """An iteration in one line, for people."""
+    gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
+    phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
+    return f"reward {metrics['reward/mean']:+.3f} {gold}KL {metrics['kl/reference_k1']:.2f} | {phases}"

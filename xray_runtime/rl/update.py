@@ -1,0 +1,119 @@
+"""The update of an iteration: several epochs of clipped minibatch steps on policy and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xray_runtime.data.rows import Rows, num_response_tokens, take
+from xray_runtime.rl.types import Experience, to_rows
+from xray_runtime.seeding import derive_seed
+from xray_runtime.training.finite import SkippedSteps
+from xray_runtime.training.schedule import lr_at
+from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
+from xray_runtime.workers.protocols import ModelHandle, get_all
+
+if TYPE_CHECKING:
+    from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.graph.inputs import PPOInputs
+    from xray_runtime.graph.kind import Stage
+
+
+@dataclass(frozen=True)
+class MinibatchStep:
+    """One step of the policy's optimizer and, where there is a critic, of the critic's."""
+
+    num_tokens: float
+    lr: float
+    policy: StepStatistics[PolicySums]
+    critic: StepStatistics[ValueSums] | None
+    """Of a critic that is a model of its own."""
+    taken: bool
+    """False: a model refused it."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an iteration's update did."""
+
+    steps: list[MinibatchStep]
+    epochs: float
+    stopped_early: bool
+    """By `stop_kl`."""
+    times_trained: np.ndarray
+    """Optimizer steps that each row of the experience was in [B] int32."""
+
+
+class Updater:
+    """Trains the policy, and the critic where there is one, on experience.
+
+    Args:
+        skipped: the steps that models may refuse; counted here.
+    """
+
+    def __init__(
+        self, stage: Stage[PPOConfig, PPOInputs], models: Mapping[str, ModelHandle], skipped: SkippedSteps
+    ) -> None:
+        self._stage, self._config, self._skipped = stage, stage.config, skipped
+        self._policy, self._critic = models["policy"], models.get("critic")
+        self._per_epoch = self._config.rollout_size // self._config.minibatch_size
+        self._planned = self._config.iterations * self._config.epochs * self._per_epoch
+
+    def update(self, experience: Experience, iteration: int, kl_coef: float) -> Update:
+        """All epochs over the experience of an iteration, or fewer by `stop_kl`.
+
+        Raises:
+            RuntimeError: fewer replies have a reward than a model has ranks.
+            NonFiniteError: a model refused more steps than `max_skipped_steps`.
+        """
+        config, rows, count = self._config, to_rows(experience.rows), experience.num_rows
+        num_minibatches = self._num_minibatches(count)
+        order = np.random.default_rng(derive_seed(self._stage.seed, self._stage.name, "minibatches", iteration))
+        steps: list[MinibatchStep] = []
+        times_trained, stopped_early = np.zeros(count, np.int32), False
+        for epoch in range(config.epochs):
+            for number, index in enumerate(np.array_split(order.permutation(count), num_minibatches)):
+                at = (iteration * config.epochs + epoch) * self._per_epoch + number
+                step = self._step(take(rows, index), at, kl_coef)
+                steps.append(step)
+                times_trained[index] += step.taken
+                stopped_early = step.taken and self._moved_too_far(step)
+                if stopped_early:
+                    break
+            if stopped_early:
+                break
+        return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained)
+
+    def _num_minibatches(self, num_replies: int) -> int:
+        """Replies without a reward are absent: minibatches are then smaller, and fewer where few replies are left."""
+        engines = (self._config.engine, self._config.critic_engine or self._config.engine)
+        count = min(self._per_epoch, num_replies // max(engine.data_parallel for engine in engines))
+        if not count:
+            name = self._stage.name
+            raise RuntimeError(f"{name}: {num_replies} replies have a reward, fewer than there are Workhorses")
+        return count
+
+    def _step(self, batch: Rows, at: int, kl_coef: float) -> MinibatchStep:
+        config, tokens = self._config, float(num_response_tokens(batch))
+        totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
+        at_once = (1 if self._critic is None else 2) + config.lag
+        lr = lr_at(config, at, self._planned)
+        calls = [self._policy.train.remote(batch, totals, lr, at_once)]
+        if self._critic is not None:
+            critic_lr = lr_at(config, at, self._planned, peak=config.critic_lr)
+            calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
+        answers = get_all(calls)
+        policy = read_step(PolicySums, answers[0])
+        critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
+        # Each of the two steps, or refuses to, by itself: both are asked.
+        taken = self._skipped.took(self._stage, "policy", at, policy)
+        if critic is not None:
+            taken = self._skipped.took(self._stage, "critic", at, critic) and taken
+        return MinibatchStep(tokens, lr, policy, critic, taken)
+
+    def _moved_too_far(self, step: MinibatchStep) -> bool:
+        limit = self._config.stop_kl
+        return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too

@@ -1,0 +1,52 @@
+"""The different prompts of a dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.data.pairs import Example, Messages, Pairs
+from xray_runtime.data.tokens import Tokens
+from xray_runtime.store.seal import Seal
+
+
+class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
+    """(messages, token ids) of each different prompt that fits, in order of first appearance; read when asked for.
+
+    Args:
+        pairs: a side of a dataset.
+        max_prompt: tokens that fit.
+        seal: of the run, whose tokens are read.
+    """
+
+    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
+        self.max_prompt = max_prompt
+        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
+        self.rows = self._tokens.different_prompts(max_prompt)
+        """Where each prompt stands first."""
+        self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
+        """Rows whose prompts do not fit."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = int(self.rows[index])
+        return self._pairs[row].prompt, self._tokens.prompt(row)
+
+    def metrics(self) -> dict[str, float]:
+        """How many prompts are left out because they do not fit; a stage records it once, where there are any."""
+        if not self.num_too_long:
+            return {}
+        counts = {"different": len(self), "too_long": self.num_too_long, "max_tokens": self.max_prompt}
+        return {f"prompts/{name}": float(count) for name, count in counts.items()}
+
+    def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Column that the dataset carries → its values where those prompts first appear, None where there is none."""
+        rows = [json.loads(self._pairs[int(self.rows[index])].columns) for index in indices]
+        names = sorted({name for row in rows for name in row})
+        return {name: [row.get(name) for row in rows] for name in names}
