@@ -25,7 +25,7 @@ from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.planning.demand import check_graph
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.nodes import nodes
-from xray_runtime.workers.placement import resolve_layouts, with_device
+from xray_runtime.workers.placement import with_device
 
 
 @flow(
@@ -44,8 +44,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
     # What cannot work is noticed before anything is computed.
-    check_storage(config)
-    config, _ = resolve_layouts(config)
+    check_storage(config.runtime)
     check_graph(recorded_graph(config), with_device(config.runtime).device, nodes())
     with open_workspace(config, root, until=until) as workspace:
         ends = lifecycle_graph(config)

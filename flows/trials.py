@@ -1,17 +1,20 @@
-"""One trial of a search: a lifecycle of its own in the search's output directory, and how it came out.
+"""One trial of a search: a run of its own in the search's output directory, and how it came out.
 
-A trial lies under the digest of its config and of what is measured, so the same trial is never run twice.
+A trial lies under the digest of what is run and of what is measured, so the same trial is never run twice.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +30,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray.flows.lifecycle import open_workspace
 from xray.flows.lifecycle_graph import lifecycle_graph
-from xray.flows.search import SearchConfig, Space, search_digest, trial_digest, with_values
+from xray.flows.search import SearchConfig, Space, search_digest, trial_digest
+from xray.flows.subject import Subject
 from xray.tasks.output_directory import CONFIG, DIGESTS
 from xray.tasks.spec import forwarded_variables
 from xray.tasks.task_runner import task_runner
-from xray.tasks.workspace import STOP_SECONDS, Workspace
+from xray.tasks.workspace import STOP_SECONDS, Overrides, Workspace, on_open, overrides
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.validation import ConfigError
@@ -50,7 +54,6 @@ from xray_runtime.store.shared import open_shared
 from xray_runtime.store.snapshots import Snapshots
 from xray_runtime.tracking.mlflow_tracker import StageRun
 from xray_runtime.tracking.recorder import METRICS, records_directory, snapshots_directory
-from xray_runtime.workers.placement import resolve_layouts
 from xray_runtime.workers.progress import find_progress
 
 State = Literal["running", "finished", "pruned", "failed"]
@@ -85,17 +88,17 @@ class TrialRecord(BaseModel):
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of `search` over `config`, with `values` at the paths that are searched."""
+    """A trial of `search` over `subject`, with `values` at the paths that are searched."""
 
     root: Path
-    config: LifecycleConfig
+    subject: Subject
     search: SearchConfig
     values: dict[str, Any]
 
     @cached_property
     def place(self) -> Path:
         """Directory of its config, its lifecycle.json and its record."""
-        digest = trial_digest(self.config, self.values, self.search)
+        digest = trial_digest(self.subject, self.values, self.search)
         return search_directory(self.root, self.search.name) / "trials" / digest[:12]
 
     def record(self) -> TrialRecord | None:
@@ -131,10 +134,10 @@ def stop_trials(trials: Iterable[Trial]) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """A search over `config` in the output directory `root`, and what is known of its trials."""
+    """A search over `subject` in the output directory `root`, and what is known of its trials."""
 
     root: Path
-    config: LifecycleConfig
+    subject: Subject
     wanted: SearchConfig
     space: Space
 
@@ -144,13 +147,13 @@ class Search:
 
     @cached_property
     def digest(self) -> str:
-        return search_digest(self.config, self.wanted)
+        return search_digest(self.subject, self.wanted)
 
     def trial(self, drawn: Mapping[str, Any]) -> Trial:
         """The trial of what the searcher drew: of choices it draws the index."""
         space = self.space.items()
         values = {path: found[drawn[path]] if isinstance(found, list) else drawn[path] for path, found in space}
-        return Trial(self.root, self.config, self.wanted, values)
+        return Trial(self.root, self.subject, self.wanted, values)
 
     def drawn(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What the searcher would have drawn."""
@@ -168,7 +171,7 @@ class Search:
             record = _read_record(path)
             if record is None or record.values.keys() != self.space.keys():
                 continue
-            trial = Trial(self.root, self.config, self.wanted, record.values)
+            trial = Trial(self.root, self.subject, self.wanted, record.values)
             if trial.place == path.parent and all(record.values[name] in self.space[name] for name in self.space):
                 found.append((trial, record))
         return sorted(found, key=lambda entry: entry[1].number)
@@ -224,7 +227,7 @@ _report: ContextVar[Callable[[tuple[int, float]], None]] = ContextVar("report")
 """Who is told the points that pruning watches."""
 
 
-class LifecycleTrial:
+class TrialProcess:
     """A trial at work, in an actor of its own."""
 
     def __init__(self, trial: Trial, here: dict[str, Any]) -> None:
@@ -245,47 +248,54 @@ class LifecycleTrial:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         settings = hydrated_context({"settings_context": here["settings"]})
         with settings, prefect_tags("xray", f"search:{trial.search.name}"):
-            config = with_values(trial.config, trial.values)
+            subject = trial.subject.with_values(trial.values)
             where = (str(trial.root), str(trial.place), here["tracking_uri"])
-            state: Any = run_trial(config, trial.search, trial.values, *where, return_state=True)
+            state: Any = run_trial(subject, trial.search, trial.values, *where, return_state=True)
             if state.is_cancelled():
-                raise RuntimeError("its lifecycle was stopped")
+                raise RuntimeError("its run was stopped")
             value: float = state.result()
         return value
 
 
 @flow(name="trial", flow_run_name="{search.name} {values}", task_runner=task_runner(), persist_result=False)
 def run_trial(
-    config: LifecycleConfig,
+    subject: Subject,
     search: SearchConfig,
     values: dict[str, Any],
     output: str,
     place: str,
     tracking_uri: str | None,
 ) -> Any:
-    """A lifecycle up to the stage `search.until`, without registration; its records lie in `place`.
+    """The graph of `subject` up to the stage `search.until`, without registration; its records lie in `place`.
 
     Returns the trial's value.
     """
-    config, _ = resolve_layouts(config)
-    write_atomic(Path(place) / CONFIG, resolved_yaml(config))
-    tags = {"xray.search": search.name, "xray.trial": json.dumps(values)}
-    options: dict[str, Any] = {"place": Path(place), "tags": tags, "tracking_uri": tracking_uri}
-    key = ""
+    if subject.config is not None:
+        write_atomic(Path(place) / CONFIG, resolved_yaml(subject.config))
+    said = Overrides(
+        output=output,
+        until=search.until,
+        fields=subject.fields,
+        place=Path(place),
+        tags={"xray.search": search.name, "xray.trial": json.dumps(values)},
+        tracking_uri=tracking_uri,
+    )
+    watched = _Watched(search.watched)
     try:
-        with open_workspace(config, Path(output), until=search.until, **options) as workspace:
-            lifecycle_graph(config)
-            if search.watched is not None:
-                key = _key(workspace, search.watched[0])
-                _follow(workspace, key, *search.watched)
+        with set_for(overrides, said), set_for(on_open, watched.opened):
+            subject.run(_lifecycle)
     except Exception as error:
         if not is_cancelled(error):
             raise
         record = _read_record(Path(place) / RECORD)
-        if key and search.watched is not None and record is not None and record.state == "pruned":
-            directory = snapshots_directory(workspace.output, search.watched[0], key)
-            Snapshots(directory, 1, process_seal(), open_shared(config.runtime.storage)).clear()
+        if record is not None and record.state == "pruned":
+            watched.drop_snapshots()
         return Cancelled(message="The search ended it early.")
+    finally:
+        watched.end()
+    workspace = watched.workspace
+    if workspace is None:
+        raise ConfigError(f"{subject.name}: the flow opened no workspace")
     if search.watched is not None:
         _value(workspace, "prune.metric", *search.watched)
     value = _value(workspace, "metric", search.until, search.metric)
@@ -297,31 +307,77 @@ def run_trial(
     return value
 
 
+def _lifecycle(config: LifecycleConfig) -> None:
+    with open_workspace(config, Path()):
+        lifecycle_graph(config)
+
+
+@contextlib.contextmanager
+def set_for(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a context variable while the block lasts."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+class _Watched:
+    """The workspace that a trial opens; and what pruning watches of one of its stages, reported as it is logged."""
+
+    def __init__(self, watched: tuple[str, str] | None) -> None:
+        self.workspace: Workspace | None = None
+        self._watched, self._key, self._ended = watched, "", threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def opened(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        if self._watched is not None:
+            follow = contextvars.copy_context().run
+            self._thread = threading.Thread(target=follow, args=(self._follow, workspace, *self._watched), daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """The run is over: take in the last points."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def drop_snapshots(self) -> None:
+        """Of the stage that was watched."""
+        if self.workspace is not None and self._watched is not None and self._key:
+            directory = snapshots_directory(self.workspace.output, self._watched[0], self._key)
+            Snapshots(directory, 1, process_seal(), open_shared(self.workspace.runtime.storage)).clear()
+
+    def _follow(self, workspace: Workspace, stage: str, metric: str) -> None:
+        """Report each point of `metric` until the run has ended."""
+        ended, done = False, 0
+        while not ended:
+            ended = self._ended.wait(POLL_SECONDS)
+            self._key = self._key or _key(workspace, stage)
+            path = records_directory(workspace.output, stage, self._key) / METRICS
+            for step, value in read_metrics(path).get(metric, []) if self._key else ():
+                if step >= done and math.isfinite(value):
+                    done = step + 1
+                    _report.get()((done, value))
+
+
 def _handle(workspace: Workspace, stage: str) -> Handle:
     call = workspace.calls[stage]
     return Handle(workspace, stage, call.kind.output, call)
 
 
 def _key(workspace: Workspace, stage: str) -> str:
-    """Key of a stage, as soon as what it takes from is done."""
-    call = workspace.calls[stage]
-    parents = {role: handle.result().sha256 for role, handle in call.parents.items()}
+    """Key of a stage; empty before it is called and what it takes from is done."""
+    call = workspace.calls.get(stage)
+    if call is None or not all(h.call is None or workspace.has_ended(h.name) for h in call.parents.values()):
+        return ""
+    try:
+        parents = {role: handle.result().sha256 for role, handle in call.parents.items()}
+    except Exception:  # a parent failed: the run says so
+        return ""
     memory = DigestMemory(workspace.output / DIGESTS)
-    runtime = workspace.runtime
-    return identify(call.kind, stage, call.config, call.seed, runtime, parents, call.functions, memory)[0].key
-
-
-def _follow(workspace: Workspace, key: str, stage: str, metric: str) -> None:
-    """Report each point of `metric` until the stage has ended."""
-    path = records_directory(workspace.output, stage, key) / METRICS
-    ended, done = False, 0
-    while not ended:
-        ended = workspace.has_ended(stage)
-        for step, value in read_metrics(path).get(metric, []):
-            if step >= done and math.isfinite(value):
-                done = step + 1
-                _report.get()((done, value))
-        time.sleep(POLL_SECONDS)
+    return identify(call.kind, stage, call.config, call.seed, call.runtime, parents, call.functions, memory)[0].key
 
 
 def _value(workspace: Workspace, field: str, stage: str, metric: str) -> float:

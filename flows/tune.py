@@ -1,4 +1,4 @@
-"""The flow behind `xray tune`: Optuna draws values, a trial is a lifecycle in a process of its own, bad ones end early.
+"""The flows behind `xray tune`: Optuna draws values, a trial is a run in a process of its own, bad ones end early.
 
 Everything that is known of a search is in its trials' records. The next draw depends on the seed, its number and these
 records alone, so a search that was killed, edited or wants more trials goes on from them.
@@ -23,12 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.search import MAX_DRAWS, SearchConfig, search_space
+from xray.flows.subject import Subject
 from xray.flows.trials import (
     POLL_SECONDS,
-    LifecycleTrial,
     Points,
     Search,
     Trial,
+    TrialProcess,
     TrialRecord,
     UnknownMetricError,
     is_worse_than_median,
@@ -60,11 +61,23 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
         ConfigError: the search does not fit the config, or its metric is never logged.
         RuntimeError: no trial finished.
     """
+    return _tune(Subject(config=config), search, output)
+
+
+@flow(name="tune-flow", flow_run_name="{search.name} on {name}", task_runner=task_runner(), persist_result=False)
+def tune_flow(
+    name: str, parameters: dict[str, Any], fields: dict[str, Any], search: SearchConfig, output: str
+) -> dict[str, Any]:
+    """`tune` over the flow `module:flow` that is called `name`; never deployed, since it imports what it is told."""
+    return _tune(Subject(flow=name, parameters=parameters, fields=fields), search, output)
+
+
+def _tune(subject: Subject, search: SearchConfig, output: str) -> dict[str, Any]:
     root = Path(output).absolute()
-    at_hand = Search(root, config, search, search_space(config, search))
+    at_hand = Search(root, subject, search, search_space(subject, search))
     at_hand.directory.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    check_storage(config)
+    check_storage(subject.recorded().runtime)
     before = at_hand.directory / "flow_run"
     crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
     write_atomic(before, str(flow_run.id))
@@ -76,7 +89,7 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
     return results
 
 
-def run_search(search: Search, process: type[LifecycleTrial] = LifecycleTrial) -> list[tuple[Trial, TrialRecord]]:
+def run_search(search: Search, process: type[TrialProcess] = TrialProcess) -> list[tuple[Trial, TrialRecord]]:
     """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     waiting, at_work = _next_trials(search), list[_Run]()

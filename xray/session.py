@@ -37,12 +37,13 @@ def workspace(output: str | Path = "runs/xray", **options: Any) -> Iterator[Grap
     """
     planned = is_planning()
     if planned is not None:
-        runtime = validate_as(RuntimeConfig, dict(options.pop("runtime", {})), where="runtime")
-        seed = options.pop("seed", 0)
+        runtime, seed = options.pop("runtime", {}), options.pop("seed", 0)
+        if not isinstance(runtime, RuntimeConfig):
+            runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
         for name in ("project", "until", "gates", "terms", "record", "place", "tags", "tracking_uri"):
             options.pop(name, None)
-        with Graph(seed, runtime, options) as graph:
-            planned.append((Path(output).absolute(), graph))
+        with Graph(seed, runtime, options, fields=planned.fields) as graph:
+            planned.graphs.append((Path(output).absolute(), graph))
             yield graph
         return
     with contextlib.ExitStack() as stack:

@@ -28,6 +28,8 @@ class Job(BaseModel):
     flow: str | None = None
     """`module:flow` of a user's own."""
     parameters: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    """`STAGE.FIELD` → value, in place of what the flow says."""
     replace_output: bool = False
     """Whether the workspace that the flow opens goes to `output`, whatever the flow names."""
     until: str | None = None
