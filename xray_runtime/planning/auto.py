@@ -16,7 +16,7 @@ from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan, search
-from xray_runtime.planning.roles import CHOSEN
+from xray_runtime.planning.roles import CHOSEN, Use
 from xray_runtime.planning.workload import Machine, Workload, stage_workload
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _check_fits(plan: Plan) -> None:
 
 
 def _described(plan: Plan) -> str:
-    uses = {"trained": "trained models", "frozen": "frozen ones", "sampled": "the generator"}
+    uses: dict[Use, str] = {"trained": "trained models", "frozen": "frozen ones", "sampled": "the generator"}
     present = {p.role.use for p in plan.roles}
     parts = []
     for use, name in uses.items():

@@ -194,7 +194,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
 
 def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device: str) -> Role:
     where, layout = f"{call.name}.{name}", role.layout
-    source, field = base_of(call, role.shape, where)
+    source, field = _source(call, role, where)
     shape = from_fresh(source) if isinstance(source, FreshBase) else _pretrained_shape(source, field)
     if role.trainable_layers is not None and role.trainable_layers > shape.num_layers:
         raise ConfigError(
@@ -222,6 +222,21 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
     )
 
 
+class UnknownShapeError(ConfigError):
+    """A checkpoint lies elsewhere, and nothing here says the shape of its model."""
+
+
+def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | str, str]:
+    """`base_of` a role; a frozen model whose checkpoint lies elsewhere is taken to be of the shape of the others."""
+    try:
+        return base_of(call, role.shape, where)
+    except UnknownShapeError:
+        others = [other.shape for other in call.kind.models(call.config).values() if other.use != "frozen"]
+        if role.use != "frozen" or not others:
+            raise
+        return base_of(call, others[0], where)
+
+
 def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | str, str]:
     """(the model that an input, or with None the stage itself, comes from: its sizes, or name or directory; the field
     that names it).
@@ -236,7 +251,7 @@ def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | 
         if handle.call is None:
             directory = handle.graph.directory_of(handle)
             if not (directory / "config.json").is_file():
-                raise ConfigError(
+                raise UnknownShapeError(
                     f"{where}: {handle.name!r} cannot be planned: must be a checkpoint's directory, whose config.json "
                     "says the model's shape"
                 )
@@ -272,7 +287,7 @@ def _stands_on(call: StageCall, role: ModelRole, declared: dict[str, ModelRole])
 def _lengths(call: StageCall, role: ModelRole) -> tuple[int, int]:
     """(longest prompt, longest reply) in tokens: as the data was made, or what stages take where nothing says so; of a
     context that is not known, the most."""
-    source, _ = base_of(call, role.shape, call.name)
+    source, _ = _source(call, role, call.name)
     context = source.max_positions if isinstance(source, FreshBase) else None
     data = call.parents.get(role.data or "")
     reply = role.reply_tokens or next(_settings(data, "max_new_tokens"), None)

@@ -17,8 +17,8 @@ from xray_runtime.stages.shared import called_functions, check_evaluation, fewer
 def evaluate_models(config: EvaluationConfig) -> dict[str, ModelRole]:
     seen: dict[str, Any] = {"rows": config.num_prompts, "reply_tokens": config.max_response_tokens}
     sides = {"before": "against", "after": "policy"}
-    models = {side: frozen(config.frozen, shape, data="prompts", **seen) for side, shape in sides.items()}
-    return models | sampling_models(config, "against", "prompts", **seen)
+    judged = {side: frozen(config.frozen, shape, data="prompts", **seen) for side, shape in sides.items()}
+    return sampling_models(config, "against", "prompts", **seen) | judged
 
 
 EVALUATE = register(

@@ -124,7 +124,14 @@ class Sharded:
         shape = from_pretrained(base)
         workload = Workload(
             roles=(
-                Role(name="model", shape=shape, use="trained", weight_bytes=weight_bytes, options=options, model=model),
+                Role(
+                    name="model",
+                    shape=shape,
+                    use="trained",
+                    weight_bytes=weight_bytes,
+                    options=options,
+                    model=str(model),
+                ),
             ),
             sequence_tokens=sequence_tokens,
             response_tokens=sequence_tokens,
