@@ -43,7 +43,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    # What cannot work is noticed before anything is computed.
+    # What cannot work is noticed before anything is computed; `auto` lays stages out as they are called.
     check_storage(config.runtime)
     check_graph(recorded_graph(config), with_device(config.runtime).device, nodes())
     with open_workspace(config, root, until=until) as workspace:

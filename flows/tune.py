@@ -24,17 +24,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.search import MAX_DRAWS, SearchConfig, search_space
 from xray.flows.subject import Subject
+from xray.flows.trial_process import TrialProcess, surroundings
 from xray.flows.trials import (
     POLL_SECONDS,
     Points,
     Search,
     Trial,
-    TrialProcess,
     TrialRecord,
     UnknownMetricError,
     is_worse_than_median,
     stop_trials,
-    surroundings,
 )
 from xray.flows.tune_report import distributions, report, results_markdown, study_of
 from xray.tasks.prefect_state import crash_lost_flow_run

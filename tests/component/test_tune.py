@@ -12,7 +12,8 @@ import pytest
 
 from xray.flows.search import SearchConfig, search_space
 from xray.flows.subject import Subject
-from xray.flows.trials import Search, Trial, TrialProcess, TrialRecord, UnknownMetricError
+from xray.flows.trial_process import TrialProcess
+from xray.flows.trials import Search, Trial, TrialRecord, UnknownMetricError
 from xray.flows.tune import Event, run_search, watch_here
 from xray.flows.tune_report import report
 from xray_runtime.config.loading import load_config, validate

@@ -17,7 +17,8 @@ from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan, search
 from xray_runtime.planning.roles import CHOSEN, Use
-from xray_runtime.planning.workload import Machine, Workload, stage_workload
+from xray_runtime.planning.stage_workload import stage_workload
+from xray_runtime.planning.workload import Machine, Workload
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph, StageCall

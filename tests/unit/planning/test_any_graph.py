@@ -24,7 +24,8 @@ from xray_runtime.planning.auto import choose_layouts, plan
 from xray_runtime.planning.changes import Changes
 from xray_runtime.planning.demand import check_call
 from xray_runtime.planning.roles import ModelRole, trained
-from xray_runtime.planning.workload import GIB, Machine, Role, base_of
+from xray_runtime.planning.stage_workload import base_of
+from xray_runtime.planning.workload import GIB, Machine, Role
 
 HERE = "tests.unit.planning.test_any_graph"
 ONE = Machine(num_devices=1, memory_bytes=80 * GIB)

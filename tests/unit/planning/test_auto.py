@@ -19,7 +19,8 @@ from xray_runtime.graph.graph import StageCall
 from xray_runtime.planning import plan as planner
 from xray_runtime.planning.auto import choose, choose_layouts, plan_call, with_layouts
 from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters, stage_workload
+from xray_runtime.planning.stage_workload import stage_workload
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")

@@ -23,8 +23,9 @@ from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import check_call
 from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.planning.plan import Plan, search
+from xray_runtime.planning.stage_workload import stage_workload
 from xray_runtime.planning.suggestions import Suggestion, suggest
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters, stage_workload
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 
