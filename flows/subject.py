@@ -106,9 +106,10 @@ class Subject(BaseModel):
                 self._call()
             except OnlyPlannedError as error:
                 waits_for = error.stage
-        for _, graph in graphs:
-            if len(graphs) == 1 and waits_for is None:
-                graph.check_fields()
+        stages = [name for _, graph in graphs for name in graph.calls]
+        for path in self.fields if waits_for is None else ():
+            if not any(path.startswith(f"{name}.") for name in stages):
+                raise ConfigError(f"{path}: is no field of a stage; the stages are {', '.join(stages) or 'none'}")
         return graphs, waits_for
 
     def run(self, build: Callable[[LifecycleConfig], None]) -> None:

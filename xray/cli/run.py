@@ -108,6 +108,9 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
     directory = (output or Path("runs") / output_name(target)).absolute()
     config = subject.config
     if config is None:
+        if subject.fields:
+            # A field of no stage would change nothing.
+            subject.recorded_graphs()
         return subject.job() | {"replace_output": output is not None}, RuntimeConfig(), directory
     graph = recorded_graph(config)
     if not os.environ.get("RAY_ADDRESS"):

@@ -177,12 +177,6 @@ class Graph:
         """A checkpoint that exists already: a plan takes its type on trust."""
         return Handle(self, ref, Artifact, None)
 
-    def check_fields(self) -> None:
-        """Raises ConfigError where one of `fields` names no stage."""
-        for path in self.fields:
-            if not any(path.startswith(f"{name}.") for name in self.calls):
-                raise ConfigError(f"{path}: is no field of a stage; the stages are {', '.join(self.calls) or 'none'}")
-
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
         """Register a policy. A graph that only plans does nothing."""
 

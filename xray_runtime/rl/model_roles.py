@@ -17,16 +17,8 @@ def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **seen: A
     """
     terms = [*config.rewards, *getattr(config, "judges", [])]
     inputs = dict.fromkeys(name for term in terms for name in term.roles)
-    return {
-        name: frozen(
-            config.frozen,
-            name,
-            scores_tokens=False,
-            trunk=trunk if name.startswith("rewards.") else None,
-            **seen,
-        )
-        for name in inputs
-    }
+    trunks = {name: trunk if name.startswith("rewards.") else None for name in inputs}
+    return {name: frozen(config.frozen, name, scores_tokens=False, trunk=trunks[name], **seen) for name in inputs}
 
 
 def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_tokens: int) -> dict[str, ModelRole]:

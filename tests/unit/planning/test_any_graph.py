@@ -290,6 +290,30 @@ def test_a_workspace_takes_what_the_planner_chooses(monkeypatch: pytest.MonkeyPa
     assert workspace.Workspace(tmp_path).laid_out(graph.calls["sft"]) is graph.calls["sft"]
 
 
+def test_a_trial_sets_fields_of_the_workspace_that_its_flow_opens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from xray.flows.trial_process import set_for
+    from xray.tasks import workspace
+
+    monkeypatch.setattr(workspace.Workspace, "submit", lambda self, call: None)
+    said = workspace.Overrides(
+        output=str(tmp_path), until="sft", fields={"sft.lr": 0.5, "sft.engine.micro_batch_tokens": 64}
+    )
+    with set_for(workspace.overrides, said):
+        opened = workspace.Workspace("elsewhere")
+    assert workspace.overrides.get() is None
+    assert (opened.output, opened.until) == (tmp_path, "sft")
+    Graph.__enter__(opened)
+    try:
+        chats = xray.prepare(source="chitchat")
+        sft = xray.sft(xray.fresh_base(chats), data=chats, lr=0.1)
+    finally:
+        Graph.__exit__(opened, None, None, None)
+    assert sft.call is not None
+    assert (sft.call.config.lr, sft.call.config.engine.micro_batch_tokens) == (0.5, 64)
+
+
 def test_what_auto_chooses_cannot_be_written_too(tmp_path: Path) -> None:
     auto = {"parallel": "auto"}
     assert subject("SFT alone", tmp_path, runtime=auto).recorded().runtime.parallel == "auto"
