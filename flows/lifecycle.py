@@ -24,7 +24,7 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.nodes import nodes
-from xray_runtime.workers.placement import resolve_layouts, with_device
+from xray_runtime.workers.placement import with_device
 
 
 @flow(
@@ -42,8 +42,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    # What cannot work is noticed before anything is computed.
-    config, _ = resolve_layouts(config)
+    # What cannot work is noticed before anything is computed; `auto` lays stages out as they are called.
     check_run(recorded_graph(config), with_device(config.runtime).device, nodes())
     with open_workspace(config, root, until=until, checked=True) as workspace:
         ends = lifecycle_graph(config)

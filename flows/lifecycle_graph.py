@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -16,11 +15,6 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.current import current_graph
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.handles import Handle
-from xray_runtime.planning.auto import plan_config
-from xray_runtime.planning.demand import check_config
-from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.suggestions import Changes, Planner
-from xray_runtime.planning.workload import Machine, local_node
 from xray_runtime.stages.kinds import (
     BASE,
     BENCHMARK,
@@ -152,21 +146,3 @@ def recorded_graph(config: LifecycleConfig) -> Graph:
     with recording(config.seed, config.runtime) as graph:
         lifecycle_graph(config)
     return graph
-
-
-def planner_of(config: LifecycleConfig, here: int | None) -> Planner:
-    """Plans `config`; of a machine with `here` devices, which is this one, the cores are known as well."""
-
-    def plan_for(changes: Changes, machine: Machine) -> Plan:
-        nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
-        if machine.num_devices == here:
-            nodes = local_node(machine)
-        elif machine.device == "cpu":
-            nodes = {"CPU": float(machine.num_devices * config.runtime.threads)}
-
-        def check(chosen: LifecycleConfig) -> None:
-            check_config(chosen, recorded_graph(chosen), machine.device, [nodes])
-
-        return plan_config(changes.of_config(config), machine, check)
-
-    return plan_for

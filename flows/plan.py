@@ -10,12 +10,13 @@ from prefect.artifacts import create_markdown_artifact
 from pydantic import Field
 from rich.console import Console
 
-from xray.flows.lifecycle_graph import planner_of
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.planning.changes import UNCHANGED
 from xray_runtime.planning.description import as_dict, machine_of, show
 from xray_runtime.planning.plan import MAX_DEVICES
 from xray_runtime.planning.processor import slow_precision
-from xray_runtime.planning.suggestions import Changes, suggest
+from xray_runtime.planning.suggestions import planner_of, suggest
 
 COLUMNS = 140
 
@@ -33,10 +34,11 @@ def plan(
         memory_gib: of one device of another machine.
     """
     machine = machine_of(config.runtime.device, num_devices, memory_gib, config.runtime.threads)
-    planner, changes = planner_of(config, machine.num_devices if num_devices is None else None), Changes()
-    chosen = planner(changes, machine)
-    suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
-    content = as_dict(chosen, suggestions, slow_precision(config, machine.device))
+    graph = recorded_graph(config)
+    planner = planner_of(graph, machine.num_devices if num_devices is None else None)
+    chosen = planner(UNCHANGED, machine)
+    suggestions = [] if chosen.fits else list(suggest(planner, UNCHANGED, chosen))
+    content = as_dict(chosen, suggestions, slow_precision(graph, machine.device))
     text = io.StringIO()
     show(Console(file=text, width=COLUMNS), chosen, content)
     verdict = "it fits" if chosen.fits else "it does not fit"

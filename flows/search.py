@@ -1,4 +1,4 @@
-"""What `xray tune` searches: fields of the config with their ranges, what is measured, what ends a trial early.
+"""What `xray tune` searches: fields with their ranges, what is measured, what ends a trial early.
 
 Everything about a search that can be wrong is found here, before anything is computed.
 """
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from xray.flows.lifecycle_graph import recorded_graph
+from xray.flows.subject import Subject
 from xray_runtime.config.engines import Count, Section
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import put, read_mapping, validate
-from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.config.loading import read_mapping
+from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
 from xray_runtime.graph.graph import StageCall
 from xray_runtime.store.identity import digest
 
@@ -71,12 +70,13 @@ class PruneConfig(Section):
 
 
 class SearchConfig(Section):
-    """A search over any fields of the lifecycle's config."""
+    """A search over any fields of a lifecycle's config, or over a flow's parameters and the fields of its stages."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "search"
     """Directory below searches/, and the tag `xray.search` of its runs in MLflow."""
     fields: Annotated[dict[str, FieldRange], Field(min_length=1)]
-    """Dotted path of a field, such as `ppo.stages.0.lr` → the values that are tried."""
+    """Dotted path of a field → the values that are tried: `ppo.stages.0.lr` in a config; of a flow a parameter
+    (`steps`) or the field of a stage (`ppo.lr`)."""
     until: Annotated[str, Field(min_length=1)] = "evaluate"
     """Stage after which a trial ends; those after it are not run."""
     metric: Metric = "evaluate/win_rate"
@@ -139,81 +139,75 @@ def load_search(path: Path, trials: int | None = None) -> SearchConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def with_values(config: LifecycleConfig, values: Mapping[str, Any]) -> LifecycleConfig:
-    """`config` with the fields at these paths set. Raises ConfigError."""
-    return validate(_data(config, values))
-
-
-def trial_digest(config: LifecycleConfig, values: Mapping[str, Any], search: SearchConfig) -> str:
-    """What makes two trials the same: the config with its values, and what of the search decides how one runs."""
+def trial_digest(subject: Subject, values: Mapping[str, Any], search: SearchConfig) -> str:
+    """What makes two trials the same: the subject with its values, and what of the search decides how one runs."""
     how = search.model_dump(mode="json", include={"until", "metric", "mode", "prune"})
-    return digest({"config": _data(config, values), **how})
+    return digest(subject.with_values(values).content() | how)
 
 
-def search_digest(config: LifecycleConfig, search: SearchConfig) -> str:
+def search_digest(subject: Subject, search: SearchConfig) -> str:
     """What makes two searches the same: all but how many trials there are, and how many of them at a time."""
     what = search.model_dump(mode="json", exclude={"name", "trials", "concurrent"})
-    return digest({"config": config.model_dump(mode="json"), "search": what})
+    return digest(subject.content() | {"search": what})
 
 
-def calls_until(config: LifecycleConfig, stage: str) -> list[StageCall]:
-    """The stages of a lifecycle that ends after `stage`. Raises ConfigError where it has none of that name."""
-    calls = recorded_graph(config).calls
+def calls_until(subject: Subject, stage: str) -> list[StageCall]:
+    """The stages of a graph that ends after `stage`. Raises ConfigError where it has none of that name."""
+    calls = subject.recorded().calls
     if stage not in calls:
         raise ConfigError(f"until: {stage!r} is not allowed: must be one of {', '.join(calls)}")
     return list(calls.values())[: list(calls).index(stage) + 1]
 
 
-def search_space(config: LifecycleConfig, search: SearchConfig) -> Space:
-    """The space over which `config` is searched.
+def search_space(subject: Subject, search: SearchConfig) -> Space:
+    """The space over which `subject` is searched.
 
     Raises:
         ConfigError: no such stage or field, a value that the field does not allow, a range for a field that is no
             number, or a field that nothing measured depends on.
     """
-    names = [call.name for call in calls_until(config, search.until)]
+    names = [call.name for call in calls_until(subject, search.until)]
     if search.watched is not None and search.watched[0] not in names:
         raise ConfigError(f"prune.stage: {search.watched[0]!r} is not allowed: must be one of {', '.join(names)}")
-    space = {path: _span(config, search, path, field) for path, field in search.fields.items()}
-    _check_draws(config, search, space)
+    space = {path: _span(subject, path, field) for path, field in search.fields.items()}
+    _check_draws(subject, search, space)
     return space
 
 
-def _span(config: LifecycleConfig, search: SearchConfig, path: str, field: FieldRange) -> Span | list[Any]:
+def _span(subject: Subject, path: str, field: FieldRange) -> Span | list[Any]:
     if field.choices is not None:
         for value in field.choices:
-            _check_value(config, path, value)
+            _try(subject, path, value)
         return field.choices
     assert field.low is not None
     assert field.high is not None
     for value in (field.low, field.high):
-        _check_value(config, path, int(value) if value.is_integer() else value)
-    whole = not _takes(config, path, field.low + (field.high - field.low) / GOLDEN)
+        _try(subject, path, int(value) if value.is_integer() else value)
+    try:
+        _try(subject, path, field.low + (field.high - field.low) / GOLDEN)
+        whole = False
+    except ConfigError:
+        whole = True
     return Span(field.low, field.high, field.log, whole)
 
 
-def _check_value(config: LifecycleConfig, path: str, value: Any) -> None:
-    if not _takes(config, path, value):
-        with_values(config, {path: value})
-
-
-def _takes(config: LifecycleConfig, path: str, value: Any) -> bool:
-    """Whether the field at `path` takes `value`, whatever the fields beside it say: they may vary too."""
+def _try(subject: Subject, path: str, value: Any) -> None:
+    """Raises ConfigError where the field at `path` does not take `value`, whatever the fields beside it say: they may
+    vary too."""
     try:
-        LifecycleConfig.model_validate(_data(config, {path: value}))
-    except ValidationError as error:
-        return all(problem["type"] == "value_error" for problem in error.errors())
-    return True
+        subject.with_values({path: value}).recorded()
+    except CombinationError:
+        return
 
 
-def _check_draws(config: LifecycleConfig, search: SearchConfig, space: Space) -> None:
-    """At least one draw must be an allowed config, and every field must be read by a stage that is run."""
+def _check_draws(subject: Subject, search: SearchConfig, space: Space) -> None:
+    """At least one draw must be allowed, and every field must be read by a stage that is run."""
     rng = random.Random(search.seed)
     refused: ConfigError | None = None
     for _ in range(MAX_DRAWS):
         values = {path: s.draw(rng) if isinstance(s, Span) else rng.choice(s) for path, s in space.items()}
         try:
-            drawn = with_values(config, values)
+            drawn = subject.with_values(values)
             calls_until(drawn, search.until)
             break
         except ConfigError as error:
@@ -227,18 +221,11 @@ def _check_draws(config: LifecycleConfig, search: SearchConfig, space: Space) ->
             raise ConfigError(f"fields.{path}: is not allowed: no stage up to {search.until!r} reads it")
 
 
-def _read(config: LifecycleConfig, until: str, path: str, value: Any) -> str | None:
+def _read(subject: Subject, until: str, path: str, value: Any) -> str | None:
     """Digest of what the stages read with `value` at `path`; None where that is not allowed."""
     try:
-        calls = calls_until(with_values(config, {path: value}), until)
+        calls = calls_until(subject.with_values({path: value}), until)
     except ConfigError:
         return None
     parents = [{role: handle.name for role, handle in call.parents.items()} for call in calls]
     return digest([[c.name, c.kind.name, c.config_json(), c.seed, p] for c, p in zip(calls, parents, strict=True)])
-
-
-def _data(config: LifecycleConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    data = config.model_dump(mode="json")
-    for path, value in values.items():
-        put(data, path, value, f"fields.{path}")
-    return data

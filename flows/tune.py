@@ -1,4 +1,4 @@
-"""The flow behind `xray tune`: Optuna draws values, a trial is a lifecycle in a process of its own, bad ones end early.
+"""The flows behind `xray tune`: Optuna draws values, a trial is a run in a process of its own, bad ones end early.
 
 Everything that is known of a search is in its trials' records. The next draw depends on the seed, its number and these
 records alone, so a search that was killed, edited or wants more trials goes on from them.
@@ -22,9 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.search import MAX_DRAWS, SearchConfig, search_space
+from xray.flows.subject import Subject
+from xray.flows.trial_process import TrialProcess, surroundings
 from xray.flows.trials import (
     POLL_SECONDS,
-    LifecycleTrial,
     Points,
     Search,
     Trial,
@@ -32,47 +33,56 @@ from xray.flows.trials import (
     UnknownMetricError,
     is_worse_than_median,
     stop_trials,
-    surroundings,
 )
 from xray.flows.tune_report import distributions, report, results_markdown, study_of
 from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import check_storage
 from xray_runtime.errors import error_summary, root_cause
 from xray_runtime.files import write_atomic
 from xray_runtime.seeding import derive_seed
+from xray_runtime.workers.nodes import nodes
+from xray_runtime.workers.placement import with_device
 
 log = logging.getLogger(__name__)
 
 Event = tuple[Trial, TrialRecord]
 
 
+@flow(name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False)
+def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
+    """Search fields of `config` in the directory `output`; returns what `results.json` says.
+
+    Raises:
+        ConfigError: the search does not fit the config, or its metric is never logged.
+        RuntimeError: no trial finished.
+    """
+    return _tune(Subject(config=config), search, output, _log)
+
+
 def tune_flow(tell: Callable[[Event], None]) -> Flow[..., dict[str, Any]]:
-    """The flow `tune`, which calls `tell` when a trial begins and ends."""
+    """The flow `tune` over any subject, which calls `tell` when a trial begins and ends.
 
-    @flow(
-        name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False
-    )
-    def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
-        """Search fields of `config` in the directory `output`; returns what `results.json` says.
+    It is never deployed, since it imports the module that a subject names.
+    """
 
-        Raises:
-            ConfigError: the search does not fit the config, or its metric is never logged.
-            RuntimeError: no trial finished.
-        """
-        return _tune(config, search, output, tell)
+    @flow(name="tune", flow_run_name="{search.name} on {subject.name}", task_runner=task_runner(), persist_result=False)
+    def tune_subject(subject: Subject, search: SearchConfig, output: str) -> dict[str, Any]:
+        """As `tune`, of a config or of a flow."""
+        return _tune(subject, search, output, tell)
 
-    return tune
+    return tune_subject
 
 
-def _tune(config: LifecycleConfig, search: SearchConfig, output: str, tell: Callable[[Event], None]) -> dict[str, Any]:
+def _tune(subject: Subject, search: SearchConfig, output: str, tell: Callable[[Event], None]) -> dict[str, Any]:
     root = Path(output).absolute()
-    at_hand = Search(root, config, search, search_space(config, search))
+    at_hand = Search(root, subject, search, search_space(subject, search))
     at_hand.directory.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    check_storage(config.runtime)
+    graph = subject.recorded()
+    check_run(graph, with_device(graph.runtime).device, nodes())
     before = at_hand.directory / "flow_run"
     crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
     write_atomic(before, str(flow_run.id))
@@ -89,7 +99,7 @@ def _log(event: Event) -> None:
 
 
 def run_search(
-    search: Search, process: type[LifecycleTrial] = LifecycleTrial, tell: Callable[[Event], None] = _log
+    search: Search, process: type[TrialProcess] = TrialProcess, tell: Callable[[Event], None] = _log
 ) -> list[tuple[Trial, TrialRecord]]:
     """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`.
 
@@ -193,7 +203,3 @@ class _Run:
         self.record = record
         self.trial.keep(record)
         self.tell((self.trial, record))
-
-
-tune = tune_flow(_log)
-"""As a deployment runs it."""

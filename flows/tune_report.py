@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import yaml
 from rich.console import Console
 
-from xray.flows.search import SearchConfig, Space, Span, with_values
+from xray.flows.search import SearchConfig, Space, Span
+from xray.flows.subject import Subject
 from xray.flows.trials import Search, State, Trial, TrialRecord
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.files import write_atomic
@@ -45,10 +47,15 @@ def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[
     }
     if best is not None:
         results["best"] = {"number": best.number, "value": best.value, "values": best.values}
-        write_atomic(directory / BEST, resolved_yaml(with_values(search.config, best.values)))
+        write_atomic(directory / BEST, _best(search.subject.with_values(best.values)))
     write_atomic(directory / FIGURE, figure(results, wanted))
     write_atomic(directory / RESULTS, json.dumps(results, indent=2))
     return results
+
+
+def _best(subject: Subject) -> str:
+    """The config; of a flow its name, parameters and stages' fields."""
+    return resolved_yaml(subject.config) if subject.config is not None else yaml.safe_dump(subject.content())
 
 
 def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
@@ -21,6 +22,11 @@ class Command:
     shorten: bool = False
     on_open: Callable[[Workspace], None] | None = None
     """Called with every workspace that opens: whoever shows progress."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """`STAGE.FIELD` → value, in place of what the flow says."""
+    place: Path | None = None
+    tags: Mapping[str, str] | None = None
+    tracking_uri: str | None = None
 
 
 _COMMAND: contextvars.ContextVar[Command] = contextvars.ContextVar("command")

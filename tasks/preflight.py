@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from xray_runtime.config.loading import check_storage
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.planning.demand import Resources, check_call
+from xray_runtime.planning.workload import local_node, this_machine
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
@@ -25,12 +25,17 @@ def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> N
         ConfigError: one of them is not there, or asks for too much.
     """
     check_storage(graph.runtime)
-    check_stages(graph.calls.values(), graph.runtime, device, nodes)
+    check_stages(graph.calls.values(), device, nodes)
 
 
-def check_stages(
-    calls: Iterable[StageCall], runtime: RuntimeConfig, device: str, nodes: Sequence[Resources] | None
-) -> None:
+def check_before_start(graph: Graph) -> None:
+    """`check_run` before the run has a Ray: of this machine, unless RAY_ADDRESS names a cluster. Raises ConfigError."""
+    machine = this_machine(graph.runtime.device)
+    nodes = None if os.environ.get("RAY_ADDRESS") else [local_node(machine)]
+    check_run(graph, machine.device, nodes)
+
+
+def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resources] | None) -> None:
     """Check that stages ask for no more than there is, and that what they name on hubs can be had.
 
     Args:
@@ -41,7 +46,7 @@ def check_stages(
     """
     for call in calls:
         if nodes is not None:
-            check_call(call, runtime, device, nodes)
+            check_call(call, device, nodes)
         check_hub_names(call.kind, call.name, call.config)
 
 

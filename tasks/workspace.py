@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,12 +38,14 @@ from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.handles import Handle
 from xray_runtime.graph.stage_identity import code_of
 from xray_runtime.lineage.adopt import checkpoint_from
+from xray_runtime.planning.auto import check_left_open, choose_layouts
+from xray_runtime.planning.workload import Machine
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
 from xray_runtime.workers.nodes import node_addresses, nodes, only_node
 from xray_runtime.workers.opening import prestart_models
-from xray_runtime.workers.placement import with_device
+from xray_runtime.workers.placement import cluster_machine, with_device
 from xray_runtime.workers.pool import open_worker_pool
 from xray_runtime.workers.progress import open_progress
 
@@ -99,7 +102,7 @@ class Workspace(Graph):
         if not isinstance(runtime, RuntimeConfig):
             runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
         command = current_command()
-        super().__init__(seed, runtime, defaults, shorten=command.shorten)
+        super().__init__(seed, runtime, defaults, shorten=command.shorten, fields=command.fields)
         self.output = Path(command.output or output).absolute()
         self.project, self.until = project, command.until or until
         self._on_open, self._checked = on_open or command.on_open, checked
@@ -111,12 +114,12 @@ class Workspace(Graph):
             record=record,
             gates=gates,
             terms={
-                source: said if isinstance(said, SourceTerms) else validate_as(SourceTerms, said, f"terms.{source}")
-                for source, said in (terms or {}).items()
+                source: term if isinstance(term, SourceTerms) else validate_as(SourceTerms, term, f"terms.{source}")
+                for source, term in (terms or {}).items()
             },
-            place=place,
-            tags=tags,
-            tracking_uri=tracking_uri,
+            place=command.place or place,
+            tags=command.tags or tags,
+            tracking_uri=command.tracking_uri or tracking_uri,
         )
         self._references: dict[str, CheckpointRef] = {}
         """Checkpoints that existed already, by the name of their handles."""
@@ -179,9 +182,26 @@ class Workspace(Graph):
 
     # Stages
 
+    def laid_out(self, call: StageCall) -> StageCall:
+        if self.runtime.parallel != "auto":
+            return call
+        check_left_open(call)
+        call, text = choose_layouts(call, self._machine, nodes())
+        if text is not None:
+            log.info(text)
+        return call
+
+    @cached_property
+    def _machine(self) -> Machine:
+        """What layouts are chosen for."""
+        return cluster_machine(self.runtime)
+
+    def directory_of(self, handle: Handle) -> Path:
+        return Path(self._references[handle.name].uri)
+
     def submit(self, call: StageCall) -> None:
         if not self._checked:
-            check_stages([call], self.runtime, self.runtime.device, nodes())
+            check_stages([call], self.runtime.device, nodes())
         if call.kind.registered_in == "__main__":
             raise ConfigError(
                 f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"
@@ -194,7 +214,7 @@ class Workspace(Graph):
             module=call.kind.registered_in,
             config=call.config_json(),
             seed=call.seed,
-            runtime=self.runtime,
+            runtime=call.runtime,
             code=code_of(call.kind),
             sources=_sources(call),
         )
@@ -306,7 +326,7 @@ class Workspace(Graph):
             self._prestarted = at_work, len(self.calls)
             after = self._taking(at_work)
             for call in [*after, *self._taking({call.name for call in after})]:
-                prestart_models(call.kind.models(call.config), self.runtime, self.context.run_id)
+                prestart_models(call.kind.models(call.config), call.runtime, self.context.run_id)
         except Exception:
             # Nothing is lost: the next stage starts what it lacks. And the thread that follows the tasks must go on.
             log.debug("no processes were started ahead", exc_info=True)

@@ -1736,6 +1736,7 @@ def stage_kind(
     config: Any = ...,
     output: type[Artifact] = ...,
     models: Callable[..., Any] = ...,
+    base_model: Callable[..., Any] = ...,
     computes: bool = ...,
     outside: Callable[..., Any] = ...,
     functions: Callable[..., Any] = ...,
@@ -1811,6 +1812,21 @@ class Result:
         """Where it came from, as a tree."""
 
 class Workspace(Graph):
+    def laid_out(
+        self,
+        call: Any,
+    ) -> Any:
+        """`call` as it will run, with the layouts that `parallel: auto` chooses. A graph that only plans leaves them
+        open.
+
+        Raises:
+            ConfigError: a layout is written out that `auto` chooses, or none fits.
+        """
+    def directory_of(
+        self,
+        handle: Handle,
+    ) -> Path:
+        """Where a checkpoint lies that exists already, as far as a plan knows."""
     def submit(
         self,
         call: Any,

@@ -63,8 +63,8 @@ def workspace(
     if planned is not None:
         if not isinstance(runtime, RuntimeConfig):
             runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
-        with Graph(seed, runtime, defaults) as graph:
-            planned.append((Path(output).absolute(), graph))
+        with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
+            planned.graphs.append((Path(output).absolute(), graph))
             yield graph
         return
     options = defaults | {

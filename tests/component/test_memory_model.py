@@ -129,7 +129,7 @@ def test_a_trained_model_is_held_as_predicted(
 ) -> None:
     engine = EngineConfig(zero_stage=stage, num_workhorses=RANKS, precision=precision)
     shape = from_pretrained(PretrainedBase(model=str(model)))
-    width, options = trained_so([(lora, engine)], "cpu")
+    width, options = trained_so(lora, engine, "cpu")
     layout = Layout(zero_stage=stage, dp=RANKS)
     predicted: Memory = training_memory(shape, width, layout, tokens=12, positions=8, options=options)
     spec = ModelSpec(model, SFTObjective(), training=SFTConfig(engine=engine, lora=lora))

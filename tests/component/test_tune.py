@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from xray.flows.search import SearchConfig, search_space, with_values
-from xray.flows.trials import LifecycleTrial, Search, Trial, TrialRecord, UnknownMetricError
+from xray.flows.search import SearchConfig, search_space
+from xray.flows.subject import Subject
+from xray.flows.trial_process import TrialProcess
+from xray.flows.trials import Search, Trial, TrialRecord, UnknownMetricError
 from xray.flows.tune import Event, run_search
 from xray.flows.tune_report import report
 from xray_runtime.config.loading import load_config, validate
 
-CONFIG = validate({"project": "xray-tune"})
+CONFIG = Subject(config=validate({"project": "xray-tune"}))
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
@@ -31,7 +33,7 @@ def loss(values: dict[str, Any]) -> float:
     return abs(math.log10(values["sft.lr"]) + 3)
 
 
-class Pretended(LifecycleTrial):
+class Pretended(TrialProcess):
     """Comes out as its rate says, after two points."""
 
     def measure(self) -> float:
@@ -112,7 +114,7 @@ def test_a_search_goes_on_and_more_trials_add_to_it(tmp_path: Path) -> None:
     assert results["best"]["number"] == best.number
     assert results["importance"] == {"sft.lr": 1.0}
     place = tmp_path / "searches" / "rates"
-    assert load_config(place / "best.yaml") == with_values(CONFIG, best.values)
+    assert load_config(place / "best.yaml") == CONFIG.with_values(best.values).config
     assert json.loads((place / "results.json").read_text()) == results
     assert (place / "search.png").read_bytes().startswith(b"\x89PNG")
 

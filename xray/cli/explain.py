@@ -10,13 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from xray.flows.lifecycle_graph import recorded_graph
+from xray.flows.subject import Subject
 from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.current import planning
-from xray_runtime.graph.graph import Graph, OnlyPlannedError, StageCall
+from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.adopt import sha256_of
+from xray_runtime.planning.auto import choose_layouts
+from xray_runtime.planning.workload import local_node, this_machine
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_manifest
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
@@ -44,18 +46,8 @@ def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Grap
     """(output directory and graph of each workspace, the stage whose result the flow waits for, where it does)."""
     if job.get("config") is not None:
         return [(output, recorded_graph(validate(job["config"])))], None
-    from xray.cli.runner import load_flow
-
-    flow, waits_for = load_flow(job["flow"]), None
-    with planning() as graphs:
-        try:
-            getattr(flow, "fn", flow)(**job["parameters"])
-        except OnlyPlannedError as error:
-            waits_for = error.stage
-        except TypeError as error:
-            if graphs:
-                raise
-            raise ConfigError(f"{job['flow']}: {error}") from None
+    subject = Subject(flow=job["flow"], parameters=job["parameters"], fields=job.get("fields", {}))
+    graphs, waits_for = subject.recorded_graphs()
     return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
 
 
@@ -66,7 +58,11 @@ def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
         ConfigError: an input, a file or a function cannot be read.
     """
     known: dict[str, str] = {}
-    return [(call.name, *_explain_stage(call, graph, output, known)) for call in graph.calls.values()]
+    calls = list(graph.calls.values())
+    if graph.runtime.parallel == "auto":
+        machine = this_machine(graph.runtime.device, graph.runtime.threads)
+        calls = [choose_layouts(call, machine, [local_node(machine)])[0] for call in calls]
+    return [(call.name, *_explain_stage(call, graph, output, known)) for call in calls]
 
 
 def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str, str]) -> tuple[str, str]:

@@ -8,6 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from xray.flows.subject import Subject
+from xray_runtime.config.loading import validate
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """How people ask for the end."""
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -28,12 +31,19 @@ class Job(BaseModel):
     flow: str | None = None
     """`module:flow` of a user's own."""
     parameters: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    """`STAGE.FIELD` → value, in place of what the flow says."""
     replace_output: bool = False
     """Whether the workspace that the flow opens goes to `output`, whatever the flow names."""
     until: str | None = None
     shorten: bool = False
     search: str | None = None
     as_json: bool = False
+
+    def subject(self) -> Subject:
+        """What is run or searched. Raises ConfigError where the config is not allowed."""
+        config = validate(self.config) if self.config is not None else None
+        return Subject(config=config, flow=self.flow, parameters=self.parameters, fields=self.fields)
 
     @property
     def file(self) -> Path:

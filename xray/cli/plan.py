@@ -1,10 +1,9 @@
-"""`xray plan`: where the models of a lifecycle would go on a machine, before anything is started."""
+"""`xray plan`: where the models of a graph would go on a machine, before anything is started."""
 
 from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,22 +11,27 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.deployments.local_services import quiet_environment
-from xray.flows.lifecycle_graph import planner_of
-from xray_runtime.config.loading import load_config
+from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.auto import GraphPlan
+from xray_runtime.planning.changes import Changes
 from xray_runtime.planning.description import as_dict, machine_of, show
 from xray_runtime.planning.plan import MAX_DEVICES, search
 from xray_runtime.planning.processor import slow_precision
-from xray_runtime.planning.suggestions import Changes, Planner, suggest
+from xray_runtime.planning.suggestions import Planner, planner_of, suggest
 from xray_runtime.planning.workload import Machine
 
 BAD_INPUT = 2
 
 
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="YAML file with the lifecycle's config.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own."),
+    ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     params: Annotated[
         str | None,
@@ -46,7 +50,7 @@ def plan(
     offload: Annotated[bool, typer.Option("--offload", help="Keep optimizer states in host memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Choose layout and placement of a PPO stage's models, with the memory each device needs.
+    """Choose layout and placement of each stage's models, with the memory each device needs.
 
     Exit codes: 0 planned (whether it fits is in the plan), 2 bad input.
     """
@@ -54,7 +58,7 @@ def plan(
     try:
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
         changes = Changes(lora_rank=None if rank is None else int(rank), offload=offload)
-        planner, machine, slow = _read(config, overrides or [], params, devices, memory_gib, sequence_tokens)
+        planner, machine, slow = _read(target, overrides or [], params, devices, memory_gib, sequence_tokens)
         chosen = planner(changes, machine)
     except (ConfigError, ValueError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
@@ -68,11 +72,11 @@ def plan(
 
 
 def _of_parameters(count: float, sequence_tokens: int) -> Planner:
-    return lambda changes, machine: search(changes.of_parameters(count, sequence_tokens), machine)
+    return lambda changes, machine: GraphPlan({"ppo": search(changes.of_parameters(count, sequence_tokens), machine)})
 
 
 def _read(
-    config: Path | None,
+    target: str | None,
     overrides: list[str],
     params: str | None,
     devices: str | None,
@@ -80,13 +84,13 @@ def _read(
     sequence_tokens: str | None,
 ) -> tuple[Planner, Machine, str | None]:
     """What plans, the machine, and what will be slow there."""
-    if (config is None) == (params is None):
-        given = "both are given" if config is not None else "neither is given"
+    if (target is None) == (params is None):
+        given = "both are given" if target is not None else "neither is given"
         raise ConfigError(f"CONFIG, --params: {given}, must be one of them")
     num_devices = _number("--devices", devices, 1, MAX_DEVICES, whole=True)
     memory = _number("--memory-gib", memory_gib, 1 / 16, 65_536)
     length = _number("--sequence-tokens", sequence_tokens, 2, 2**24, whole=True)
-    if config is None:
+    if target is None:
         count = _number("--params", params, 1e6, 1e13)
         assert count is not None
         if overrides:
@@ -94,13 +98,13 @@ def _read(
         return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory), None
     if length is not None:
         raise ConfigError(
-            f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a CONFIG has "
-            "data.max_prompt_tokens and ppo.stages.N.max_new_tokens"
+            f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a graph says its own "
+            "lengths: max_prompt_tokens, max_new_tokens"
         )
-    resolved = load_config(config, overrides)
-    machine = machine_of(resolved.runtime.device, num_devices, memory, resolved.runtime.threads)
-    slow = slow_precision(resolved, machine.device)
-    return planner_of(resolved, machine.num_devices if num_devices is None else None), machine, slow
+    graph = read_subject(target, overrides).recorded()
+    machine = machine_of(graph.runtime.device, num_devices, memory, graph.runtime.threads)
+    slow = slow_precision(graph, machine.device)
+    return planner_of(graph, machine.num_devices if num_devices is None else None), machine, slow
 
 
 def _number(option: str, text: str | None, low: float, high: float, *, whole: bool = False) -> float | None:

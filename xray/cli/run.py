@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +14,17 @@ from xray.cli.explain import explain
 from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
+from xray.flows.subject import output_name, read_subject
 from xray.tasks.output_directory import CONFIG, interrupted_stages
-from xray.tasks.preflight import check_ray_address, check_run
-from xray_runtime.config.loading import load_config, parse_overrides, resolved_yaml, validate
+from xray.tasks.preflight import check_before_start, check_ray_address
+from xray_runtime.config.loading import resolved_yaml, validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import leave
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.processor import slow_precision
-from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.planning.workload import this_machine
 
 
 def run(
@@ -82,7 +81,9 @@ def run(
     except (ConfigError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(BAD_INPUT) from None
-    if "config" in job and (slow := slow_precision(validate(job["config"]), this_machine(runtime.device).device)):
+    if "config" in job and (
+        slow := slow_precision(recorded_graph(validate(job["config"])), this_machine(runtime.device).device)
+    ):
         console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
@@ -100,44 +101,16 @@ def run(
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:
     """(fields of the job, the runtime its supervisor needs, output directory). Raises ConfigError."""
-    _refuse_script(target)
-    if ":" in target and not Path(target).exists():
-        directory = (output or Path("runs") / target.rpartition(":")[2]).absolute()
-        job = {"flow": target, "parameters": parse_overrides(overrides), "replace_output": output is not None}
-        return job, RuntimeConfig(), directory
-    if not Path(target).suffix.startswith(".y") and not Path(target).exists():
-        raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
-    config = load_config(target, overrides)
-    directory = (output or Path("runs") / Path(target).stem).absolute()
-    machine = this_machine(config.runtime.device)
-    nodes = None if os.environ.get("RAY_ADDRESS") else [local_node(machine)]
-    check_run(recorded_graph(config), machine.device, nodes)
-    return {"config": config.model_dump(mode="json")}, config.runtime, directory
-
-
-def _refuse_script(target: str) -> None:
-    """Raises ConfigError where a Python file is named instead of a flow in it."""
-    file, _, flow = target.partition(":")
-    path = Path(file)
-    if path.suffix != ".py":
-        return
-    if not path.is_file():
-        raise ConfigError(f"{file}: no such file")
-    module = ".".join(path.with_suffix("").parts)
-    raise ConfigError(
-        f"{target!r} is not allowed: must be a YAML file or MODULE:FLOW, such as {module}:{flow or _flow_in(path)}; "
-        f"a script that opens a workspace of its own runs as `python {file}`"
-    )
-
-
-def _flow_in(path: Path) -> str:
-    """The first function of a file that a decorator makes a flow; FLOW where there is none."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError, RecursionError):
-        return "FLOW"
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    return next((f.name for f in functions if any("flow" in ast.unparse(d) for d in f.decorator_list)), "FLOW")
+    subject = read_subject(target, overrides)
+    directory = (output or Path("runs") / output_name(target)).absolute()
+    config = subject.config
+    if config is None:
+        if subject.fields:
+            # A field of no stage would change nothing.
+            subject.recorded_graphs()
+        return subject.job() | {"replace_output": output is not None}, RuntimeConfig(), directory
+    check_before_start(recorded_graph(config))
+    return subject.job(), config.runtime, directory
 
 
 def _check_stage(until: str, job: dict[str, Any]) -> None:

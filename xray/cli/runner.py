@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -90,9 +89,11 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             # The display asks Ray, so it must end before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
-        stack.enter_context(commanded(Command(output, job.until, job.shorten, watch)))
+        stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, job.fields)))
         if job.config is not None:
-            _run_lifecycle(job, display)
+            from xray.flows.lifecycle import lifecycle
+
+            lifecycle(validate(job.config), str(job.output), job.until)
         else:
             run_flow(str(job.flow), job.parameters)
     if not opened:
@@ -102,38 +103,11 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     return opened[-1].run_record.summary.content
 
 
-def _run_lifecycle(job: Job, display: Any) -> None:
-    from xray.flows.lifecycle import lifecycle
-    from xray_runtime.workers.placement import resolve_layouts
-
-    config, text = resolve_layouts(validate(job.config))
-    if text:
-        display.note(text)
-    lifecycle(config, str(job.output), job.until)
-
-
-def load_flow(name: str) -> Any:
-    """The flow `module:flow`; modules are found in the working directory too. Raises ConfigError."""
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise ConfigError(f"{name!r} is not allowed: must be a YAML file or MODULE:FLOW")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{name!r} cannot be imported ({reason})") from error
-    if not callable(found):
-        raise ConfigError(f"{name!r} is not a function")
-    return found
-
-
 def run_flow(name: str, parameters: dict[str, Any]) -> None:
     """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
     from prefect.exceptions import ParameterTypeError, SignatureMismatchError
+
+    from xray.flows.subject import load_flow
 
     flow = load_flow(name)
     try:
@@ -146,8 +120,7 @@ def run_flow(name: str, parameters: dict[str, Any]) -> None:
 
 def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
     from xray.cli.display import LiveTrials
-    from xray.tasks.output_directory import CONFIG, SEARCH
-    from xray_runtime.config.loading import load_config
+    from xray.tasks.output_directory import SEARCH
 
     display = LiveTrials(console, job.heartbeat)
     display.note("starting Prefect and Ray")
@@ -160,9 +133,9 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
         # Starting Ray put a handler of its own in place.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
-        config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
+        search, subject = load_search(directory / SEARCH), job.subject()
         with display.watching_trials():
-            content: dict[str, Any] = tune_flow(display.told)(config, search, str(job.output))
+            content: dict[str, Any] = tune_flow(display.told)(subject, search, str(job.output))
     print_results(console, content, search, directory)
     return content
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +11,13 @@ from rich.console import Console
 
 from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
-from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.search import load_search, search_space
+from xray.flows.subject import output_name, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
-from xray.tasks.preflight import check_ray_address
-from xray_runtime.config.loading import check_storage, load_config, resolved_yaml
+from xray.tasks.preflight import check_before_start, check_ray_address
+from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.planning.demand import check_config
-from xray_runtime.planning.workload import local_node, this_machine
 
 
 def register(app: typer.Typer) -> None:
@@ -29,55 +26,58 @@ def register(app: typer.Typer) -> None:
 
 
 def tune(
-    config: Annotated[Path, typer.Argument(help="YAML file with the lifecycle's config.")],
+    target: Annotated[
+        str, typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own.")
+    ],
     search: Annotated[Path, typer.Option("--search", help="YAML file with the fields, their ranges and the metric.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Number of trials. Default: the search's.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Directory for everything the trials write. Default: runs/<config name>."),
+        typer.Option("--output", help="Directory for everything the trials write. Default: runs/<name>."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json to stdout, all else to stderr.")] = False,
 ) -> None:
-    """Search over fields of the config: each trial is a lifecycle, and shared stages are computed once.
+    """Search over fields of a config, or of a flow and its stages: shared stages are computed once.
 
     Run the same command again to continue; a larger --trials adds trials.
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
-    checked(lambda: _tune(config, search, overrides or [], trials, output, as_json))
+    checked(lambda: _tune(target, search, overrides or [], trials, output, as_json))
 
 
 def _tune(
-    config: Path, search: Path, overrides: list[str], trials: int | None, output: Path | None, as_json: bool
+    target: str, search: Path, overrides: list[str], trials: int | None, output: Path | None, as_json: bool
 ) -> None:
-    resolved, wanted = load_config(config, overrides), load_search(search, trials)
+    subject, wanted = read_subject(target, overrides), load_search(search, trials)
     try:
-        search_space(resolved, wanted)
+        search_space(subject, wanted)
     except ConfigError as error:
         raise ConfigError(f"{search}: {error}") from None
-    root = (output or Path("runs") / config.stem).absolute()
+    root = (output or Path("runs") / output_name(target)).absolute()
     if root.exists() and not root.is_dir():
         raise ConfigError(f"--output: {str(root)!r} is not a directory")
     check_ray_address()
-    if not os.environ.get("RAY_ADDRESS"):
-        here = this_machine(resolved.runtime.device)
-        check_config(resolved, recorded_graph(resolved), here.device, [local_node(here)])
-    check_storage(resolved.runtime)
+    graph = subject.recorded()
+    check_before_start(graph)
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
     lock = file_lock(directory)
-    write_atomic(directory / CONFIG, resolved_yaml(resolved))
+    if subject.config is not None:
+        write_atomic(directory / CONFIG, resolved_yaml(subject.config))
     write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
     code = supervise(
         root,
         as_json=as_json,
-        restarts=resolved.runtime.restarts,
-        stall_timeout_s=resolved.runtime.stall_timeout_s,
+        restarts=graph.runtime.restarts,
+        stall_timeout_s=graph.runtime.stall_timeout_s,
         console=Console(stderr=as_json),
         search=wanted.name,
+        **subject.job(),
     )
     lock.lock.release()
     raise typer.Exit(code)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from xray_runtime.config.runtime import RuntimeConfig
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -19,6 +22,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    def check_runtime(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError where the config of a stage does not go with `runtime`; the message begins with a field."""
 
 
 class ValidationSchedule(Section):
@@ -153,6 +159,10 @@ def check_partitioned(layout: LayoutConfig, zero_stage: int, most: int) -> None:
         raise ValueError(f"zero_stage = 3 must be at most {most} with tensor_parallel or pipeline_parallel above 1")
 
 
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a Llama, its output layer apart."""
+
+
 class LoRAConfig(Section):
     """Low-rank adapters (Hu et al. 2021): of a matrix W only B·A in W + alpha / rank · B·A is trained. No dropout:
     log-probabilities at rollout and at update must be of the same function."""
@@ -197,6 +207,8 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _adapters(self) -> Self:
         check_whole_layers(self.lora, self.engine, "engine")
+        if self.lora is not None and self.trainable_layers is not None:
+            raise ValueError("lora must be null where trainable_layers is set: train either adapters or whole layers")
         return self
 
 

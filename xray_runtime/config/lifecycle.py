@@ -15,6 +15,7 @@ from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, Pret
 from xray_runtime.config.benchmark import BenchmarkConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import (
+    LINEAR_LAYERS,
     EngineConfig,
     FrozenConfig,
     GeneratorConfig,
@@ -36,11 +37,6 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import Gold, SourceTerms
 
 BaseModelConfig = FreshBase | PretrainedBase | CheckpointBase
-
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a Llama, its output layer apart."""
-CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
-"""What `runtime.parallel: auto` chooses."""
 
 
 def _trains(field: str, engine: EngineConfig, base: BaseModelConfig) -> None:
@@ -85,10 +81,6 @@ def _cut(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
 
 def _adapt(field: str, lora: LoRAConfig, base: BaseModelConfig) -> None:
     if not isinstance(base, FreshBase):
-        if base.trainable_layers is not None:
-            raise ValueError(
-                f"{field}.lora must be null where base.trainable_layers is set: train either adapters or whole layers"
-            )
         return
     unknown = [name for name in lora.target_modules or [] if name not in LINEAR_LAYERS]
     if unknown:
@@ -212,12 +204,6 @@ class LifecycleConfig(Section):
                 f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
                 "generator.engine 'vllm'; 'plasma' works everywhere"
             )
-        for number, stage in enumerate(self.ppo_stages):
-            if self.runtime.weight_transfer != "plasma" and stage.engine.data_parallel < stage.engine.num_workhorses:
-                raise ValueError(
-                    f"runtime.weight_transfer = {self.runtime.weight_transfer!r} must be 'plasma' with "
-                    f"tensor_parallel or pipeline_parallel above 1 in ppo.stages.{number}.engine"
-                )
         if self.runtime.generator_sleeps and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
             raise ValueError(
                 "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm': only vLLM on "
@@ -230,8 +216,6 @@ class LifecycleConfig(Section):
                 stage.check_runtime(self.runtime)
             except ValueError as error:
                 raise ValueError(f"ppo.stages.{number}.{error}") from None
-        if self.runtime.parallel == "auto":
-            self._nothing_chosen()
         if (self.dpo is not None) == (self.ppo is not None):
             raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
         judged = self.evaluate.heldout_reward_model is not None
@@ -282,13 +266,3 @@ class LifecycleConfig(Section):
                     f"{limit}"
                 )
         return self
-
-    def _nothing_chosen(self) -> None:
-        layouts: dict[str, Section] = {**self.engines, "frozen": self.frozen, "generator": self.generator}
-        for name, layout in layouts.items():
-            for field, info in type(layout).model_fields.items():
-                value = getattr(layout, field)
-                if field in CHOSEN and value != info.default:
-                    raise ValueError(
-                        f"{name}.{field} = {value} must be left out with runtime.parallel = 'auto', which chooses it"
-                    )

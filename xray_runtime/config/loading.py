@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.paths import kind_of, put
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
@@ -68,8 +69,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Lifec
         ConfigError: anything is wrong with the file, an override or a value.
     """
     data = read_mapping(Path(path)) if path is not None else {}
-    for override in overrides:
-        _apply(data, override)
+    for field, value in parse_overrides(overrides).items():
+        put(data, field, value, f"--set {field}", _default)
     return validate(data)
 
 
@@ -113,7 +114,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a mapping of fields is expected, not {_kind(data)}")
+        raise ConfigError(f"{path}: a mapping of fields is expected, not {kind_of(data)}")
     return data
 
 
@@ -132,43 +133,15 @@ def _parse(text: str, where: str) -> Any:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`key.path=value` texts as nested data. Raises ConfigError."""
-    data: dict[str, Any] = {}
+    """`KEY.PATH=VALUE` texts as dotted paths with their values. Raises ConfigError."""
+    values: dict[str, Any] = {}
     for override in overrides:
-        _apply(data, override)
-    return data
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not all(path.strip().split(".")):
-        raise ConfigError(f"--set {override!r} is not allowed: must be KEY.PATH=VALUE")
-    put(data, path, _parse(text, f"--set {path}"), f"--set {path}")
-
-
-def put(data: dict[str, Any], path: str, value: Any, what: str) -> None:
-    """Set the field at a dotted `path` of a config's data. Raises ConfigError, which begins with `what`."""
-    keys = path.strip().split(".")
-    node: Any = data
-    for depth, key in enumerate(keys):
-        here = ".".join(keys[:depth]) or "the config"
-        last = depth == len(keys) - 1
-        if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
-                raise ConfigError(f"{what}: {key} is not allowed: {here} has items 0 to {len(node) - 1}")
-            if last:
-                node[int(key)] = value
-            elif node[int(key)] is None:
-                node[int(key)] = {}
-            node = node[int(key)]
-        elif isinstance(node, dict):
-            if last:
-                node[key] = value
-            elif node.get(key) is None:
-                node[key] = _default(keys[: depth + 1])
-            node = node[key]
-        else:
-            raise ConfigError(f"{what}: {here} is {_kind(node)} and has no field {key!r}")
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        if not equals or not all(path.split(".")):
+            raise ConfigError(f"--set {override!r} is not allowed: must be KEY.PATH=VALUE")
+        values[path] = _parse(text, f"--set {path}")
+    return values
 
 
 def _default(keys: list[str]) -> Any:
@@ -177,8 +150,3 @@ def _default(keys: list[str]) -> Any:
     for key in keys:
         node = node.get(key) if isinstance(node, dict) else None
     return node if isinstance(node, list) else {}
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "nothing" if value is None else type(value).__name__)

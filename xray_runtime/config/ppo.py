@@ -286,7 +286,13 @@ class PPOStageConfig(TrainingConfig):
                 raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
 
     def check_runtime(self, runtime: RuntimeConfig) -> None:
-        """Raises ValueError where `lag` does not go with `runtime`."""
+        """Raises ValueError where `lag` or the engine does not go with `runtime`."""
+        cut = self.engine.data_parallel < self.engine.num_workhorses
+        if cut and runtime.weight_transfer != "plasma":
+            raise ValueError(
+                f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
+                f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a model that is cut"
+            )
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

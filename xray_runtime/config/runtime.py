@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from xray_runtime.config.engines import Count, Fraction, NonNegative, Positive, Section
 
@@ -41,8 +41,8 @@ class RuntimeConfig(Section):
     store; `ipc`: the same GPUs, shared; `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where
     both are."""
     parallel: Literal["as_written", "auto"] = "as_written"
-    """`auto`: every engine's layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's
-    memory model before anything starts; the run's config.yaml records what was chosen."""
+    """`auto`: every layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's memory model
+    when a stage is called; its record has what was chosen."""
     storage: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] | None = None
     """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, whatever fsspec knows):
     checkpoints, snapshots, records and results lie there too, and what is there is fetched, never computed again."""
@@ -74,6 +74,15 @@ class RuntimeConfig(Section):
     """New attempts at the whole run after its driver or Ray was lost, each going on from what is there."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
     """A run that shows no progress for so long hangs: it is ended and started again."""
+
+    @model_validator(mode="after")
+    def _chosen_once(self) -> Self:
+        for field in ("gpus_per_workhorse", "gpu_memory_fraction"):
+            if self.parallel == "auto" and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(
+                    f"{field} = {getattr(self, field)} must be left out with parallel = 'auto', which chooses it"
+                )
+        return self
 
     @field_validator("storage")
     @classmethod

@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A config that cannot be used; the message is one line."""
 
 
+class CombinationError(ConfigError):
+    """Each value is allowed by itself, but they do not go together."""
+
+
 def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
     """`data` as a `model`; errors name fields below `where`. Raises ConfigError."""
     try:
@@ -23,7 +27,9 @@ def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(_describe(problems[0], data, model, where) + more) from None
+        together = all(problem["type"] == "value_error" for problem in problems)
+        kind = CombinationError if together else ConfigError
+        raise kind(_describe(problems[0], data, model, where) + more) from None
     except RecursionError:
         raise ConfigError(f"{where or 'the config'} is nested too deeply") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from xray_runtime.store.ref import CheckpointRef
@@ -17,6 +17,8 @@ class Artifact:
 
     path: Path
     """Its directory; nothing in it ever changes."""
+    is_model: ClassVar[bool] = False
+    """Whether it has weights, of a shape that what is made from it shares."""
 
 
 class Dataset(Artifact):
@@ -37,6 +39,8 @@ class Judgements(Artifact):
 class Model(Artifact):
     """A causal language model in Hugging Face form."""
 
+    is_model = True
+
 
 REWARD_HEAD = "reward_head/head.safetensors"
 """In a directory of its own: vLLM loads every safetensors file beside config.json."""
@@ -48,6 +52,8 @@ SHOWN_ROLLOUTS = "rollouts"
 
 class RewardModel(Artifact):
     """A model with a scalar head in `REWARD_HEAD`, and reward.json with the mean and deviation of its scores."""
+
+    is_model = True
 
 
 class Evaluation(Artifact):

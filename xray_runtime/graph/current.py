@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.validation import ConfigError
 
@@ -24,20 +25,30 @@ def current_graph() -> Graph:
     return graph
 
 
-_PLANNING: contextvars.ContextVar[list[tuple[Path, Graph]] | None] = contextvars.ContextVar("planning", default=None)
+@dataclass(frozen=True)
+class Planning:
+    """Workspaces that are opened meanwhile only record their graphs."""
+
+    fields: Mapping[str, Any]
+    """`STAGE.FIELD` → value, for these graphs."""
+    graphs: list[tuple[Path, Graph]] = field(default_factory=list)
+    """The graphs with their output directories."""
 
 
-def is_planning() -> list[tuple[Path, Graph]] | None:
-    """Where graphs are only written down at the moment: the list they go into, with their output directories."""
+_PLANNING: contextvars.ContextVar[Planning | None] = contextvars.ContextVar("planning", default=None)
+
+
+def is_planning() -> Planning | None:
+    """Whether graphs are only recorded at the moment."""
     return _PLANNING.get()
 
 
 @contextmanager
-def planning() -> Iterator[list[tuple[Path, Graph]]]:
-    """Workspaces that are opened in the block only record their graphs."""
-    graphs: list[tuple[Path, Graph]] = []
-    token = _PLANNING.set(graphs)
+def planning(fields: Mapping[str, Any] | None = None) -> Iterator[list[tuple[Path, Graph]]]:
+    """Workspaces that are opened in the block only record their graphs, with `fields` (`STAGE.FIELD`) set in them."""
+    planned = Planning(fields or {})
+    token = _PLANNING.set(planned)
     try:
-        yield graphs
+        yield planned.graphs
     finally:
         _PLANNING.reset(token)

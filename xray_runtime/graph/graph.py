@@ -6,23 +6,27 @@ for plans; the workspace (`xray.tasks.workspace`) is a graph that runs its stage
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from pydantic import BaseModel
 
 from xray_runtime.config.allowed_imports import check_import
+from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.config.validation import CombinationError, ConfigError
 from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.graph.binding import Binding, article, check_functions, hint
 from xray_runtime.graph.current import CURRENT
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.kind import KINDS, StageKind
+from xray_runtime.planning.auto import check_left_open
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """It is part of file names."""
@@ -49,6 +53,8 @@ class StageCall:
     """Role → what plays it; `rewards.0`, `rewards.1`, … of a role that takes many."""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Those that were handed over as objects, by name: rewards, the gold score, an algorithm of the user's."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """The graph's, with the shares of a GPU that `parallel: auto` chose for this stage."""
 
     def config_json(self) -> dict[str, Any]:
         dumped: dict[str, Any] = self.config.model_dump(mode="json")
@@ -62,6 +68,7 @@ class Graph:
         seed: every random choice derives from it.
         defaults: fields that a stage takes where its call leaves them out and its kind has them: generator, frozen, …
         shorten: give every stage a step or two, for the determinism check.
+        fields: `STAGE.FIELD` → value, in place of what the stage's call says.
 
     Raises:
         ConfigError: the seed is not allowed, or no kind has a field of a default's name.
@@ -74,12 +81,13 @@ class Graph:
         defaults: Mapping[str, Any] | None = None,
         *,
         shorten: bool = False,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed: {seed!r} is not allowed: must be a whole number from 0 to {MAX_SEED - 1}")
         _check_defaults(defaults or {})
         self.seed, self.runtime = seed, runtime or RuntimeConfig()
-        self.defaults, self.shorten = dict(defaults or {}), shorten
+        self.defaults, self.shorten, self.fields = dict(defaults or {}), shorten, dict(fields or {})
         self.calls: dict[str, StageCall] = {}
         self._handles: dict[str, Handle] = {}
 
@@ -110,6 +118,10 @@ class Graph:
         environment = values.get("environment")
         if isinstance(environment, Mapping) and callable(environment.get("path")):
             values["environment"] = {**environment, "path": bound.hand_over("environment", reward(environment["path"]))}
+        for path, value in self.fields.items():
+            if path.startswith(f"{stage}."):
+                values = copy.deepcopy(values)
+                put(values, path.removeprefix(f"{stage}."), value, path)
         config = kind.validated(values, where=stage)
         if self.shorten:
             config = kind.shorten(config)
@@ -120,8 +132,9 @@ class Graph:
                 if function not in bound.functions:
                     check_import(function)
         except ValueError as error:
-            raise ConfigError(f"{stage}: {error}") from None
-        call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions)
+            raise CombinationError(f"{stage}: {error}") from None
+        call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions, self.runtime)
+        call = self.laid_out(call)
         before = self.calls.get(stage)
         if before is not None:
             if before != call:
@@ -166,6 +179,21 @@ class Graph:
 
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
         """Register a policy. A graph that only plans does nothing."""
+
+    def laid_out(self, call: StageCall) -> StageCall:
+        """`call` as it will run, with the layouts that `parallel: auto` chooses. A graph that only plans leaves them
+        open.
+
+        Raises:
+            ConfigError: a layout is written out that `auto` chooses, or none fits.
+        """
+        if self.runtime.parallel == "auto":
+            check_left_open(call)
+        return call
+
+    def directory_of(self, handle: Handle) -> Path:
+        """Where a checkpoint lies that exists already, as far as a plan knows."""
+        return Path(handle.name)
 
     def submit(self, call: StageCall) -> None:
         """Called once for each stage, in order. A graph that only plans does nothing."""

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args, get
 
 from pydantic import BaseModel, TypeAdapter
 
-from xray_runtime.config.engines import GeneratorConfig, LayoutConfig, Section
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.engines import Section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph
 from xray_runtime.graph.kind_help import help_text, signature
+from xray_runtime.planning.roles import ModelRole
 from xray_runtime.store.seal import Seal, process_seal
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ USES: tuple[str, ...] = ()
 C = TypeVar("C")
 I = TypeVar("I")  # noqa: E741
 
-Layouts = dict[str, LayoutConfig | GeneratorConfig]
-"""Role of a model → how it is spread."""
 Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
 
@@ -132,8 +132,11 @@ class StageKind:
     output: type[Artifact]
     body: str | Body
     """A function, or `module:function` where its module imports what a graph's author needs not."""
-    models: Callable[[Any], Layouts] = lambda config: {}
-    """What its models ask for, all alive at the same time."""
+    models: Callable[[Any], Mapping[str, ModelRole]] = lambda config: {}
+    """Name → model of a stage, all alive at the same time: all that the planner knows of it."""
+    base_model: Callable[[Any], FreshBase | str | None] = lambda config: None
+    """The model from outside that its output is, by its sizes or its name. None: the output has the shape of what the
+    stage trains, or of its first input that is a model."""
     computes: bool = True
     """Whether device and threads can change its result."""
     outside: Callable[[Any], Mapping[str, str]] = lambda config: {}

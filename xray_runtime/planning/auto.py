@@ -1,4 +1,4 @@
-"""`runtime.parallel: auto`: the engines of a config as the planner chooses them, for the devices that there are.
+"""`runtime.parallel: auto`: layouts of a stage's models as the planner chooses them, for the devices that there are.
 
 `xray plan` asks the same functions, so what it says is what `auto` takes.
 """
@@ -6,101 +6,144 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import reduce
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.lifecycle import CHOSEN, LifecycleConfig
-from xray_runtime.config.loading import validate
+from xray_runtime.config.paths import section
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.changes import UNCHANGED, Changes
+from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan, search
-from xray_runtime.planning.workload import Machine, Workload, from_config, plannable_base
+from xray_runtime.planning.roles import CHOSEN, Use
+from xray_runtime.planning.stage_workload import stage_workload
+from xray_runtime.planning.workload import Machine, Workload
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.graph import Graph, StageCall
 
 GENERATOR_SHARE = 0.9
 """Of a GPU that vLLM has to itself."""
 
-Check = Callable[[LifecycleConfig], object]
-"""Raises ConfigError where a config asks for more than there is (`demand.check_config`, of its graph and the nodes)."""
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Stage → its plan, of every stage that has models."""
+
+    stages: Mapping[str, Plan]
+
+    @property
+    def fits(self) -> bool:
+        return all(plan.fits for plan in self.stages.values())
+
+    @property
+    def fullest(self) -> str:
+        """The stage that needs the most memory of one device."""
+        return max(self.stages, key=lambda name: self.stages[name].fullest.peak_bytes)
+
+
+def plan(
+    graph: Graph, machine: Machine, changes: Changes = UNCHANGED, nodes: Sequence[Resources] | None = None
+) -> GraphPlan:
+    """Plan each stage of `graph` from its models; layouts that are written in it do not count.
+
+    Args:
+        nodes: what the cluster has; None: not looked at.
+
+    Raises:
+        ConfigError: the graph has no models, one of them cannot be planned, a change is not allowed, or all that would
+            fit is refused.
+    """
+    calls = [changes.of_call(call) for call in graph.calls.values()]
+    stages = {call.name: found for call in calls if (found := plan_call(call, machine, nodes)) is not None}
+    if not stages:
+        raise ConfigError("nothing is to be planned: no stage has models")
+    trains = any(plan.workload.of_use("trained") for plan in stages.values())
+    if not trains and replace(changes, generator_sleeps=False) != UNCHANGED:
+        raise ConfigError("LoRA, offload and micro-batches are not allowed: no stage trains a model")
+    return GraphPlan(stages)
+
+
+def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None) -> Plan | None:
+    """The first plan of a stage that fits, of those that its config and `nodes` accept; where none fits, what comes
+    nearest; None where the stage has no models. Raises ConfigError as `plan`."""
+    workload = stage_workload(call, machine.device)
+
+    def accept(found: Plan) -> None:
+        chosen = with_layouts(call, found)
+        if nodes is not None:
+            check_call(chosen, machine.device, nodes)
+
+    return search(workload, machine, accept) if workload is not None else None
 
 
 def choose_layouts(
-    config: LifecycleConfig, machine: Machine, check: Check = lambda config: None
-) -> tuple[LifecycleConfig, Plan]:
-    """`config` with every engine chosen for `machine` and nothing left to choose; and the plan behind it.
+    call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None
+) -> tuple[StageCall, str | None]:
+    """`call` with every layout chosen for `machine`, and what was chosen in one line; None of a stage without models.
 
     Raises:
-        ConfigError: nothing fits, or what fits is refused by the config or by `check`, or the base model cannot be
-            planned.
+        ConfigError: nothing fits, or what fits is refused, or a model cannot be planned.
     """
-    plan = _fitting(plan_config(config, machine, check))
-    return with_layouts(config, plan), plan
-
-
-def plan_config(config: LifecycleConfig, machine: Machine, check: Check = lambda config: None) -> Plan:
-    """The first plan that fits, of those which `config` and `check` accept; where none fits, what comes nearest.
-
-    Raises:
-        ConfigError: all that fit are refused, or the base model cannot be planned.
-    """
+    found = plan_call(call, machine, nodes)
+    if found is None:
+        return call, None
     try:
-        workload = from_config(config, machine.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    model = _model(plannable_base(config.base))
-    return search(workload, machine, model, lambda plan: check(with_layouts(config, plan)))
+        _check_fits(found)
+    except ConfigError as error:
+        raise ConfigError(f"{call.name}: {error}") from None
+    return with_layouts(call, found), f"{call.name}: runtime.parallel: auto takes {_described(found)}"
 
 
-def choose(workload: Workload, machine: Machine, base: FreshBase | PretrainedBase) -> Plan:
-    """The first plan that fits; `base` is the model that all roles are made of. Raises ConfigError where none does."""
-    return _fitting(search(workload, machine, _model(base)))
+def choose(workload: Workload, machine: Machine) -> Plan:
+    """The first plan that fits. Raises ConfigError where none does."""
+    found = search(workload, machine)
+    _check_fits(found)
+    return found
 
 
 def engine_of(plan: Plan) -> dict[str, Any]:
     """The fields of `EngineConfig` that the plan's trained models get."""
-    layout = plan.layouts["train"]
+    layout = plan.layouts["trained"]
     engine = {"library": "deepspeed", "zero_stage": layout.zero_stage, **_spread(layout)}
     return engine | ({"activation_checkpointing": True} if plan.recomputes else {})
 
 
-def describe(plan: Plan) -> str:
-    """The choice in one line."""
-    return f"runtime.parallel: auto takes {_words(plan)}"
-
-
-def with_layouts(config: LifecycleConfig, plan: Plan) -> LifecycleConfig:
-    """`config` as if the plan's layouts were written in it. Raises ConfigError where it does not allow them."""
-    data: dict[str, Any] = config.model_dump(mode="json")
-    for path in config.engines:
-        section(data, path).update(engine_of(plan))
-    score = plan.layouts["score"]
-    data["frozen"] |= _spread(score) | {"zero_stage": score.zero_stage}
-    data["generator"]["tensor_parallel"] = plan.layouts["generate"].tp
-    data["runtime"]["parallel"] = "as_written"
+def with_layouts(call: StageCall, plan: Plan) -> StageCall:
+    """`call` as if the plan's layouts were written in it. Raises ConfigError where its config does not allow them."""
+    data: dict[str, Any] = call.config.model_dump(mode="json")
+    frozen = plan.layouts["frozen"]
+    for role in call.kind.models(call.config).values():
+        chosen: dict[str, Any] = {"tensor_parallel": plan.layouts["sampled"].tp}
+        if role.use == "trained":
+            chosen = engine_of(plan)
+        elif role.use == "frozen":
+            # A layout of a user's own kind may have no ZeRO.
+            chosen = _spread(frozen) | ({"zero_stage": frozen.zero_stage} if frozen.zero_stage else {})
+        section(data, role.field).update(chosen)
+    runtime: dict[str, Any] = {"parallel": "as_written"}
     if plan.machine.device == "cuda":
         share = max(len(group.ranks) for group in plan.groups)
-        generator = next(p for p in plan.roles if p.role.use == "generate").memory.total
-        data["runtime"]["gpus_per_workhorse"] = 1.0 if share == 1 else math.floor(1000 / share) / 1000
-        data["runtime"]["gpu_memory_fraction"] = (
-            GENERATOR_SHARE if share == 1 else math.ceil(100 * generator / plan.machine.memory_bytes) / 100
-        )
-    return validate(data)
+        runtime["gpus_per_workhorse"] = 1.0 if share == 1 else math.floor(1000 / share) / 1000
+        generators = [p.memory.total for p in plan.roles if p.role.use == "sampled"]
+        if generators:
+            needed = math.ceil(100 * max(generators) / plan.machine.memory_bytes) / 100
+            runtime["gpu_memory_fraction"] = GENERATOR_SHARE if share == 1 else needed
+    config = call.kind.validated(data, where=call.name)
+    return replace(call, config=config, runtime=call.runtime.model_copy(update=runtime))
 
 
-def left_open(config: LifecycleConfig) -> dict[str, Any]:
-    """The data of `config` with every layout left to `auto`, whatever is written in it."""
-    data: dict[str, Any] = config.model_dump(mode="json")
-    for path in (*config.engines, "frozen", "generator"):
-        for field in CHOSEN:
-            section(data, path).pop(field, None)
-    data["runtime"]["parallel"] = "auto"
-    return data
-
-
-def section(data: Any, path: str) -> Any:
-    """What stands at a dotted path of a config's data."""
-    return reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], path.split("."), data)
+def check_left_open(call: StageCall) -> None:
+    """Raises ConfigError where a layout is written out that `auto` would choose."""
+    for role in call.kind.models(call.config).values():
+        for field, info in type(role.layout).model_fields.items():
+            value = getattr(role.layout, field)
+            if field in CHOSEN and value != info.default:
+                raise ConfigError(
+                    f"{call.name}.{role.field}.{field}: {value} is not allowed with runtime.parallel 'auto', which "
+                    "chooses it: leave it out"
+                )
 
 
 def _spread(layout: Layout) -> dict[str, Any]:
@@ -112,33 +155,31 @@ def _spread(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _model(base: FreshBase | PretrainedBase) -> str | None:
-    return None if isinstance(base, FreshBase) else base.model
-
-
-def _fitting(plan: Plan) -> Plan:
+def _check_fits(plan: Plan) -> None:
     if not plan.fits:
         raise ConfigError(
-            f'runtime.parallel: "auto" is not allowed: nothing fits; the nearest is {_words(plan)} (see `xray '
-            f"plan` for "
-            "what would fit)"
+            f'runtime.parallel: "auto" is not allowed: nothing fits; the nearest is {_described(plan)} (`xray plan` '
+            "says what would fit)"
         )
-    return plan
 
 
-def _words(plan: Plan) -> str:
-    train, machine = plan.layouts["train"], plan.machine
-    others = {"frozen ones": plan.layouts["score"], "the generator": plan.layouts["generate"]}
-    cut = "".join(
-        f"; {name} on {o.num_devices}{', ZeRO-3' if o.zero_stage else ''}{_degrees(o)}"
-        for name, o in others.items()
-        if o.num_devices > 1
-    )
+def _described(plan: Plan) -> str:
+    uses: dict[Use, str] = {"trained": "trained models", "frozen": "frozen ones", "sampled": "the generator"}
+    present = {p.role.use for p in plan.roles}
+    parts = []
+    for use, name in uses.items():
+        layout = plan.layouts[use]
+        if use == "trained" and use in present:
+            again = ", recomputing" if plan.recomputes else ""
+            spread = f"{layout.num_devices} Workhorses under ZeRO-{layout.zero_stage}{_degrees(layout)}{again}"
+            parts.append(f"{name} on {spread}")
+        elif use in present and layout.num_devices > 1:
+            zero = ", ZeRO-3" if layout.zero_stage else ""
+            parts.append(f"{name} on {layout.num_devices}{zero}{_degrees(layout)}")
+    machine = plan.machine
     return (
-        f"{plan.placement}, trained models on {train.num_devices} Workhorses under ZeRO-{train.zero_stage}"
-        f"{_degrees(train)}{', recomputing' if plan.recomputes else ''}{cut}: "
-        f"{plan.fullest.peak_bytes / 1e9:.3g} GB on the fullest of {machine.num_devices} {machine.device} devices with "
-        f"{machine.usable_bytes / 1e9:.3g} usable GB"
+        f"{plan.placement}{', ' if parts else ''}{'; '.join(parts)}: {plan.fullest.peak_bytes / 1e9:.3g} GB on the "
+        f"fullest of {machine.num_devices} {machine.device} devices with {machine.usable_bytes / 1e9:.3g} usable GB"
     )
 
 

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
-    from xray_runtime.config.lifecycle import LifecycleConfig
     from xray_runtime.graph.graph import Graph, StageCall
 
 Resources = Mapping[str, float]
@@ -58,44 +56,36 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
     return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
 
 
-def call_demands(call: StageCall, runtime: RuntimeConfig, device: str) -> list[Demand]:
+def call_demands(call: StageCall, device: str) -> list[Demand]:
     """What the models of one stage, all alive at the same time, ask for."""
-    return [demand(role, layout, runtime, device) for role, layout in call.kind.models(call.config).items()]
+    return [demand(name, role.layout, call.runtime, device) for name, role in call.kind.models(call.config).items()]
 
 
 def graph_demands(graph: Graph, device: str) -> dict[str, list[Demand]]:
     """Stage → what its models ask for, of every stage that has any."""
-    demands = {name: call_demands(call, graph.runtime, device) for name, call in graph.calls.items()}
+    demands = {name: call_demands(call, device) for name, call in graph.calls.items()}
     return {name: asked for name, asked in demands.items() if asked}
 
 
-def check_config(config: LifecycleConfig, graph: Graph, device: str, nodes: Sequence[Resources]) -> None:
-    """`check_graph` for the graph of `config`; engines are named as they stand in the config, `ppo.stages.0.engine`."""
-    _check_engines(config.engines, device)
-    check_graph(graph, device, nodes)
+def check_call(call: StageCall, device: str, nodes: Sequence[Resources]) -> None:
+    """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do.
 
-
-def check_graph(graph: Graph, device: str, nodes: Sequence[Resources]) -> None:
-    """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do."""
-    for call in graph.calls.values():
-        check_call(call, graph.runtime, device, nodes)
-
-
-def check_call(call: StageCall, runtime: RuntimeConfig, device: str, nodes: Sequence[Resources]) -> None:
-    """`check_graph` for one stage."""
+    Layouts that `parallel: auto` has yet to choose ask for nothing: they are chosen for what there is.
+    """
+    runtime = call.runtime
     if runtime.generator_sleeps and device == "cpu":
         raise ConfigError(
             "runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA can release its memory"
         )
     if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be released")
-    if isinstance(call.config, PPOStageConfig):
-        try:
-            call.config.check_runtime(runtime)
-        except ValueError as error:
-            raise ConfigError(f"{call.name}.{error}") from None
+    try:
+        call.config.check_runtime(runtime)
+    except ValueError as error:
+        raise ConfigError(f"{call.name}.{error}") from None
     _check_engines(_engines(call.config, call.name), device)
-    check(call.name, call_demands(call, runtime, device), nodes)
+    if runtime.parallel != "auto":
+        check(call.name, call_demands(call, device), nodes)
 
 
 def _engines(value: Any, path: str) -> dict[str, EngineConfig]:

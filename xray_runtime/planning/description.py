@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from xray_runtime.planning.auto import GraphPlan
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Plan, RolePlan
 from xray_runtime.planning.suggestions import Suggestion
@@ -22,20 +23,41 @@ COLUMNS = {
 """Columns of the table over fields of `Memory`; the JSON has every field."""
 
 
-def as_dict(chosen: Plan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
-    """The plan for programs. GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices."""
-    machine, workload = chosen.machine, chosen.workload
-    policy = workload.roles[0]
-    states = {
-        str(stage): workload.memory(policy, Layout(zero_stage=stage, dp=machine.num_devices)) for stage in range(4)
-    }
-    return {
-        "fits": chosen.fits,
-        "placement": chosen.placement,
-        "in_turn": chosen.fullest.in_turn,
+def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
+    """The plan for programs: of the fullest stage, and in `stages` of each one that has models.
+
+    GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices.
+    """
+    chosen = planned.stages[planned.fullest]
+    machine = chosen.machine
+    trained = [(p.workload, role) for p in [chosen, *planned.stages.values()] for role in p.workload.of_use("trained")]
+    workload, policy = trained[0] if trained else (chosen.workload, chosen.workload.roles[0])
+    content = {
+        "fits": planned.fits,
+        "stage": planned.fullest,
         "num_devices": machine.num_devices,
         "memory_gib": round(machine.memory_bytes / GIB, 3),
         "usable_gb": _gb(machine.usable_bytes),
+        **_stage(chosen),
+        "parameters": policy.shape.num_parameters,
+        "limits": [_limit(chosen)],
+        "notes": [note] if note else [],
+        "reasons": list(chosen.reasons),
+        "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
+        "stages": {name: _stage(found) for name, found in planned.stages.items()},
+    }
+    if policy.use == "trained":
+        states = {
+            str(stage): workload.memory(policy, Layout(zero_stage=stage, dp=machine.num_devices)) for stage in range(4)
+        }
+        content["model_state_gb"] = {s: _gb(m.weights + m.gradients + m.optimizer) for s, m in states.items()}
+    return content
+
+
+def _stage(chosen: Plan) -> dict[str, Any]:
+    return {
+        "placement": chosen.placement,
+        "in_turn": chosen.fullest.in_turn,
         "peak_gb": _gb(chosen.fullest.peak_bytes),
         "layout": {
             p.role.name: {
@@ -55,19 +77,13 @@ def as_dict(chosen: Plan, suggestions: list[Suggestion], note: str | None) -> di
                 "offload": p.role.options.offload,
             }
             for p in chosen.roles
-            if p.role.use == "train"
+            if p.role.use == "trained"
         },
         "memory_gb": {p.role.name: _gb(p.memory.total) for p in chosen.roles},
         "breakdown_gb": {
             p.role.name: {field.name: _gb(getattr(p.memory, field.name)) for field in fields(Memory)}
             for p in chosen.roles
         },
-        "parameters": policy.shape.num_parameters,
-        "model_state_gb": {stage: _gb(m.weights + m.gradients + m.optimizer) for stage, m in states.items()},
-        "limits": [_limit(chosen)],
-        "notes": [note] if note else [],
-        "reasons": list(chosen.reasons),
-        "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
     }
 
 
@@ -80,27 +96,32 @@ def _limit(chosen: Plan) -> str:
     )
 
 
-def show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
+def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
+    """Print what each stage's models need, and of the fullest stage what limits it."""
+    chosen = planned.stages[planned.fullest]
     machine = chosen.machine
     console.print(
         f"{content['parameters'] / 1e6:,.1f}M parameters, sequences of {chosen.workload.sequence_tokens} tokens, "
         f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
         highlight=False,
     )
-    verdict = "" if chosen.fits else "[red]nothing fits; nearest:[/red] "
+    verdict = "" if planned.fits else "[red]nothing fits; nearest:[/red] "
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
-    console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}", highlight=False)
+    at = f" ({planned.fullest})" if len(planned.stages) > 1 else ""
+    console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}{at}", highlight=False)
     console.print("GB on one device", style="italic")
     sizes, rows = (*COLUMNS, "total"), []
-    for p in chosen.roles:
-        parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
-        cells = (_short(size) for size in (*parts, p.memory.total))
-        rows.append((p.role.name, str(p.layout.num_devices), *cells, _words(p)))
-    print_table(console, ("role", "devices", *sizes, "layout"), rows, right=sizes)
-    states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content["model_state_gb"].items())
-    console.print(
-        f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}", highlight=False, soft_wrap=True
-    )
+    for stage, found in planned.stages.items():
+        for number, p in enumerate(found.roles):
+            parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
+            cells = (_short(size) for size in (*parts, p.memory.total))
+            name = stage if not number else ""
+            rows.append((name, p.role.name, str(p.layout.num_devices), *cells, _words(p)))
+    print_table(console, ("stage", "model", "devices", *sizes, "layout"), rows, right=sizes)
+    states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content.get("model_state_gb", {}).items())
+    if states:
+        text = f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}"
+        console.print(text, highlight=False, soft_wrap=True)
     for title, lines in (
         ("limit", content["limits"]),
         ("note", content["notes"]),
@@ -113,7 +134,7 @@ def show(console: Console, chosen: Plan, content: dict[str, Any]) -> None:
 
 def _words(p: RolePlan) -> str:
     layout = p.layout
-    words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "train" or layout.zero_stage else []
+    words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "trained" or layout.zero_stage else []
     words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
     options = p.role.options
     words += ["bf16"] if options.float32_sums else []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from xray_runtime.config.lifecycle import LINEAR_LAYERS
+from xray_runtime.config.engines import LINEAR_LAYERS
 from xray_runtime.planning.shapes import ModelShape
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2

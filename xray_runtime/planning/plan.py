@@ -1,4 +1,4 @@
-"""The planner: where each model goes, and how it is spread there. For `xray plan` and `runtime.parallel: auto` alike.
+"""The planner of a stage: where each model goes, and how it is spread there; for `xray plan` and `auto` alike.
 
 Only layouts that Workhorses have and a config can say. For what is trained the first of these that fits:
 
@@ -26,15 +26,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import Layout, Memory
-from xray_runtime.planning.workload import Machine, Role, Use, Workload
+from xray_runtime.planning.roles import Use
+from xray_runtime.planning.workload import Machine, Role, Workload
 
 MAX_DEVICES = 65_536
 """Most devices that are looked at."""
 MAX_RANKS = 1024
+USES: tuple[Use, ...] = get_args(Use)
 CUTS = (1, 2, 4, 8)
 """Tensor-parallel degrees and numbers of pipeline stages."""
 
@@ -63,8 +65,8 @@ class Group:
         """Most bytes needed at one time. Each rank is a process whose allocator keeps its own peak."""
         if not self.in_turn:
             return sum(rank.memory.total for rank in self.ranks)
-        asleep = [rank.memory for rank in self.ranks if rank.role.use == "generate"]
-        others = [rank.memory for rank in self.ranks if rank.role.use != "generate"]
+        asleep = [rank.memory for rank in self.ranks if rank.role.use == "sampled"]
+        others = [rank.memory for rank in self.ranks if rank.role.use != "sampled"]
         generating = sum(m.total for m in asleep) + sum(m.resident for m in others)
         return max(generating, sum(m.total for m in others) + sum(m.process for m in asleep))
 
@@ -80,9 +82,8 @@ class Plan:
 
     placement: Placement
     roles: tuple[RolePlan, ...]
-    """Of the PPO stage."""
     groups: tuple[Group, ...]
-    """The fullest that devices can be, in any stage."""
+    """The fullest that devices can be."""
     layouts: Mapping[Use, Layout]
     """All roles with the same use share one."""
     workload: Workload
@@ -101,26 +102,25 @@ class Plan:
     @property
     def kind(self) -> str:
         """In a word or two."""
-        trained = self.layouts["train"]
+        trained = self.layouts["trained"]
         cut = ", cut" if trained.tp * trained.pp > 1 else ""
         return self.placement + cut + (", recomputing" if self.recomputes else "")
 
     @property
     def recomputes(self) -> bool:
         """Whether activations of what is trained are computed again in the backward pass."""
-        return all(p.role.options.checkpointing for p in self.roles if p.role.use == "train")
+        trained = [p.role for p in self.roles if p.role.use == "trained"]
+        return bool(trained) and all(role.options.checkpointing for role in trained)
 
 
 def search(
     workload: Workload,
     machine: Machine,
-    model: str | None = None,
     accept: Callable[[Plan], object] = lambda plan: None,
 ) -> Plan:
     """The first plan that fits and is accepted; where none fits, the one that comes nearest.
 
     Args:
-        model: the pretrained model that all roles are made of, which may not be one that can be cut (None: a Llama).
         accept: raises ConfigError where a plan cannot be carried out whatever its memory.
 
     Raises:
@@ -130,7 +130,7 @@ def search(
     nearest: dict[str, Plan] = {}
     again = workload.recomputing()
     tried = [workload, again] if again != workload else [workload]
-    for plan in (plan for one in tried for plan in _plans(one, machine, model)):
+    for plan in (plan for one in tried for plan in _plans(one, machine)):
         if not plan.fits:
             before = nearest.get(plan.kind, plan)
             nearest[plan.kind] = min(before, plan, key=lambda p: p.fullest.peak_bytes)
@@ -153,13 +153,13 @@ def _reasons(nearest: dict[str, Plan]) -> tuple[str, ...]:
     )
 
 
-def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[Plan]:
+def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     replicas = workload.generator_replicas
     whole, generating = Layout(), Layout(dp=replicas)
-    trained = [role for role in workload.roles if role.use == "train"]
-    least = max(role.options.least_zero_stage for role in trained)
+    trained, scored, sampled = (workload.of_use(use) for use in USES)
+    least = max((role.options.least_zero_stage for role in trained), default=0)
     tokens = workload.batch_size * workload.sequence_tokens
-    useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
+    useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size) if trained else 1
     colocated = _plan(workload, machine, "colocated", Layout(zero_stage=least), whole, generating)
 
     on_cpu = machine.device == "cpu"
@@ -168,17 +168,15 @@ def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[
         yield colocated
     score = generate = whole
     if not on_cpu:
-        scored = [role for role in (*workload.roles, *workload.evaluated) if role.use == "score"]
-        generators = [role for role in workload.roles if role.use == "generate"]
-        spread = chain(_replicas(scored, machine, model), _shared_out(workload, machine))
-        score = _least(workload, scored, machine, spread)
-        by_tensor = (layout for layout in _replicas(generators, machine, model) if layout.pp == 1)
-        generate = _least(workload, generators, machine, by_tensor)
-    num_scored = sum(role.use == "score" for role in workload.roles)
-    num_generators = sum(role.use == "generate" for role in workload.roles) * replicas
-    alone = [] if on_cpu else [score.tp] * score.pp * score.dp * num_scored + [generate.tp] * num_generators
+        score = _least(workload, scored, machine, chain(_replicas(scored, machine), _shared_out(workload, machine)))
+        by_tensor = (layout for layout in _replicas(sampled, machine) if layout.pp == 1)
+        generate = _least(workload, sampled, machine, by_tensor)
+    alone = [score.tp] * score.pp * score.dp * len(scored) + [generate.tp] * len(sampled) * replicas
+    alone = [] if on_cpu else alone
     generate = replace(generate, dp=replicas)
-    for tp, pp in _cuts(trained[0], machine, model):
+    if not trained and sum(alone) <= machine.num_devices:
+        yield _plan(workload, machine, "colocated" if on_cpu else "separate", whole, score, generate)
+    for tp, pp in _cuts(trained, machine):
         most = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
         most = min(most, workload.batch_size, MAX_RANKS // (tp * pp))
         # One alone holds most, and asks for least of what is not memory.
@@ -193,18 +191,15 @@ def _plans(workload: Workload, machine: Machine, model: str | None) -> Iterator[
 def _plan(
     workload: Workload, machine: Machine, placement: Placement, train: Layout, score: Layout, generate: Layout
 ) -> Plan:
-    layouts: dict[Use, Layout] = {"train": train, "score": score, "generate": generate}
-
-    def laid_out(roles: Sequence[Role]) -> list[RolePlan]:
-        return [RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in roles]
-
-    stages = [laid_out(roles) for roles in (workload.roles, workload.evaluated) if roles]
-    groups = [group for plans in stages for group in _shared(plans, workload, machine, placement)]
-    return Plan(placement, tuple(stages[0]), tuple(groups), layouts, workload, machine)
+    layouts: dict[Use, Layout] = dict(zip(USES, (train, score, generate), strict=True))
+    plans = tuple(
+        RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in workload.roles
+    )
+    return Plan(placement, plans, tuple(_shared(plans, workload, machine, placement)), layouts, workload, machine)
 
 
-def _shared(plans: list[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:
-    """The ranks of one stage that may meet on a device."""
+def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:
+    """The ranks that may meet on a device."""
     if machine.device == "cpu":
         # Every device has one of each model, or more where there are more ranks than devices.
         yield Group(tuple(p for p in plans for _ in range(math.ceil(p.layout.num_devices / machine.num_devices))))
@@ -228,9 +223,9 @@ def _least(workload: Workload, roles: Sequence[Role], machine: Machine, layouts:
     return Layout()
 
 
-def _replicas(roles: Sequence[Role], machine: Machine, model: str | None) -> Iterator[Layout]:
-    """One copy of a model, cut more and more."""
-    yield from (Layout(tp=tp, pp=pp) for role in roles[:1] for tp, pp in _cuts(role, machine, model))
+def _replicas(roles: Sequence[Role], machine: Machine) -> Iterator[Layout]:
+    """One copy of each model, cut more and more."""
+    yield from (Layout(tp=tp, pp=pp) for tp, pp in _cuts(roles, machine))
 
 
 def _shared_out(workload: Workload, machine: Machine) -> Iterator[Layout]:
@@ -239,26 +234,36 @@ def _shared_out(workload: Workload, machine: Machine) -> Iterator[Layout]:
     yield from (Layout(zero_stage=3, dp=2**n) for n in range(1, most.bit_length()))
 
 
-def _cuts(role: Role, machine: Machine, model: str | None) -> Iterator[tuple[int, int]]:
-    """(tensor-parallel degree, pipeline stages) of a replica, least communication first; whole ones first of all."""
+def _cuts(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
+    """(tensor-parallel degree, pipeline stages) of a replica that all of `roles` can have, least communication first;
+    whole ones first of all.
+    """
+    if not roles:
+        return
     yield 1, 1
-    # A frozen trunk is computed once a rollout, in one piece; adapters and what lies on disk go with ZeRO alone.
-    options = role.options
-    if role.in_one_piece or role.top_layers is not None or options.lora_rank is not None:
+    if any(_is_whole(role) for role in roles):
         return
-    if options.least_zero_stage == 3:
-        return
-    shape, node = role.shape, machine.devices_per_node or machine.num_devices
+    node = machine.devices_per_node or machine.num_devices
     # Only now: it takes seconds of imports, and what is small enough for one device never asks.
-    by_tensor, by_layers = _can_shard(model) if model is not None else (True, True)
-    heads = math.gcd(shape.num_heads, shape.num_kv_heads)
+    by_tensor, by_layers = map(all, zip(*(_can_shard(role.model) for role in roles), strict=True))
+    heads = math.gcd(*(size for role in roles for size in (role.shape.num_heads, role.shape.num_kv_heads)))
+    layers = min(role.shape.num_layers for role in roles)
     tensor = [tp for tp in CUTS if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
-    stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= shape.num_layers)]
+    stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= layers)]
     yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
 
 
+def _is_whole(role: Role) -> bool:
+    # A frozen trunk is computed once a rollout, in one piece; adapters and what lies on disk go with ZeRO alone.
+    options = role.options
+    adapted = role.top_layers is not None or options.lora_rank is not None
+    return role.in_one_piece or adapted or options.least_zero_stage == 3
+
+
 @cache
-def _can_shard(model: str) -> tuple[bool, bool]:
+def _can_shard(model: str | None) -> tuple[bool, bool]:
+    if model is None:
+        return True, True
     from xray_runtime.engines.make import can_shard
 
     return can_shard(model)

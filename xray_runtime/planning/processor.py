@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xray_runtime.config.lifecycle import LifecycleConfig
+    from xray_runtime.graph.graph import Graph
 
 CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTIONS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
@@ -23,10 +23,14 @@ def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
     return bool(INSTRUCTIONS & set(flags[0])) if flags else None
 
 
-def slow_precision(config: LifecycleConfig, device: str, cpuinfo: Path = CPUINFO) -> str | None:
-    """One line for people where `config` asks for bfloat16 of a processor that has no instructions for it."""
-    asked = {name: engine.precision for name, engine in config.engines.items()} | {"frozen": config.frozen.precision}
-    fields = [f"{name}.precision" for name, precision in asked.items() if precision == "bfloat16"]
+def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | None:
+    """One line for people where `graph` asks for bfloat16 of a processor that has no instructions for it."""
+    asked = {
+        f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
+        for call in graph.calls.values()
+        for role in call.kind.models(call.config).values()
+    }
+    fields = [name for name, precision in asked.items() if precision == "bfloat16"]
     if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
         return None
     return (

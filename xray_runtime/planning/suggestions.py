@@ -5,49 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import left_open, section
-from xray_runtime.planning.memory import Options
-from xray_runtime.planning.plan import MAX_DEVICES, Plan
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
+from xray_runtime.planning.auto import GraphPlan, plan
+from xray_runtime.planning.changes import Changes
+from xray_runtime.planning.plan import MAX_DEVICES
+from xray_runtime.planning.workload import GIB, Machine, local_node
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.graph import Graph
 
 LORA_RANK = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """What is asked for beside what is written; None and False leave that as it is."""
-
-    lora_rank: int | None = None
-    offload: bool = False
-    """Optimizer states in host memory."""
-    generator_sleeps: bool = False
-    micro_batch_tokens: int | None = None
-
-    def of_config(self, config: LifecycleConfig) -> LifecycleConfig:
-        """`config` with these changes everywhere and all layouts left to choose. Raises ConfigError."""
-        data = left_open(config)
-        engine: dict[str, Any] = {"offload": "cpu", "nvme_path": None} if self.offload else {}
-        if self.micro_batch_tokens is not None:
-            engine["micro_batch_tokens"] = self.micro_batch_tokens
-        for path in config.engines:
-            section(data, path).update(engine)
-        if self.lora_rank is not None:
-            for path in config.trained:
-                section(data, path)["lora"] = {"rank": self.lora_rank}
-        data["runtime"]["generator_sleeps"] |= self.generator_sleeps
-        return validate(data)
-
-    def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
-        """Models of `count` parameters with these changes."""
-        options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
-        workload = from_parameters(count, sequence_tokens, options)
-        tokens = self.micro_batch_tokens or workload.micro_batch_tokens
-        return replace(workload, micro_batch_tokens=tokens, generator_sleeps=self.generator_sleeps)
 
 
 @dataclass(frozen=True)
@@ -62,21 +31,36 @@ class Suggestion:
     machine: Machine
 
 
-Planner = Callable[[Changes, Machine], Plan]
+Planner = Callable[[Changes, Machine], GraphPlan]
 
 
-def suggest(plan: Planner, changes: Changes, nearest: Plan) -> Iterator[Suggestion]:
+def planner_of(graph: Graph, here: int | None) -> Planner:
+    """Plans `graph`; of a machine with `here` devices, which is this one, the cores are known as well."""
+
+    def plan_for(changes: Changes, machine: Machine) -> GraphPlan:
+        nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
+        if machine.num_devices == here:
+            nodes = local_node(machine)
+        elif machine.device == "cpu":
+            nodes = {"CPU": float(machine.num_devices * graph.runtime.threads)}
+        return plan(graph, machine, changes, [nodes])
+
+    return plan_for
+
+
+def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[Suggestion]:
     """Every kind of change that alone makes a plan fit, by as little as it takes.
 
     Args:
-        plan: plans the subject, with changes, for a machine; raises ConfigError where it does not allow them.
-        nearest: what it came to with `changes`.
+        planner: plans the graph, with changes, for a machine; raises ConfigError where it does not allow them.
+        planned: what it came to with `changes`.
     """
+    nearest = planned.stages[planned.fullest]
     machine, workload = nearest.machine, nearest.workload
 
     def fits(suggestion: Suggestion) -> bool:
         try:
-            return plan(suggestion.changes, suggestion.machine).fits
+            return planner(suggestion.changes, suggestion.machine).fits
         except ConfigError:
             return False
 

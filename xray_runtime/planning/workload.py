@@ -1,21 +1,14 @@
-"""What is to be planned: the models of a lifecycle, how much text they see at a time, and the machine they run on."""
+"""What is to be planned: the models of one stage, how much text they see at a time, and the machine they run on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from xray_runtime.config.base import CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
-from xray_runtime.config.lifecycle import BaseModelConfig, LifecycleConfig
-from xray_runtime.config.preferences import GoldPreferences
-from xray_runtime.config.prepare import PROMPT_TOKENS
-from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.planning.memory import (
@@ -30,7 +23,11 @@ from xray_runtime.planning.memory import (
     training_memory,
     trunk_bytes,
 )
-from xray_runtime.planning.shapes import ModelShape, from_fresh, from_parameter_count, from_pretrained
+from xray_runtime.planning.roles import Use
+from xray_runtime.planning.shapes import ModelShape, from_parameter_count
+
+if TYPE_CHECKING:
+    pass
 
 GIB = 2**30
 USABLE = 0.9
@@ -56,12 +53,9 @@ class Machine:
         return int(USABLE * self.memory_bytes)
 
 
-Use = Literal["train", "score", "generate"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One model."""
+    """One model of a stage with its shape."""
 
     name: str
     shape: ModelShape
@@ -77,16 +71,15 @@ class Role:
     """Of a trained role."""
     in_one_piece: bool = False
     """What runs it cannot split it."""
+    model: str | None = None
+    """The pretrained model it comes from, which may not be one that can be cut; None: a Llama."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The roles and what they see."""
+    """The models of one stage, all alive at the same time, and what they see."""
 
     roles: tuple[Role, ...]
-    """Of a PPO stage, all alive at the same time; with DPO the policy, and the generator of other stages."""
-    evaluated: tuple[Role, ...] = ()
-    """Of the evaluation, all alive at the same time."""
     sequence_tokens: int
     """Longest prompt and reply together."""
     response_tokens: int
@@ -104,23 +97,26 @@ class Workload:
     generator_sleeps: bool = False
     """The generator gives its memory back while the others work."""
 
+    def of_use(self, use: Use) -> list[Role]:
+        return [role for role in self.roles if role.use == use]
+
     @property
     def most_alive(self) -> int:
-        """Most models at one time, a generator's replicas counted each."""
-        return max(len(self.roles), len(self.evaluated)) + self.generator_replicas - 1
+        """Models, a generator's replicas counted each."""
+        return len(self.roles) + len(self.of_use("sampled")) * (self.generator_replicas - 1)
 
     def recomputing(self) -> Workload:
         """The same, with activations of what is trained computed again in the backward pass."""
 
         def again(role: Role) -> Role:
-            return replace(role, options=replace(role.options, checkpointing=True)) if role.use == "train" else role
+            return replace(role, options=replace(role.options, checkpointing=True)) if role.use == "trained" else role
 
         return replace(self, roles=tuple(again(role) for role in self.roles))
 
     def memory(self, role: Role, layout: Layout) -> Memory:
         """What `role` needs on each of its devices."""
         shape, width = role.shape, role.weight_bytes
-        if role.use == "generate":
+        if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES, _ceil(self.rollout_size, layout.dp))
             cached = max(min(sequences * self.sequence_tokens, CACHED_TOKENS), self.sequence_tokens)
             return generation_memory(
@@ -133,7 +129,7 @@ class Workload:
             )
         tokens, positions = self._pass(role, self.score_tokens)
         scoring = scoring_memory(shape, width, layout, tokens=tokens, positions=positions)
-        if role.use == "score":
+        if role.use == "frozen":
             return scoring
         tokens, positions = self._pass(role, self.micro_batch_tokens)
         training = training_memory(
@@ -159,144 +155,19 @@ class Workload:
         return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
 
 
-def plannable_base(base: BaseModelConfig) -> FreshBase | PretrainedBase:
-    """`base` as a model whose shape can be read. Raises ConfigError where it cannot without opening a checkpoint."""
-    if not isinstance(base, CheckpointBase):
-        return base
-    if not (Path(base.ref) / "config.json").is_file():
-        raise ConfigError(
-            f"base.ref: {base.ref!r} cannot be planned: must be a checkpoint's directory, whose config.json says the "
-            "model's shape"
-        )
-    return PretrainedBase(model=base.ref, trainable_layers=base.trainable_layers)
-
-
-def from_config(config: LifecycleConfig, device: str) -> Workload:
-    """The models of `config`, under the largest passes and the smallest steps of any of its stages.
-
-    One layout serves every trained model, so what not all of them save, none does here. vLLM generates in bfloat16 on
-    CUDA. A reward model that `reward_ref` names is taken to be of the base model's shape.
-
-    Raises:
-        ValueError: the base model or the reward model cannot be found, read or planned.
-    """
-    base, stages, sections = plannable_base(config.base), config.ppo_stages, config.trained.values()
-    shape = from_fresh(base) if isinstance(base, FreshBase) else _pretrained_shape(base.model)
-    top_layers = None if isinstance(base, FreshBase) else base.trainable_layers
-    if top_layers is not None and top_layers > shape.num_layers:
-        raise ValueError(f"base.trainable_layers: {top_layers} is not allowed: the model has {shape.num_layers} layers")
-    critics = [(stage.lora, stage.critic_engine) for stage in stages if stage.critic_engine is not None]
-    on_trunk = top_layers is not None and config.reward is not None and config.reward_base is None
-    weight_bytes, options = trained_so([*((s.lora, s.engine) for s in sections), *critics], device)
-
-    def trained(name: str, *, scores_tokens: bool) -> Role:
-        return Role(
-            name=name,
-            shape=shape,
-            use="train",
-            weight_bytes=weight_bytes,
-            scores_tokens=scores_tokens,
-            top_layers=top_layers,
-            # Above a frozen trunk the reference, and a reward model made of the same base, are branches of the policy.
-            branches=(2 if on_trunk else 1) if top_layers is not None and scores_tokens and stages else 0,
-            options=options,
-        )
-
-    def frozen(name: str, *, shape: ModelShape = shape, scores_tokens: bool = True) -> Role:
-        width = HALF_BYTES if config.frozen.precision == "bfloat16" else FLOAT32_BYTES
-        return Role(name=name, shape=shape, use="score", weight_bytes=width, scores_tokens=scores_tokens)
-
-    generator = Role(
-        name="generator",
-        shape=shape,
-        use="generate",
-        weight_bytes=FLOAT32_BYTES if device == "cpu" else HALF_BYTES,
-        in_one_piece=config.generator.engine == "transformers",
-    )
-    judges = []
-    if config.reward_base is not None:
-        judged_by = _pretrained_shape(config.reward_base.model, "reward_base.model")
-        judges = [frozen("reward", shape=judged_by, scores_tokens=False)]
-    elif config.reward is not None or config.reward_ref is not None:
-        judges = [frozen("reward", scores_tokens=False)]
-    heldout = config.evaluate.heldout_reward_model is not None
-    of_its_own = [frozen("judge", scores_tokens=False)] if heldout else []
-    separate = any(stage.critic_in_use == "separate" for stage in stages)
-    response = _longest_reply(config)
-    return Workload(
-        roles=(
-            trained("policy", scores_tokens=True),
-            # DPO's reference has scored before the policy learns, and its rewards only judge in the evaluation.
-            *([frozen("reference")] if top_layers is None and stages else []),
-            *([trained("critic", scores_tokens=False)] if separate else []),
-            *(judges if stages and not on_trunk else []),
-            generator,
-        ),
-        evaluated=(frozen("before"), frozen("after"), *judges, *of_its_own, generator),
-        sequence_tokens=_longest_prompt(config, response) + response,
-        response_tokens=response,
-        batch_size=min(
-            [s.batch_size for s in (config.sft, config.reward, config.dpo) if s is not None]
-            + [s.minibatch_size for s in stages]
-        ),
-        rollout_size=max([stage.rollout_size for stage in stages] or [config.evaluate.num_prompts]),
-        micro_batch_tokens=max(engine.micro_batch_tokens for engine in config.engines.values()),
-        reserved_kv_bytes=round(config.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
-        generator_replicas=config.runtime.generator_replicas,
-        generator_sleeps=config.runtime.generator_sleeps,
-    )
-
-
-@cache
-def _pretrained_shape(model: str, field: str = "base.model") -> ModelShape:
-    # A search for what would fit plans the same model a hundred times, and some take seconds to read.
-    return from_pretrained(PretrainedBase(model=model), field)
-
-
-def _longest_prompt(config: LifecycleConfig, response: int) -> int:
-    """`data.max_prompt_tokens`, or what stages take where it is null; of a context that is not known, the most."""
-    if config.data.max_prompt_tokens is not None:
-        return config.data.max_prompt_tokens
-    return (
-        min(PROMPT_TOKENS, config.base.max_positions - response)
-        if isinstance(config.base, FreshBase)
-        else PROMPT_TOKENS
-    )
-
-
-def _longest_learned(config: LifecycleConfig) -> int:
-    """`sft.max_response_tokens`, or what the stage takes where it is null."""
-    if config.sft is not None and config.sft.max_response_tokens is not None:
-        return config.sft.max_response_tokens
-    return min(REPLY_TOKENS, config.base.max_positions // 3) if isinstance(config.base, FreshBase) else REPLY_TOKENS
-
-
-def _longest_reply(config: LifecycleConfig) -> int:
-    replies = [config.evaluate.max_new_tokens, *(stage.max_response_tokens for stage in config.ppo_stages)]
-    replies += [_longest_learned(config)] if config.sft is not None else []
-    replies += [config.preferences.max_new_tokens] if isinstance(config.preferences, GoldPreferences) else []
-    return max(replies)
-
-
-def trained_so(sections: Sequence[tuple[LoRAConfig | None, EngineConfig]], device: str) -> tuple[int, Options]:
-    """(bytes of a weight, options) of a role that is trained by each of `sections` in turn: what all of them save.
+def trained_so(lora: LoRAConfig | None, engine: EngineConfig, device: str) -> tuple[int, Options]:
+    """(bytes of a weight, options) of a model that is trained so.
 
     On CPU the device's memory is the host's, so offloading to it saves nothing.
     """
-    engines = [engine for _, engine in sections]
-    loras = [lora for lora, _ in sections if lora is not None]
-    saves_nothing = ("none", "cpu") if device == "cpu" else ("none",)
-    adapted = len(loras) == len(sections)
-    targets = {name for lora in loras for name in lora.target_modules or []}
-    some = adapted and all(lora.target_modules is not None for lora in loras)
-    mixed = all(engine.precision == "bfloat16" for engine in engines)
+    mixed = engine.precision == "bfloat16"
     options = Options(
-        lora_rank=max(lora.rank for lora in loras) if adapted else None,
-        lora_targets=tuple(sorted(targets)) if some else None,
-        offload=all(engine.offload not in saves_nothing for engine in engines),
-        checkpointing=all(engine.activation_checkpointing for engine in engines),
+        lora_rank=lora.rank if lora is not None else None,
+        lora_targets=tuple(sorted(lora.target_modules)) if lora is not None and lora.target_modules else None,
+        offload=engine.offload not in (("none", "cpu") if device == "cpu" else ("none",)),
+        checkpointing=engine.activation_checkpointing,
         float32_sums=mixed,
-        least_zero_stage=max(engine.least_zero_stage for engine in engines),
+        least_zero_stage=engine.least_zero_stage,
     )
     return HALF_BYTES if mixed else FLOAT32_BYTES, options
 
@@ -307,11 +178,11 @@ def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN
     """
     shape = from_parameter_count(count)
     uses: tuple[tuple[str, Use, bool], ...] = (
-        ("policy", "train", True),
-        ("reference", "score", True),
-        ("critic", "train", False),
-        ("reward", "score", False),
-        ("generator", "generate", True),
+        ("policy", "trained", True),
+        ("reference", "frozen", True),
+        ("critic", "trained", False),
+        ("reward", "frozen", False),
+        ("generator", "sampled", True),
     )
     return Workload(
         roles=tuple(
@@ -321,7 +192,7 @@ def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN
                 use=use,
                 weight_bytes=HALF_BYTES,
                 scores_tokens=tokens,
-                options=options if use == "train" else PLAIN,
+                options=options if use == "trained" else PLAIN,
             )
             for name, use, tokens in uses
         ),

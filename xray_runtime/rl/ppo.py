@@ -43,6 +43,7 @@ from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import Watch
 from xray_runtime.rl.ledger_writer import Ledger
 from xray_runtime.rl.metrics import iteration_metrics, summary
+from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts
 from xray_runtime.rl.scoring import ScoredRollout, Scorer
@@ -223,7 +224,7 @@ def _models(
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
     layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
-    head = policy / VALUE_HEAD
+    head, trained = policy / VALUE_HEAD, policy / "critic"
     models: dict[str, ModelSpec | GeneratorSpec] = {
         "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
@@ -237,13 +238,8 @@ def _models(
             branches=rewards.branches | ({"reference": BranchSpec(reference)} if layers is not None else {}),
             adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
         ),
-        **rewards.specs(),
-    }
-    if layers is None:
-        models["reference"] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
-    if config.critic_in_use == "separate":
-        trained = policy / "critic"
-        models["critic"] = ModelSpec(
+        "reference": ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen),
+        "critic": ModelSpec(
             trained if trained.exists() else reference,
             CriticObjective(config),
             training=config.model_copy(update={"engine": config.critic_engine or config.engine}),
@@ -251,8 +247,10 @@ def _models(
             head=trained / VALUE_HEAD if trained.exists() else None,
             trainable_layers=layers,
             adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
-        )
-    return models
+        ),
+        **rewards.specs(),
+    }
+    return {role: spec for role, spec in models.items() if role in ppo_models(config)}
 
 
 def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:

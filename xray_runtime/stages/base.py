@@ -19,6 +19,7 @@ BASE = register(
         NoInputs,
         Model,
         "xray_runtime.preparation.base:run",
+        base_model=lambda config: config.model,
         outside=_base_reads,
         title="the pretrained model that everything starts from",
     )

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xray_runtime.config.benchmark import BenchmarkConfig, PassAtKSuite, PerplexitySuite, WordsSuite
+from xray_runtime.config.benchmark import BenchmarkConfig, EnvironmentSuite, PassAtKSuite, PerplexitySuite, WordsSuite
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.graph.artifacts import Benchmark
 from xray_runtime.graph.inputs import BenchmarkInputs
-from xray_runtime.graph.kind import Layouts, StageKind, register
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.stages.shared import FEW_PROMPTS, called_functions
 
 
-def _benchmark_models(config: Any) -> Layouts:
-    return {"policy": config.frozen} if isinstance(config, PerplexitySuite) else {"generator": config.generator}
+def _benchmark_models(config: Any) -> dict[str, ModelRole]:
+    if isinstance(config, PerplexitySuite):
+        seen: dict[str, Any] = {"rows": config.num_rows, "reply_tokens": config.max_response_tokens}
+        return {"policy": frozen(config.frozen, "policy", data="prompts", **seen)}
+    reply = config.environment.max_tokens if isinstance(config, EnvironmentSuite) else config.max_new_tokens
+    rows = config.num_prompts * getattr(config, "samples", 1)
+    return {"generator": sampled(config.generator, "policy", data="prompts", rows=rows, reply_tokens=reply)}
 
 
 def _benchmark_reads(config: Any) -> dict[str, str]:

@@ -6,7 +6,14 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.inputs import BestOfNInputs
 from xray_runtime.graph.kind import StageKind, register
-from xray_runtime.stages.shared import called_functions, check_rewards, fewer_prompts, frozen_layouts
+from xray_runtime.planning.roles import ModelRole
+from xray_runtime.rl.model_roles import sampling_models
+from xray_runtime.stages.shared import called_functions, check_rewards, fewer_prompts, num_samples
+
+
+def best_of_n_models(config: BestOfNConfig) -> dict[str, ModelRole]:
+    return sampling_models(config, "policy", "prompts", rows=num_samples(config), reply_tokens=config.max_new_tokens)
+
 
 BEST_OF_N = register(
     StageKind(
@@ -15,7 +22,7 @@ BEST_OF_N = register(
         BestOfNInputs,
         Dataset,
         "xray_runtime.rl.best_of_n:run",
-        models=lambda config: {"generator": config.generator} | frozen_layouts(config),
+        models=best_of_n_models,
         functions=called_functions,
         check=check_rewards,
         shorten=fewer_prompts,

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.graph.artifacts import Comparison
 from xray_runtime.graph.inputs import CompareInputs
 from xray_runtime.graph.kind import StageKind, register
-from xray_runtime.stages.shared import called_functions, check_evaluation, frozen_layouts
+from xray_runtime.planning.roles import ModelRole
+from xray_runtime.rl.model_roles import sampling_models
+from xray_runtime.stages.shared import called_functions, check_evaluation
+
+
+def compare_models(config: EvaluationConfig) -> dict[str, ModelRole]:
+    seen: dict[str, Any] = {"rows": config.num_prompts, "reply_tokens": config.max_response_tokens}
+    return sampling_models(config, "policy", "prompts", **seen)
+
 
 COMPARE = register(
     StageKind(
@@ -15,7 +25,7 @@ COMPARE = register(
         CompareInputs,
         Comparison,
         "xray_runtime.evaluation.compare:run",
-        models=lambda config: {"generator": config.generator} | frozen_layouts(config),
+        models=compare_models,
         functions=called_functions,
         check=check_evaluation,
         headline={"win_rate": "win rate"},

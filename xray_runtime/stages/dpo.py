@@ -9,6 +9,7 @@ from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import DPOInputs
 from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import trained
 
 
 def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
@@ -23,7 +24,7 @@ DPO = register(
         DPOInputs,
         Model,
         "xray_runtime.training.dpo:run",
-        models=lambda config: {"policy": config.engine},
+        models=lambda config: {"policy": trained(config, "policy", batch_size=config.batch_size, data="preferences")},
         check=check_dpo,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[

@@ -14,6 +14,7 @@ FRESH_BASE = register(
         FreshBaseInputs,
         Model,
         "xray_runtime.preparation.fresh_base:run",
+        base_model=lambda config: config,
         title="a model with random weights, from which everything starts",
     )
 )

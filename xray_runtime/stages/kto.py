@@ -9,6 +9,7 @@ from xray_runtime.config.kto import KTOConfig
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import KTOInputs
 from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import trained
 
 
 def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
@@ -25,7 +26,7 @@ KTO = register(
         KTOInputs,
         Model,
         "xray_runtime.training.kto:run",
-        models=lambda config: {"policy": config.engine},
+        models=lambda config: {"policy": trained(config, "policy", batch_size=config.batch_size, data="preferences")},
         check=check_kto,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[

@@ -12,6 +12,7 @@ from xray_runtime.evaluation.harness_files import read_tasks
 from xray_runtime.graph.artifacts import Benchmark
 from xray_runtime.graph.inputs import LMEvalInputs
 from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.stages.shared import FEW_PROMPTS
 
 
@@ -24,6 +25,15 @@ def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
         read_tasks(directory, "task")
 
 
+def lm_eval_models(config: LMEvalConfig) -> dict[str, ModelRole]:
+    # One of them, by what the task asks for.
+    seen: dict[str, Any] = {"rows": config.limit or 1024, "reply_tokens": config.max_new_tokens}
+    return {
+        "policy": frozen(config.frozen, "policy", **seen),
+        "generator": sampled(config.generator, "policy", **seen),
+    }
+
+
 LM_EVAL = register(
     StageKind(
         "lm_eval",
@@ -31,8 +41,7 @@ LM_EVAL = register(
         LMEvalInputs,
         Benchmark,
         "xray_runtime.evaluation.harness_task:run",
-        # One of them, by what the task asks for.
-        models=lambda config: {"policy": config.frozen, "generator": config.generator},
+        models=lm_eval_models,
         outside=lambda config: {"task": config.task},
         check=check_lm_eval,
         shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),

@@ -9,7 +9,8 @@ from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.sources import is_function
 from xray_runtime.graph.artifacts import VALUE_HEAD, Model
 from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Layouts, StageKind, register
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.stages.findings import policy_findings
 from xray_runtime.stages.shared import (
     FEW_STEPS,
@@ -17,19 +18,11 @@ from xray_runtime.stages.shared import (
     check_rewards,
     check_terms,
     check_validation,
-    frozen_layouts,
 )
 
 
 def _ppo_functions(config: PPOConfig) -> list[str]:
     return called_functions(config) + [name for name in (config.advantages, config.loss) if is_function(name)]
-
-
-def _ppo_models(config: PPOConfig) -> Layouts:
-    # With a frozen trunk the reference is a branch on the policy's own trunk.
-    roles: tuple[str, ...] = () if config.trainable_layers is not None else ("reference",)
-    models: Layouts = {"generator": config.generator, "policy": config.engine, **frozen_layouts(config, *roles)}
-    return {**models, "critic": config.critic_engine or config.engine} if config.critic_in_use == "separate" else models
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
@@ -47,7 +40,7 @@ PPO = register(
         PPOInputs,
         Model,
         "xray_runtime.rl.ppo:run",
-        models=_ppo_models,
+        models=ppo_models,
         functions=_ppo_functions,
         check=check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),

@@ -16,9 +16,11 @@ from xray_runtime.config.preferences import (
 )
 from xray_runtime.graph.artifacts import Preferences
 from xray_runtime.graph.inputs import PreferencesInputs
-from xray_runtime.graph.kind import Layouts, StageKind, register
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, sampled
+from xray_runtime.rl.model_roles import sampling_models
 from xray_runtime.stages.findings import preferences_findings
-from xray_runtime.stages.shared import called_functions, check_rewards, fewer_prompts, frozen_layouts
+from xray_runtime.stages.shared import called_functions, check_rewards, fewer_prompts, num_samples
 
 FEW_PAIRS = 64
 CHITCHAT = "chitchat"
@@ -31,10 +33,13 @@ def _preferences_read(config: Any) -> dict[str, str]:
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 
 
-def _preferences_models(config: Any) -> Layouts:
+def _preferences_models(config: Any) -> dict[str, ModelRole]:
     if isinstance(config, RewardedPreferences):
-        return {"generator": config.generator, **frozen_layouts(config)}
-    return {"generator": config.generator} if isinstance(config, SampledPreferences) else {}
+        return sampling_models(config, "policy", "data", rows=num_samples(config), reply_tokens=config.max_new_tokens)
+    if not isinstance(config, SampledPreferences):
+        return {}
+    seen: dict[str, Any] = {"rows": 2 * config.num_pairs, "reply_tokens": config.max_new_tokens}
+    return {"generator": sampled(config.generator, "policy", data="data", **seen)}
 
 
 def _fewer_preferences(config: Any) -> Any:

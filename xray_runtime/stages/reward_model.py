@@ -6,6 +6,12 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.graph.artifacts import REWARD_HEAD, RewardModel
 from xray_runtime.graph.inputs import RewardModelInputs
 from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, trained
+
+
+def reward_models(config: RewardConfig) -> dict[str, ModelRole]:
+    return {"reward": trained(config, "policy", batch_size=config.batch_size, data="data", scores_tokens=False)}
+
 
 REWARD_MODEL = register(
     StageKind(
@@ -14,7 +20,7 @@ REWARD_MODEL = register(
         RewardModelInputs,
         RewardModel,
         "xray_runtime.training.reward_model:run",
-        models=lambda config: {"reward": config.engine},
+        models=reward_models,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[
             ("loss", ["reward_model/loss"]),

@@ -9,8 +9,14 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import SFTInputs
 from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, trained
 from xray_runtime.stages.findings import sft_findings
 from xray_runtime.stages.shared import FEW_STEPS, check_validation
+
+
+def sft_models(config: SFTConfig) -> dict[str, ModelRole]:
+    seen: dict[str, Any] = {"data": "data", "reply_tokens": config.max_response_tokens}
+    return {"policy": trained(config, "base", batch_size=config.batch_size, **seen)}
 
 
 def check_sft(config: SFTConfig, inputs: Mapping[str, Any]) -> None:
@@ -24,7 +30,7 @@ SFT = register(
         SFTInputs,
         Model,
         "xray_runtime.training.sft:run",
-        models=lambda config: {"policy": config.engine},
+        models=sft_models,
         check=check_sft,
         shorten=lambda config: config.model_copy(update={"steps": FEW_STEPS}),
         panels=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.config.best_of_n import GroupsConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.prepare import DataConfig
@@ -12,11 +13,14 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.evaluation.judge_leakage import check_judges
 from xray_runtime.graph.binding import dataset_config
-from xray_runtime.graph.kind import Layouts
 
 FEW_STEPS = 2
 FEW_PROMPTS = 16
 """How much is left of a stage that is shortened for the determinism check."""
+
+
+ALL_PROMPTS = 1024
+"""As many as a dataset is planned to have, where all its prompts are asked."""
 
 
 def gold_functions(config: Any) -> list[str]:
@@ -30,10 +34,9 @@ def called_functions(config: Any) -> list[str]:
     return gold_functions(config) + answering + [term.function for term in terms if term.function is not None]
 
 
-def frozen_layouts(config: JudgingConfig, *roles: str) -> Layouts:
-    terms = [*config.rewards, *getattr(config, "judges", [])]
-    models = [role for term in terms for role in term.roles]
-    return dict.fromkeys((*roles, *models), config.frozen)
+def num_samples(config: GroupsConfig) -> int:
+    """Replies that are sampled; of a whole dataset as many as are at work at a time."""
+    return config.samples * (config.num_prompts or ALL_PROMPTS)
 
 
 def fewer_prompts(config: Any) -> Any:

@@ -27,7 +27,8 @@ from xray_runtime.workers.pool import find_worker_pool
 from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
 
 if TYPE_CHECKING:
-    from xray_runtime.graph.kind import Layouts, OpenModels
+    from xray_runtime.graph.kind import OpenModels
+    from xray_runtime.planning.roles import ModelRole
 
 PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0
@@ -59,19 +60,19 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
     return open_models
 
 
-def prestart_models(layouts: Layouts, runtime: RuntimeConfig, run_id: str) -> None:
+def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_id: str) -> None:
     """Start the processes that the next stage's models will take from the run's pool, so that they load libraries now.
 
     Args:
-        layouts: `StageKind.models` of that stage's config.
+        roles: `StageKind.models` of that stage's config.
     """
     pool = find_worker_pool(run_id)
     if pool is None:
         return
     where = device(runtime)
     wanted: Counter[GeneratorConfig | None] = Counter()
-    for role, layout in layouts.items():
-        asked = demand(role, layout, runtime, where)
+    for name, role in roles.items():
+        layout, asked = role.layout, demand(name, role.layout, runtime, where)
         if not asked.grouped():
             wanted[layout if isinstance(layout, GeneratorConfig) else None] += asked.num_ranks
     for config, count in wanted.items():

@@ -1,4 +1,4 @@
-"""What a run is given on this cluster: the device that `auto` means, and layouts chosen for the cluster's machines."""
+"""What a run is given on this cluster: the device that `auto` means, and the machines that layouts are chosen for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.planning.auto import choose_layouts, describe
 from xray_runtime.planning.workload import Machine
 from xray_runtime.workers.nodes import nodes
 
@@ -27,18 +25,6 @@ def device(runtime: RuntimeConfig) -> str:
 def with_device(runtime: RuntimeConfig) -> RuntimeConfig:
     """`runtime` with the device that `auto` means on this cluster now."""
     return runtime.model_copy(update={"device": device(runtime)})
-
-
-def resolve_layouts(config: LifecycleConfig) -> tuple[LifecycleConfig, str]:
-    """`config` with the layouts that `runtime.parallel: auto` leaves open chosen for this cluster, and a description.
-
-    Raises:
-        ConfigError: no layout fits.
-    """
-    if config.runtime.parallel != "auto":
-        return config, ""
-    config, plan = choose_layouts(config, cluster_machine(config.runtime))
-    return config, describe(plan)
 
 
 def cluster_machine(runtime: RuntimeConfig) -> Machine:

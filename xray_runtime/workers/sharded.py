@@ -120,17 +120,26 @@ class Sharded:
         """
         runtime = runtime or RuntimeConfig()
         base, machine = PretrainedBase(model=str(model)), cluster_machine(runtime)
-        weight_bytes, options = trained_so([(training.lora, training.engine)], machine.device)
+        weight_bytes, options = trained_so(training.lora, training.engine, machine.device)
         shape = from_pretrained(base)
         workload = Workload(
-            roles=(Role(name="model", shape=shape, use="train", weight_bytes=weight_bytes, options=options),),
+            roles=(
+                Role(
+                    name="model",
+                    shape=shape,
+                    use="trained",
+                    weight_bytes=weight_bytes,
+                    options=options,
+                    model=str(model),
+                ),
+            ),
             sequence_tokens=sequence_tokens,
             response_tokens=sequence_tokens,
             batch_size=batch_size,
             rollout_size=batch_size,
             micro_batch_tokens=training.engine.micro_batch_tokens,
         )
-        plan = choose(workload, machine, base)
+        plan = choose(workload, machine)
         engine = training.engine.model_copy(update=engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)

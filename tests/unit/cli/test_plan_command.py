@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from xray.cli.main import app
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
 from xray_runtime.planning.auto import choose_layouts
-from xray_runtime.planning.suggestions import Changes
+from xray_runtime.planning.changes import UNCHANGED
 from xray_runtime.planning.workload import GIB, Machine
 
 ROOT = Path(__file__).parents[3]
@@ -82,10 +83,24 @@ def test_what_is_planned_is_what_auto_takes(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     content = planned(str(tmp_path / "config.yaml"), "--devices", "8", "--memory-gib", "80")
     written = load_config(tmp_path / "config.yaml")
-    chosen, _ = choose_layouts(Changes().of_config(written), Machine(num_devices=8, memory_bytes=80 * GIB))
-    policy, layout = chosen.ppo.stages[0].engine, content["layout"]["policy"]
+    call = UNCHANGED.of_call(recorded_graph(written).calls["ppo-1"])
+    chosen, _ = choose_layouts(call, Machine(num_devices=8, memory_bytes=80 * GIB))
+    policy, layout = chosen.config.engine, content["stages"]["ppo-1"]["layout"]["policy"]
     assert (policy.num_workhorses, policy.zero_stage) == (layout["num_devices"], layout["zero_stage"])
     assert (policy.library, policy.tensor_parallel) == ("deepspeed", layout["tp"])
+
+
+def test_a_flow_is_planned_like_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = ("examples.two_judges:two_judges", "--devices", "8", "--memory-gib", "80")
+    content = planned(*asked)
+    assert list(content["stages"]) == ["sft", "upbeat-judge", "interesting-judge", "ppo", "evaluate"]
+    assert set(content["layout"]) == {"generator", "policy", "reference", "rewards.0", "rewards.1"}
+    assert content["stage"] == "ppo"
+    # A parameter of the flow, and a field of one of its stages.
+    changed = planned(*asked, "--set", "iterations=2", "--set", "ppo.critic=separate")
+    assert set(changed["layout"]) - set(content["layout"]) == {"critic"}
+    assert "interesting-judge" in xray_plan(*asked).stdout
 
 
 @pytest.mark.parametrize("preset", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.stem != "custom"))
@@ -106,10 +121,13 @@ def test_how_models_are_trained_shows(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     asked = (str(tmp_path / "config.yaml"), "--devices", "5", "--memory-gib", "80", "--set", "runtime.device=cuda")
     content = planned(*asked)
-    # The largest of the ranks; in one column where a person looks.
-    assert content["training"] == {"policy": {"weight_bytes": 2, "lora_rank": 8, "offload": True}}
-    assert (content["layout"]["policy"]["zero_stage"], content["layout"]["policy"]["checkpointing"]) == (3, True)
-    assert content["breakdown_gb"]["policy"]["optimizer"] == 0
+    for name, rank in (("sft", 8), ("ppo-1", 8), ("ppo-2", 4)):
+        found = content["stages"][name]
+        assert found["training"] == {"policy": {"weight_bytes": 2, "lora_rank": rank, "offload": True}}
+        assert (found["layout"]["policy"]["zero_stage"], found["layout"]["policy"]["checkpointing"]) == (3, True)
+        assert found["breakdown_gb"]["policy"]["optimizer"] == 0
+    assert content["peak_gb"] == max(found["peak_gb"] for found in content["stages"].values())
+    # In one column where a person looks.
     assert "ZeRO-3 DP2 bf16 LoRA 8 offload recompute" in xray_plan(*asked).stdout
 
 
@@ -137,14 +155,21 @@ def test_people_see_a_table_and_reasons() -> None:
         (["--params", "1e9", "--set", "seed=1"], '--set: "seed=1" is not allowed: must be given with a CONFIG'),
         (["configs/tiny.yaml", "--sequence-tokens", "9"], "--sequence-tokens: 9 is not allowed: must be given with"),
         (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
+        (["configs/absent"], "configs/absent: no such file; a flow of your own is named as MODULE:FLOW"),
+        (["examples.two_judges:nobody"], "'examples.two_judges:nobody' cannot be imported (AttributeError: "),
+        (
+            ["examples.two_judges:two_judges", "--set", "stepz=3"],
+            "--set stepz: is not allowed: must be STAGE.FIELD, or",
+        ),
+        (["examples.two_judges:two_judges", "--set", "ppo.lr=-1"], "ppo.lr: -1 is not allowed: must be greater than 0"),
         (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),
         (["configs/tiny.yaml", "--set", "ppo.stages.0.lr=-1"], "ppo.stages.0.lr: -1 is not allowed: must be greater"),
         (["configs/smollm2.yaml", "--set", "base.model=./absent"], "base.model: './absent' is not a directory"),
-        (["configs/smollm2.yaml", "--set", "base.trainable_layers=31"], "base.trainable_layers: 31 is not allowed"),
-        (["configs/smollm2.yaml", "--lora-rank", "8"], "sft.lora must be null where base.trainable_layers is set"),
+        (["configs/smollm2.yaml", "--set", "base.trainable_layers=31"], "sft.trainable_layers: 31 is not allowed"),
+        (["configs/smollm2.yaml", "--lora-rank", "8"], "sft: lora must be null where trainable_layers is set"),
         (
             ["configs/tiny.yaml", "--set", "base={kind: checkpoint, ref: 'runs/a#sft'}"],
-            "base.ref: 'runs/a#sft' cannot be planned: must be a checkpoint's directory",
+            "sft.policy: 'runs/a#sft' cannot be planned: must be a checkpoint's directory",
         ),
         (
             ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],

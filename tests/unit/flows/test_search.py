@@ -16,13 +16,13 @@ from xray.flows.search import (
     search_digest,
     search_space,
     trial_digest,
-    with_values,
 )
+from xray.flows.subject import Subject
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
 
 ROOT = Path(__file__).parents[3]
-TINY = load_config(ROOT / "configs" / "tiny.yaml")
+TINY = Subject(config=load_config(ROOT / "configs" / "tiny.yaml"))
 
 
 def searching(fields: dict[str, Any], **more: Any) -> SearchConfig:
@@ -121,7 +121,7 @@ def test_the_name_is_the_files_and_trials_may_be_more(tmp_path: Path) -> None:
 
 
 def test_stages_before_what_is_searched_are_shared() -> None:
-    a, b = (with_values(TINY, {"ppo.stages.0.lr": lr}) for lr in (1e-3, 1e-4))
+    a, b = (TINY.with_values({"ppo.stages.0.lr": lr}) for lr in (1e-3, 1e-4))
     pairs = zip(calls_until(a, "ppo-2"), calls_until(b, "ppo-2"), strict=True)
     shared = [one.name for one, other in pairs if one.config == other.config]
     assert shared == ["prepare", "base", "sft", "preferences", "reward", "ppo-2"]
@@ -142,4 +142,4 @@ def test_more_trials_are_the_same_search_and_another_metric_is_not() -> None:
 def test_the_example_fits_its_config() -> None:
     for path in (ROOT / "configs" / "search").glob("*.yaml"):
         preset = path.stem.split("-")[0]
-        assert search_space(load_config(ROOT / "configs" / f"{preset}.yaml"), load_search(path))
+        assert search_space(Subject(config=load_config(ROOT / "configs" / f"{preset}.yaml")), load_search(path))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from xray.flows.search import SearchConfig, search_space
+from xray.flows.subject import Subject
 from xray.flows.trials import Points, Search, Trial, TrialRecord, is_worse_than_median
 from xray.flows.tune import _next_trials
 from xray_runtime.config.loading import validate
 
-CONFIG = validate({"project": "xray-tune"})
+CONFIG = Subject(config=validate({"project": "xray-tune"}))
 RATES = {"sft.lr": {"low": 1e-6, "high": 1e-1, "log": True}}
 
 

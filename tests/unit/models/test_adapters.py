@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.conftest import TINY
-from xray_runtime.config.engines import LoRAConfig
-from xray_runtime.config.lifecycle import LINEAR_LAYERS
+from xray_runtime.config.engines import LINEAR_LAYERS, LoRAConfig
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.heads import HeadedLM

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, validate
+from xray_runtime.config.paths import section
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.graph import StageCall
 from xray_runtime.planning import plan as planner
-from xray_runtime.planning.auto import choose, choose_layouts, describe, section, with_layouts
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
+from xray_runtime.planning.auto import choose, choose_layouts, plan_call, with_layouts
+from xray_runtime.planning.plan import Plan
+from xray_runtime.planning.stage_workload import stage_workload
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")
@@ -38,8 +42,33 @@ def auto(base: dict[str, Any] | None = None, **stage: Any) -> LifecycleConfig:
     return validate(short({"base": base, "ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}}))
 
 
-def layouts(config: LifecycleConfig) -> set[tuple[int, int]]:
-    return {(engine.num_workhorses, engine.zero) for engine in config.engines.values()}
+def planned(config: LifecycleConfig, machine: Machine, stage: str = "ppo-1") -> tuple[StageCall, Plan]:
+    """A stage with the layouts chosen for it, and the plan behind them."""
+    call = recorded_graph(config).calls[stage]
+    plan = plan_call(call, machine)
+    assert plan is not None
+    chosen, _ = choose_layouts(call, machine)
+    return chosen, plan
+
+
+def described(config: LifecycleConfig, machine: Machine, nodes: list[dict[str, float]] | None = None) -> str:
+    _, text = choose_layouts(recorded_graph(config).calls["ppo-1"], machine, nodes)
+    assert text is not None
+    return text
+
+
+def engines(call: StageCall) -> list[Any]:
+    return [role.layout for role in call.kind.models(call.config).values() if role.use == "trained"]
+
+
+def layouts(call: StageCall) -> set[tuple[int, int]]:
+    return {(engine.num_workhorses, engine.zero) for engine in engines(call)}
+
+
+def ppo_workload(config: LifecycleConfig) -> Workload:
+    workload = stage_workload(recorded_graph(config).calls["ppo-1"], "cuda")
+    assert workload is not None
+    return workload
 
 
 # The model and the data of `custom.yaml` are the reader's.
@@ -49,18 +78,19 @@ PRESETS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
     """All cores serve the threads of one Workhorse: a second rank would only add communication."""
-    chosen, plan = choose_layouts(load_config(path, ["runtime.parallel=auto"]), LAPTOP)
-    written = load_config(path)
-    [least] = {engine.zero for engine in written.engines.values()}
-    assert layouts(chosen) == {(1, least)}
-    data = written.model_dump()
-    for name in written.engines:
-        section(data, name)["zero_stage"] = least
-    assert chosen == validate(data)
-    assert plan.placement == "colocated"
-    assert describe(plan).startswith(
-        f"runtime.parallel: auto takes colocated, trained models on 1 Workhorses under ZeRO-{least}"
-    )
+    for call in recorded_graph(load_config(path, ["runtime.parallel=auto"])).calls.values():
+        chosen, text = choose_layouts(call, LAPTOP)
+        roles = call.kind.models(call.config).values()
+        data = chosen.config.model_dump()
+        for role in roles:
+            if isinstance(role.layout, EngineConfig):
+                assert section(data, role.field)["zero_stage"] == role.layout.least_zero_stage
+                section(data, role.field)["zero_stage"] = role.layout.zero_stage
+        assert data == call.config.model_dump()
+        assert (text is None) == (not roles)
+        if text is not None:
+            assert text.startswith(f"{call.name}: runtime.parallel: auto takes colocated")
+            assert chosen.runtime.parallel == "as_written"
 
 
 SMOLLM2_360M = {
@@ -82,24 +112,28 @@ SMOLLM2_360M = {
 def test_the_template_runs_on_one_gpu_and_on_eight(count: int, gib: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_360M))
     template = load_config(ROOT / "configs/custom.yaml", [f"base.model={tmp_path}"])
-    _, plan = choose_layouts(template, gpus(count, gib))
+    for call in recorded_graph(template).calls.values():
+        assert (choose_layouts(call, gpus(count, gib))[1] is None) == (not call.kind.models(call.config))
+    _, plan = planned(template, gpus(count, gib))
     assert plan.placement == ("colocated" if count < 5 else "separate")
 
 
 def test_more_ranks_are_not_taken_than_a_step_has_micro_batches() -> None:
     # 32 sequences of 48 tokens are one micro-batch of 4,096; of 512 they are three.
-    assert layouts(choose_layouts(auto(), Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(1, 0)}
+    there = Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu")
+    assert layouts(planned(auto(), there)[0]) == {(1, 0)}
     small = {"engine": {"micro_batch_tokens": 512}}
     parts = {"sft": small, "reward": small, "ppo": {"stages": [small]}, "runtime": {"parallel": "auto"}}
     config = validate(short(parts))
-    # The replies of SFT are the longest: 32 × (32 + 32) = 2,048 tokens.
-    assert layouts(choose_layouts(config, Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu"))[0]) == {(4, 0)}
+    assert layouts(planned(config, there)[0]) == {(3, 0)}
+    # Replies of SFT are longer, and its steps twice as large: 64 × (32 + 32) = 4,096 tokens.
+    assert layouts(planned(config, there, "sft")[0]) == {(8, 0)}
 
 
 def large(micro_batch_tokens: int, **stage: Any) -> LifecycleConfig:
     engine = {"engine": {"micro_batch_tokens": micro_batch_tokens}}
     base = {"kind": "fresh", **SEVEN}
-    stages = [engine | stage]
+    stages = [engine | {"max_new_tokens": 32} | stage]
     parts = {"base": base, "sft": engine, "reward": engine, "ppo": {"stages": stages}, "runtime": {"parallel": "auto"}}
     return validate(short(parts))
 
@@ -110,21 +144,21 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     On four GPUs ZeRO-1 needs 8 + 12 / 4 = 11 bytes a parameter, 71 GB, and some 8 GB for bucket and passes; ZeRO-2
     4 + 16 / 4 = 8 bytes, 52 GB.
     """
-    chosen, plan = choose_layouts(large(512), gpus(8))
+    chosen, plan = planned(large(512), gpus(8))
     assert plan.placement == "separate"
     assert layouts(chosen) == {(4, 2)}
     assert chosen.runtime.gpus_per_workhorse == 1.0
     # With all tokens in one pass, one rank would be of use. Activations are 41 GB more, too much for ZeRO-3 on all five
     # that reference, reward model and generator leave: two pairs share each layer.
-    whole, _ = choose_layouts(large(4096), gpus(8))
+    whole, _ = planned(large(4096), gpus(8))
     assert layouts(whole) == {(4, 2)}
-    assert {engine.tensor_parallel for engine in whole.engines.values()} == {2}
+    assert {engine.tensor_parallel for engine in engines(whole)} == {2}
     # Two trained models share 13 GPUs, six each.
-    separate, _ = choose_layouts(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
+    separate, _ = planned(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
     assert layouts(separate) == {(6, 3)}
-    assert separate.ppo.stages[0].critic_engine == separate.ppo.stages[0].engine
+    assert separate.config.critic_engine == separate.config.engine
     with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; the nearest is "):
-        choose_layouts(large(4096), gpus(4, 40))
+        described(large(4096), gpus(4, 40))
 
 
 def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
@@ -139,9 +173,9 @@ def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
     )
 
 
-def replica(config: LifecycleConfig) -> tuple[int, int, int, int]:
+def replica(call: StageCall) -> tuple[int, int, int, int]:
     """(TP, PP, DP, ZeRO stage), the same for every trained model."""
-    [engine] = set(config.engines.values())
+    [engine] = set(engines(call))
     return engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.zero
 
 
@@ -166,30 +200,31 @@ def replica(config: LifecycleConfig) -> tuple[int, int, int, int]:
     ],
 )
 def test_what_zero_cannot_shard_is_cut(machine: Machine, layout: tuple[int, int, int, int]) -> None:
-    chosen, plan = choose_layouts(two_rows(SEVEN), machine)
+    chosen, plan = planned(two_rows(SEVEN), machine)
     assert replica(chosen) == layout
     assert plan.placement == "separate"
     tp, pp, _, _ = layout
     said = (f", TP {tp}" if tp > 1 else "") + (f", PP {pp}" if pp > 1 else "")
-    assert f"under ZeRO-{layout[3]}{said}: " in describe(plan)
+    assert f"under ZeRO-{layout[3]}{said}: " in described(two_rows(SEVEN), machine)
 
 
 def test_heads_and_layers_bound_the_cut() -> None:
     # 43 layers, 35 heads: no power of two divides them, so layers alone are dealt. 6.6 × 10⁹ parameters.
     odd = {"hidden_size": 3360, "num_layers": 43, "num_heads": 35, "num_kv_heads": 35, "intermediate_size": 10752}
-    assert replica(choose_layouts(two_rows(odd), gpus(8, 40))[0])[:2] == (1, 4)
+    assert replica(planned(two_rows(odd), gpus(8, 40))[0])[:2] == (1, 4)
     # Key-value heads are split too: two of them bound the degree.
     grouped = SEVEN | {"num_kv_heads": 2, "intermediate_size": 13312}
-    assert replica(choose_layouts(two_rows(grouped), gpus(8, 40))[0])[:2] == (2, 2)
+    assert replica(planned(two_rows(grouped), gpus(8, 40))[0])[:2] == (2, 2)
     # Two layers give two stages at most.
     wide = {"hidden_size": 10080, "num_layers": 2, "num_heads": 45, "num_kv_heads": 45, "intermediate_size": 94464}
     with pytest.raises(ConfigError, match="PP 2"):
-        choose_layouts(two_rows(wide), gpus(8, 40))
+        described(two_rows(wide), gpus(8, 40))
 
 
 def test_a_cut_policy_keeps_to_the_object_store() -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.weight_transfer = 'auto' must be 'plasma'"):
-        choose_layouts(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40))
+    nodes = [{"CPU": 64.0, "GPU": 8.0}]
+    with pytest.raises(ConfigError, match=r"^ppo-1\.engine: .* with runtime\.weight_transfer = 'auto': only 'plasma'"):
+        described(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40), nodes)
 
 
 def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:
@@ -200,7 +235,7 @@ def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:
 
 def test_seventy_billion() -> None:
     def chosen(workload: Workload, machine: Machine) -> tuple[int, int, int, int]:
-        [role] = choose(workload, machine, FreshBase()).roles
+        [role] = choose(workload, machine).roles
         return role.layout.tp, role.layout.pp, role.layout.dp, role.layout.zero_stage
 
     # 16 × 70 = 1,120 GB of model states: more than 8 × 77.3.
@@ -221,14 +256,19 @@ def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
     """34.5 × 10⁹ parameters, 138 GB in float32, 69 in bfloat16; one layer's activations and logits are some GB."""
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
-    chosen, plan = choose_layouts(validate(written), gpus(32, node=8))
-    assert (chosen.frozen.num_workhorses, chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (2, 2, 1)
+    chosen, _ = planned(validate(written), gpus(32, node=8))
+    assert (
+        chosen.config.frozen.num_workhorses,
+        chosen.config.frozen.tensor_parallel,
+        chosen.config.generator.tensor_parallel,
+    ) == (2, 2, 1)
     # 32 less 2 for the reference, 2 for the reward model, 1 for the generator.
     assert layouts(chosen) == {(27, 3)}
-    assert "27 Workhorses under ZeRO-3; frozen ones on 2, TP 2: " in describe(plan)
+    text = described(validate(written), gpus(32, node=8))
+    assert "27 Workhorses under ZeRO-3; frozen ones on 2, TP 2: " in text
     # 38.7 usable GB: an eighth of 138 fits, a quarter of 69, and ZeRO-3 does not reach.
-    chosen, plan = choose_layouts(validate(written), gpus(64, 40, node=8))
-    assert (chosen.frozen.tensor_parallel, chosen.generator.tensor_parallel) == (8, 4)
+    chosen, _ = planned(validate(written), gpus(64, 40, node=8))
+    assert (chosen.config.frozen.tensor_parallel, chosen.config.generator.tensor_parallel) == (8, 4)
     # 64 less 20 are 5 nodes of eight and a half: two replicas of two stages over eight.
     assert replica(chosen) == (8, 2, 2, 2)
 
@@ -254,8 +294,9 @@ LLAMA_70B = {
     ],
 )
 def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
-    tmp_path: Path, precision: str, degree: int, frozen_gb: float, trained_on: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, degree: int, frozen_gb: float, trained_on: int
 ) -> None:
+    monkeypatch.setattr(planner, "_can_shard", lambda model: (True, True))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     engine = {"engine": {"precision": "bfloat16"}, "batch_size": 128}
     config = validate(
@@ -278,12 +319,11 @@ def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
             "runtime": {"parallel": "auto"},
         }
     )
-    plan = choose(from_config(config, "cuda"), gpus(64, node=8), FreshBase())
-    chosen = with_layouts(config, plan)
-    assert (chosen.frozen.tensor_parallel, chosen.frozen.precision) == (degree, precision)
+    chosen, plan = planned(config, gpus(64, node=8))
+    assert (chosen.config.frozen.tensor_parallel, chosen.config.frozen.precision) == (degree, precision)
     assert layouts(chosen) == {(trained_on, 3)}
     memory = {p.role.name: p.memory for p in plan.roles}
-    for name in ("reference", "reward"):
+    for name in ("reference", "rewards.0"):
         assert memory[name].weights / 1e9 == pytest.approx(frozen_gb, rel=0.01)
     # Loading takes a fraction of the float32 model: no rank ever has it.
     assert all(m.weights + m.loading < 0.2 * 282e9 for m in memory.values())
@@ -294,40 +334,42 @@ def test_what_cannot_be_cut_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(planner, "_can_shard", lambda model: (False, False))
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
-    config = validate(written)
-    plan = choose(from_config(config, "cuda"), gpus(64, node=8), PretrainedBase(model="x"))
-    chosen = with_layouts(config, plan)
-    assert (chosen.frozen.num_workhorses, chosen.frozen.zero_stage, chosen.frozen.tensor_parallel) == (4, 3, 1)
-    assert "frozen ones on 4, ZeRO-3: " in describe(plan)
+    call = recorded_graph(validate(written)).calls["ppo-1"]
+    chosen, text = choose_layouts(call, gpus(64, node=8))
+    frozen = chosen.config.frozen
+    assert (frozen.num_workhorses, frozen.zero_stage, frozen.tensor_parallel) == (4, 3, 1)
+    assert "frozen ones on 4, ZeRO-3: " in str(text)
 
 
 def test_a_frozen_trunk_is_not_cut() -> None:
-    base = PretrainedBase(model="x", trainable_layers=16)
-    workload = from_config(two_rows(SEVEN), "cuda")
-    policy = replace(workload.roles[0], top_layers=16, branches=1)
-    others = [role for role in workload.roles[1:] if role.name != "reference"]
+    workload = ppo_workload(two_rows(SEVEN))
+    [policy] = workload.of_use("trained")
+    others = [role for role in workload.roles if role.name not in ("policy", "reference")]
+    policy = replace(policy, top_layers=16, branches=1)
     with pytest.raises(ConfigError, match="nothing fits"):
-        choose(replace(workload, roles=(policy, *others), batch_size=2), gpus(8, 32), base)
+        choose(replace(workload, roles=(policy, *others), batch_size=2), gpus(8, 32))
 
 
 def test_small_models_share_gpus() -> None:
-    chosen, _ = choose_layouts(auto(), gpus(1))
+    chosen, _ = planned(auto(), gpus(1))
     assert layouts(chosen) == {(1, 0)}
     # Policy, reference, reward model and generator on one GPU; vLLM gets what it needs of it.
     assert chosen.runtime.gpus_per_workhorse == 0.25
     assert 0.01 <= chosen.runtime.gpu_memory_fraction <= 0.1
-    assert choose_layouts(auto(), gpus(2))[0].runtime.gpus_per_workhorse == 0.5
+    assert planned(auto(), gpus(2))[0].runtime.gpus_per_workhorse == 0.5
+    # What is alone in its stage has a GPU to itself, so no other stage meets it there.
+    assert planned(auto(), gpus(1), "sft")[0].runtime.gpus_per_workhorse == 1.0
+    assert planned(auto(), gpus(1), "preferences")[0].runtime.gpu_memory_fraction == 0.9
 
 
 def test_what_was_chosen_is_as_if_written_by_hand() -> None:
-    chosen, _ = choose_layouts(auto(SEVEN), gpus(8))
-    assert chosen == choose_layouts(auto(SEVEN), gpus(8))[0]
+    chosen, plan = planned(auto(SEVEN), gpus(8))
+    again = planned(auto(SEVEN), gpus(8))[0], with_layouts(recorded_graph(auto(SEVEN)).calls["ppo-1"], plan)
+    assert [(call.config, call.runtime) for call in again] == [(chosen.config, chosen.runtime)] * 2
     assert chosen.runtime.parallel == "as_written"
     engine = {"engine": {"num_workhorses": 4, "zero_stage": 2, "tensor_parallel": 2}}
-    base = {"kind": "fresh", **SEVEN}
-    by_hand = validate(short({"base": base, "sft": engine, "reward": engine, "ppo": {"stages": [engine]}}))
-    graphs = recorded_graph(chosen), recorded_graph(by_hand)
-    assert [call.config for call in graphs[0].calls.values()] == [call.config for call in graphs[1].calls.values()]
+    by_hand = validate(short({"base": {"kind": "fresh", **SEVEN}, "ppo": {"stages": [engine]}}))
+    assert chosen.config == recorded_graph(by_hand).calls["ppo-1"].config
 
 
 def test_activations_are_computed_again_where_nothing_else_fits() -> None:
@@ -338,46 +380,65 @@ def test_activations_are_computed_again_where_nothing_else_fits() -> None:
     engine = {"engine": {"micro_batch_tokens": 16_384}}
     stages = {"sft": engine, "reward": engine, "ppo": {"stages": [engine]}}
     config = validate({"base": {"kind": "fresh", **sizes}, **stages, "runtime": {"parallel": "auto"}})
-    chosen, plan = choose_layouts(config, gpus(1))
-    assert {engine.activation_checkpointing for engine in chosen.engines.values()} == {True}
-    assert "under ZeRO-0, recomputing: " in describe(plan)
-    roomy, _ = choose_layouts(config, gpus(1, 141))
-    assert {engine.activation_checkpointing for engine in roomy.engines.values()} == {False}
+    chosen, _ = planned(config, gpus(1))
+    assert {engine.activation_checkpointing for engine in engines(chosen)} == {True}
+    assert "under ZeRO-0, recomputing: " in described(config, gpus(1))
+    roomy, _ = planned(config, gpus(1, 141))
+    assert {engine.activation_checkpointing for engine in engines(roomy)} == {False}
 
 
 def test_what_else_an_engine_says_is_kept() -> None:
     """ZeRO 0 can neither train in bfloat16 nor offload: the lowest stage that can is taken, also for one Workhorse."""
     mixed = {"engine": {"precision": "bfloat16", "activation_checkpointing": True}, "lora": {"rank": 8}}
     written = {"sft": mixed, "reward": mixed, "ppo": {"stages": [mixed]}, "runtime": {"parallel": "auto"}}
-    chosen, _ = choose_layouts(validate(written), LAPTOP)
-    assert layouts(chosen) == {(1, 1)}
-    for trained in chosen.trained.values():
-        assert (trained.engine.precision, trained.engine.activation_checkpointing) == ("bfloat16", True)
-        assert trained.lora is not None
-        assert trained.lora.rank == 8
+    for stage in ("sft", "reward", "ppo-1"):
+        chosen, _ = planned(validate(written), LAPTOP, stage)
+        assert layouts(chosen) == {(1, 1)}
+        [engine] = engines(chosen)
+        assert (engine.precision, engine.activation_checkpointing) == ("bfloat16", True)
+        assert chosen.config.lora.rank == 8
 
 
-def test_what_one_stage_saves_is_not_counted_where_another_does_not() -> None:
-    """Six billion parameters on four GPUs: adapters in every stage fit as whole models, or not at all."""
+def test_each_stage_is_planned_by_what_it_saves_itself() -> None:
+    """Six billion parameters on four GPUs: PPO fits by its adapters, SFT of all weights by ZeRO over all four."""
     lora = {"lora": {"rank": 8}, "engine": {"micro_batch_tokens": 512}}
+    base = {"kind": "fresh", **SEVEN}
     plain = {"engine": {"micro_batch_tokens": 512}}
-
-    def config(sft: dict[str, Any]) -> LifecycleConfig:
-        base = {"kind": "fresh", **SEVEN}
-        return validate(
-            {"base": base, "sft": sft, "reward": lora, "ppo": {"stages": [lora]}, "runtime": {"parallel": "auto"}}
-        )
-
-    assert layouts(choose_layouts(config(lora), gpus(4))[0]) == {(1, 0)}
-    with pytest.raises(ConfigError, match="nothing fits"):
-        choose_layouts(config(plain), gpus(4))
+    stages = {"sft": plain, "reward": lora, "ppo": {"stages": [lora]}}
+    config = validate(short({"base": base, **stages, "runtime": {"parallel": "auto"}}))
+    assert layouts(planned(config, gpus(4))[0]) == {(1, 0)}
+    # ZeRO-1 holds 8 + 12 / 4 = 11 bytes a parameter, 71 GB and 8 more; ZeRO-2 4 + 16 / 4 = 8 bytes.
+    assert layouts(planned(config, gpus(4), "sft")[0]) == {(4, 2)}
 
 
-def test_what_is_chosen_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sft\.engine\.zero_stage = 2 must be left out with runtime"):
-        validate({"sft": {"engine": {"zero_stage": 2}}, "runtime": {"parallel": "auto"}})
-    stage = {"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}
-    with pytest.raises(ConfigError, match=r"frozen\.num_workhorses = 2 must be left out with runtime"):
-        validate({"frozen": {"num_workhorses": 2}, "runtime": {"parallel": "auto"}})
-    with pytest.raises(ConfigError, match=r"ppo\.stages\.0\.critic_engine\.num_workhorses = 2 must be left out"):
-        validate({"ppo": {"stages": [stage]}, "runtime": {"parallel": "auto"}})
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (
+            {"sft": {"engine": {"zero_stage": 2}}},
+            "sft.engine.zero_stage: 2",
+        ),
+        (
+            {"frozen": {"num_workhorses": 2}},
+            "ppo-1.frozen.num_workhorses: 2",
+        ),
+        (
+            {
+                "ppo": {
+                    "stages": [{"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}]
+                }
+            },
+            "ppo-1.critic_engine.num_workhorses: 2",
+        ),
+    ],
+)
+def test_what_is_chosen_twice_is_refused(written: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recorded_graph(validate(written | {"runtime": {"parallel": "auto"}}))
+    assert str(caught.value).startswith(f"{message} is not allowed with runtime.parallel 'auto', which chooses it")
+
+
+@pytest.mark.parametrize("field", ["gpus_per_workhorse", "gpu_memory_fraction"])
+def test_shares_of_a_gpu_are_chosen_too(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^runtime: {field} = 0.7 must be left out with parallel = 'auto'"):
+        validate({"runtime": {"parallel": "auto", field: 0.7}})

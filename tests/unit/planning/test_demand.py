@@ -18,8 +18,8 @@ from xray_runtime.errors import may_retry
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.kind import NoInputs, StageKind
-from xray_runtime.planning import demand
-from xray_runtime.planning.demand import Demand, call_demands, check_graph, graph_demands
+from xray_runtime.planning.demand import Demand, call_demands, check_call, graph_demands
+from xray_runtime.planning.roles import ModelRole
 
 TWO_CORES = [{"CPU": 2.0, "memory": 1e9}]
 
@@ -29,8 +29,13 @@ def config(**runtime: Any) -> LifecycleConfig:
     return validate({"ppo": {"stages": stages}, "sft": {"engine": {"num_workhorses": 2}}, "runtime": runtime})
 
 
+def check_graph(graph: Graph, device: str, nodes: Any) -> None:
+    for call in graph.calls.values():
+        check_call(call, device, nodes)
+
+
 def check_config(config: LifecycleConfig, device: str, nodes: Any) -> None:
-    demand.check_config(config, recorded_graph(config), device, nodes)
+    check_graph(recorded_graph(config), device, nodes)
 
 
 def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
@@ -81,13 +86,16 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
         NoInputs,
         Model,
         "nowhere:run",
-        models=lambda config: {"student": config.pairs[0].engine, "teacher": config.teacher},
+        models=lambda config: {
+            "student": ModelRole(use="trained", layout=config.pairs[0].engine, field="pairs.0.engine", shape=None),
+            "teacher": ModelRole(use="frozen", layout=config.teacher, field="teacher", shape=None),
+        },
     )
     with Graph(runtime=RuntimeConfig(gpus_per_workhorse=0.5)) as graph:
         engine = {"num_workhorses": 3, "zero_stage": 3, "offload": "nvme", "nvme_path": "/nvme"}
         handle = distill(name="small", pairs=[{}, {"engine": engine}], teacher={"num_workhorses": 2})
     assert handle.call is not None
-    assert [(d.role, d.num_ranks, d.gpus) for d in call_demands(handle.call, graph.runtime, "cuda")] == [
+    assert [(d.role, d.num_ranks, d.gpus) for d in call_demands(handle.call, "cuda")] == [
         ("student", 1, 0.5),
         ("teacher", 2, 0.5),
     ]
@@ -121,7 +129,7 @@ def test_what_there_is_may_be_filled_to_the_last() -> None:
 def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, int], field: str) -> None:
     engine = {"library": "megatron", "num_workhorses": 2} | layout
     asked = validate({"ppo": {"stages": [{}, {"critic": "separate", "critic_engine": engine}]}})
-    with pytest.raises(ConfigError, match=f"ppo.stages.1.critic_engine.{field} is not allowed on CPU: Megatron-core"):
+    with pytest.raises(ConfigError, match=f"ppo-2.critic_engine.{field} is not allowed on CPU: Megatron-core"):
         check_config(asked, "cpu", [{"CPU": 64.0}])
     check_config(asked, "cuda", [{"CPU": 64.0, "GPU": 64.0}])
     deepspeed = validate({"sft": {"engine": {"num_workhorses": 2} | layout}})

@@ -15,15 +15,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import choose_layouts, plan_config
-from xray_runtime.planning.demand import check_config, check_graph
+from xray_runtime.planning.auto import GraphPlan, choose_layouts, plan, plan_call
+from xray_runtime.planning.changes import UNCHANGED, Changes
+from xray_runtime.planning.demand import check_call
 from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.planning.plan import Plan, search
-from xray_runtime.planning.suggestions import Changes, Suggestion, suggest
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_config, from_parameters
+from xray_runtime.planning.stage_workload import stage_workload
+from xray_runtime.planning.suggestions import Suggestion, suggest
+from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,7 +82,7 @@ def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, lengt
     assert plan == search(workload, machine(devices, gib))
     assert [p.role.name for p in plan.roles] == [role.name for role in workload.roles]
     for p in plan.roles:
-        assert p.role.use != "train" or p.layout.dp <= workload.batch_size
+        assert p.role.use != "trained" or p.layout.dp <= workload.batch_size
         assert p.role.shape.num_heads % p.layout.tp == 0
         assert p.layout.zero_stage < 3 or p.layout.tp * p.layout.pp == 1
     ranks = sum(p.layout.num_devices for p in plan.roles)
@@ -168,22 +170,23 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
         gpus = there.device == "cuda"
         nodes = [{"CPU": 8.0 * size, "GPU": float(size) if gpus else 0.0} for size in sizes if size]
         try:
-            config = Changes().of_config(validate(data))
+            calls = [UNCHANGED.of_call(call) for call in recorded_graph(validate(data)).calls.values()]
         except ConfigError:
             continue
-
-        def check(chosen: LifecycleConfig, nodes: Any = nodes, there: Machine = there) -> None:
-            check_config(chosen, recorded_graph(chosen), there.device, nodes)
-
-        try:
-            chosen, plan = choose_layouts(config, there, check)
-        except ConfigError as error:
-            proposed["nothing fits" if "nothing fits" in str(error) else "refused"] += 1
-            continue
-        assert chosen == validate(chosen.model_dump(mode="json"))
-        assert chosen.runtime.parallel == "as_written"
-        check_graph(recorded_graph(chosen), there.device, nodes)
-        proposed[f"{plan.kind} on {there.device}"] += 1
+        for call in calls:
+            if not call.kind.models(call.config):
+                continue
+            try:
+                chosen, _ = choose_layouts(call, there, nodes)
+            except ConfigError as error:
+                proposed["nothing fits" if "nothing fits" in str(error) else "refused"] += 1
+                continue
+            assert chosen.config == call.kind.validated(chosen.config.model_dump(mode="json"))
+            assert chosen.runtime.parallel == "as_written"
+            check_call(chosen, there.device, nodes)
+            found = plan_call(call, there, nodes)
+            assert found is not None
+            proposed[f"{found.kind} on {there.device}"] += 1
     assert {name for name in proposed if name.endswith("on cuda")} >= {
         "colocated on cuda",
         "separate on cuda",
@@ -192,50 +195,50 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
     }, proposed
 
 
-def test_the_evaluation_is_counted(model: str) -> None:
-    """A frozen trunk leaves PPO three models and the evaluation four: three GPUs cannot have one each."""
+def test_each_stage_shares_devices_as_its_models_need(model: str) -> None:
+    """A frozen trunk leaves PPO two models and the evaluation four: three GPUs can give one to each of PPO's alone."""
     base = {"kind": "pretrained", "model": model, "trainable_layers": 2}
-    config = validate({"base": base, "runtime": {"parallel": "auto"}})
-    chosen, plan = choose_layouts(config, machine(3, 141))
-    assert plan.placement == "colocated"
-    assert chosen.runtime.gpus_per_workhorse == 0.5
-    check_graph(recorded_graph(chosen), "cuda", [{"CPU": 8.0, "GPU": 3.0}])
+    calls = recorded_graph(validate({"base": base, "runtime": {"parallel": "auto"}})).calls
+    chosen = {name: choose_layouts(calls[name], machine(3, 141))[0] for name in ("ppo-1", "evaluate")}
+    assert {name: call.runtime.gpus_per_workhorse for name, call in chosen.items()} == {"ppo-1": 1.0, "evaluate": 0.5}
 
 
 def test_cores_bound_the_replicas() -> None:
     # A step of 32 × 64 tokens is four passes of 512: four replicas, and three other models, ask for 7 × 8 cores.
-    small = {"engine": {"micro_batch_tokens": 512}}
-    short = {"data": {"max_prompt_tokens": 32}, "sft": small | {"max_response_tokens": 32}}
-    stages = short | {"reward": small, "ppo": {"stages": [small]}}
+    stage = {"engine": {"micro_batch_tokens": 512}, "max_new_tokens": 32}
     there = Machine(num_devices=32, memory_bytes=8 * GIB, device="cpu")
 
     def chosen(cpus: float) -> int:
-        def check(config: LifecycleConfig) -> None:
-            check_graph(recorded_graph(config), "cpu", [{"CPU": 32.0}])
-
-        config = validate(stages | {"runtime": {"parallel": "auto", "cpus_per_workhorse": cpus}})
-        return choose_layouts(config, there, check)[0].ppo.stages[0].engine.num_workhorses
+        runtime = {"parallel": "auto", "cpus_per_workhorse": cpus}
+        config = validate({"data": {"max_prompt_tokens": 32}, "ppo": {"stages": [stage]}, "runtime": runtime})
+        call, _ = choose_layouts(recorded_graph(config).calls["ppo-1"], there, [{"CPU": 32.0}])
+        engine = call.config.engine
+        assert isinstance(engine, EngineConfig)
+        return engine.num_workhorses
 
     assert (chosen(1.0), chosen(8.0)) == (4, 1)
-    with pytest.raises(ConfigError, match=r"its models need 36 CPUs .* and the cluster has 32: lower"):
+    with pytest.raises(ConfigError, match=r"its models need 63 CPUs .* and the cluster has 32: lower"):
         chosen(9.0)
 
 
 def test_replicas_of_the_generator_are_counted() -> None:
-    workload = from_config(validate({"runtime": {"generator_replicas": 3}}), "cuda")
+    workload = configured("cuda", runtime={"generator_replicas": 3})
     plan = search(workload, machine(2))
     # Policy, reference, reward model and three generators on two GPUs.
     assert max(len(group.ranks) for group in plan.groups) == 3
-    [generator] = [p for p in plan.roles if p.role.use == "generate"]
+    [generator] = [p for p in plan.roles if p.role.use == "sampled"]
     assert generator.layout.num_devices == 3
 
 
 def test_a_generator_that_cannot_be_split_is_not() -> None:
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     data = {"base": {"kind": "fresh", **big}, "runtime": {"parallel": "auto"}}
-    assert plan_config(validate(data), machine(32, 40)).layouts["generate"].tp > 1
-    whole = validate(data | {"generator": {"engine": "transformers"}})
-    assert plan_config(whole, machine(32, 40)).layouts["generate"].tp == 1
+
+    def degree(more: dict[str, Any]) -> int:
+        return plan(recorded_graph(validate(data | more)), machine(32, 40)).stages["ppo-1"].layouts["sampled"].tp
+
+    assert degree({}) > 1
+    assert degree({"generator": {"engine": "transformers"}}) == 1
 
 
 def test_what_is_refused_says_why() -> None:
@@ -298,14 +301,14 @@ HOPELESS = [(7e9, 2, 40), (7e9, 8, 40), (70e9, 8, 80), (1e9, 1, 8), (1e8, 1, 2),
 
 
 def suggestions(count: float, there: Machine, **asked: Any) -> list[Suggestion]:
-    def plan(changes: Changes, there: Machine) -> Plan:
-        return search(changes.of_parameters(count, 1024), there)
+    def planner(changes: Changes, there: Machine) -> GraphPlan:
+        return GraphPlan({"ppo": search(changes.of_parameters(count, 1024), there)})
 
-    nearest = plan(Changes(**asked), there)
+    nearest = planner(Changes(**asked), there)
     assert not nearest.fits
-    assert nearest.fullest.peak_bytes > there.usable_bytes
-    found = list(suggest(plan, Changes(**asked), nearest))
-    assert all(plan(s.changes, s.machine).fits for s in found)
+    assert nearest.stages["ppo"].fullest.peak_bytes > there.usable_bytes
+    found = list(suggest(planner, Changes(**asked), nearest))
+    assert all(planner(s.changes, s.machine).fits for s in found)
     return found
 
 
@@ -338,14 +341,11 @@ def test_what_a_config_does_not_allow_is_not_suggested(model: str) -> None:
     """Adapters do not go with a frozen trunk, and on CPU nothing can be offloaded, and no generator sleeps."""
     config = validate({"base": {"kind": "pretrained", "model": model, "trainable_layers": 2}})
 
-    def plan(changes: Changes, there: Machine) -> Plan:
-        def check(chosen: LifecycleConfig) -> None:
-            check_graph(recorded_graph(chosen), there.device, [{"CPU": 8.0}])
-
-        return plan_config(changes.of_config(config), there, check)
+    def planner(changes: Changes, there: Machine) -> GraphPlan:
+        return plan(recorded_graph(config), there, changes, [{"CPU": 8.0}])
 
     here = Machine(num_devices=1, memory_bytes=4 * GIB, device="cpu")
-    found = list(suggest(plan, Changes(), plan(Changes(), here)))
+    found = list(suggest(planner, UNCHANGED, planner(UNCHANGED, here)))
     assert {s.change for s in found} <= {"memory_gib", "micro_batch_tokens"}
     assert "memory_gib" in {s.change for s in found}
 
@@ -353,37 +353,53 @@ def test_what_a_config_does_not_allow_is_not_suggested(model: str) -> None:
 # --- config
 
 
-def configured(**changes: Any) -> Workload:
-    return from_config(validate(changes), "cpu")
+def configured(device: str = "cpu", stage: str = "ppo-1", **changes: Any) -> Workload:
+    workload = stage_workload(recorded_graph(validate(changes)).calls[stage], device)
+    assert workload is not None
+    return workload
+
+
+def names(workload: Workload) -> list[str]:
+    return [role.name for role in workload.roles]
 
 
 def test_roles_follow_the_config() -> None:
-    assert [r.name for r in configured().roles] == ["policy", "reference", "reward", "generator"]
-    separate = configured(ppo={"stages": [{}, {"critic": "separate"}]})
-    assert [r.name for r in separate.roles] == ["policy", "reference", "critic", "reward", "generator"]
-    shared = configured(base={"kind": "pretrained", "model": "smollm2-135m", "trainable_layers": 2})
-    assert [r.name for r in shared.roles] == ["policy", "generator"]
-    assert (shared.roles[0].top_layers, shared.roles[0].branches) == (2, 2)
-    assert [r.name for r in shared.evaluated] == ["before", "after", "reward", "generator"]
+    assert names(configured()) == ["generator", "policy", "reference", "rewards.0"]
+    two: dict[str, Any] = {"ppo": {"stages": [{}, {"critic": "separate"}]}}
+    assert names(configured(**two)) == ["generator", "policy", "reference", "rewards.0"]
+    assert names(configured(stage="ppo-2", **two)) == ["generator", "policy", "reference", "rewards.0", "critic"]
+    trunk: dict[str, Any] = {"base": {"kind": "pretrained", "model": "smollm2-135m", "trainable_layers": 2}}
+    shared = configured(**trunk)
+    assert names(shared) == ["generator", "policy"]
+    assert (shared.roles[1].top_layers, shared.roles[1].branches) == (2, 2)
+    assert names(configured(stage="evaluate", **trunk)) == ["generator", "rewards.0", "before", "after"]
+    assert names(configured(stage="sft")) == ["policy"]
+    assert names(configured(stage="preferences")) == ["generator"]
 
 
 def test_what_is_left_out_has_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "judge")
-    none = {"sft": None, "reward": None, "preferences": None}
-    judged = configured(**none, rewards=[{"function": "judge:score"}])
-    assert [r.name for r in judged.roles] == ["policy", "reference", "generator"]
-    assert [r.name for r in judged.evaluated] == ["before", "after", "generator"]
-    assert [r.name for r in configured(**none, reward_ref="other#reward").roles][2] == "reward"
+    none: dict[str, Any] = {"sft": None, "reward": None, "preferences": None}
+    judged = none | {"rewards": [{"function": "judge:score"}]}
+    assert names(configured(**judged)) == ["generator", "policy", "reference"]
+    assert names(configured(stage="evaluate", **judged)) == ["generator", "before", "after"]
+
+
+def test_a_reward_model_of_another_place_is_taken_to_be_like_the_policy() -> None:
+    config = {"sft": None, "reward": None, "preferences": None, "reward_ref": "other#reward"}
+    roles = {role.name: role for role in configured(**config).roles}
+    assert roles["rewards.0"].shape == roles["policy"].shape
 
 
 def test_a_reward_model_of_the_hub_is_planned_by_its_own_shape(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))
-    none = {"reward": None, "preferences": None}
-    roles = {r.name: r for r in configured(**none, reward_base={"model": str(tmp_path)}).roles}
-    assert (roles["reward"].shape.num_layers, roles["reward"].shape.vocab_size) == (3, 320)
+    none: dict[str, Any] = {"reward": None, "preferences": None}
+    found = configured(**none, reward_base={"model": str(tmp_path)})
+    roles = {role.name: role for role in found.roles}
+    assert (roles["rewards.0"].shape.num_layers, roles["rewards.0"].shape.vocab_size) == (3, 320)
     assert roles["policy"].shape.num_layers != 3
-    with pytest.raises(ValueError, match=r"^reward_base\.model: '\./nowhere' is not a directory$"):
+    with pytest.raises(ConfigError, match=r"^reward_base\.model: '\./nowhere' is not a directory$"):
         configured(**none, reward_base={"model": "./nowhere"})
 
 
@@ -392,10 +408,11 @@ def test_a_checkpoint_is_planned_by_what_lies_beside_its_weights(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 320}))
     found = configured(base={"kind": "checkpoint", "ref": str(tmp_path)})
     assert (found.roles[0].shape.num_layers, found.roles[0].shape.vocab_size) == (2, 320)
+    elsewhere = recorded_graph(validate({"base": {"kind": "checkpoint", "ref": "runs/other#sft"}}))
     with pytest.raises(
-        ConfigError, match=r"^base\.ref: 'runs/other#sft' cannot be planned: must be a checkpoint's dir"
+        ConfigError, match=r"^sft\.policy: 'runs/other#sft' cannot be planned: must be a checkpoint's dir"
     ):
-        plan_config(validate({"base": {"kind": "checkpoint", "ref": "runs/other#sft"}}), machine(1))
+        plan(elsewhere, machine(1))
 
 
 def test_lengths_and_batches_follow_the_config() -> None:
@@ -403,23 +420,35 @@ def test_lengths_and_batches_follow_the_config() -> None:
         {"max_new_tokens": 8, "minibatch_size": 16, "engine": {"micro_batch_tokens": 512}},
         {"max_new_tokens": 24, "prompts_per_iteration": 128},
     ]
-    workload = configured(data={"max_prompt_tokens": 40}, sft={"max_response_tokens": 32}, ppo={"stages": stages})
-    assert (workload.sequence_tokens, workload.response_tokens) == (72, 32)
-    assert (workload.batch_size, workload.rollout_size, workload.micro_batch_tokens) == (16, 128, 4096)
-    ppo_alone = {"sft": None, "reward": None, "preferences": None, "reward_ref": "x", "ppo": {"stages": stages[:1]}}
-    workload = configured(**ppo_alone, evaluate={"max_new_tokens": 9})
-    assert (workload.response_tokens, workload.micro_batch_tokens) == (9, 512)
+    config: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 40},
+        "sft": {"max_response_tokens": 32},
+        "ppo": {"stages": stages},
+    }
+
+    def numbers(stage: str, **more: Any) -> tuple[int, ...]:
+        w = configured(stage=stage, **config, **more)
+        return w.sequence_tokens, w.response_tokens, w.batch_size, w.rollout_size, w.micro_batch_tokens
+
+    assert numbers("sft") == (72, 32, 64, 64, 4096)
+    assert numbers("ppo-1") == (48, 8, 16, 64, 512)
+    assert numbers("ppo-2") == (64, 24, 32, 128, 4096)
+    # Pairs are as long as the replies that were sampled for them.
+    assert numbers("reward", preferences={"source": "gold", "max_new_tokens": 20})[:2] == (60, 20)
+    # A fresh model's context of 512 tokens bounds what nothing else does.
+    unbounded = configured(stage="sft")
+    assert (unbounded.sequence_tokens, unbounded.response_tokens) == (512, 170)
 
 
 def test_precision_follows_the_device() -> None:
-    assert {r.name: r.weight_bytes for r in configured().roles}["generator"] == 4
-    on_gpu = from_config(LifecycleConfig(), "cuda")
-    assert {r.name: r.weight_bytes for r in on_gpu.roles} == {"policy": 4, "reference": 4, "reward": 4, "generator": 2}
+    on_cpu, on_gpu = ({r.name: r.weight_bytes for r in configured(device).roles} for device in ("cpu", "cuda"))
+    assert on_cpu == {"generator": 4, "policy": 4, "reference": 4, "rewards.0": 4}
+    assert on_gpu == on_cpu | {"generator": 2}
 
 
 def test_vllms_cache_on_cpu_is_what_it_reserves() -> None:
     workload = configured(runtime={"generator_memory_gib": 2.0})
-    assert workload.memory(workload.roles[-1], Layout()).kv_cache == 2 * GIB
+    assert workload.memory(workload.roles[0], Layout()).kv_cache == 2 * GIB
 
 
 def test_planning_loads_no_engine() -> None:
@@ -427,7 +456,7 @@ def test_planning_loads_no_engine() -> None:
     code = (
         "import sys, xray_runtime.planning.suggestions as s, xray_runtime.planning.workload as w\n"
         "from xray_runtime.planning.plan import search\n"
-        "plan = lambda changes, machine: search(changes.of_parameters(7e9, 1024), machine)\n"
+        "plan = lambda changes, there: s.GraphPlan({'ppo': search(changes.of_parameters(7e9, 1024), there)})\n"
         "list(s.suggest(plan, s.Changes(), plan(s.Changes(), w.Machine(num_devices=1, memory_bytes=2**33))))\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"
     )

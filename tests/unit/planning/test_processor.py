@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
 from xray_runtime.planning.processor import has_bfloat16, slow_precision
 
@@ -32,10 +33,10 @@ def test_a_config_that_asks_for_it_is_told(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("flags : avx2\n")
     new.write_text("flags : avx2 amx_bf16\n")
-    smollm2, tiny = load_config(CONFIGS / "smollm2.yaml", []), load_config(CONFIGS / "tiny.yaml", [])
+    smollm2, tiny = (recorded_graph(load_config(CONFIGS / f"{name}.yaml")) for name in ("smollm2", "tiny"))
     said = slow_precision(smollm2, "cpu", old)
     assert said is not None
-    assert "sft.engine.precision, reward.engine.precision, ppo.stages.0.engine.precision" in said
-    assert "frozen.precision = bfloat16" in said
+    assert "sft.engine.precision, reward.engine.precision, ppo-1.engine.precision" in said
+    assert "evaluate.frozen.precision" in said
     for config, device, cpuinfo in ((smollm2, "cpu", new), (smollm2, "cuda", old), (tiny, "cpu", old)):
         assert slow_precision(config, device, cpuinfo) is None

@@ -55,7 +55,7 @@ def test_a_whole_run_is_checked_stage_by_stage() -> None:
     # A cluster that is not connected yet is asked later.
     check_run(graph, "cpu", None)
     with pytest.raises(ConfigError, match=r"ppo-1: its models need"):
-        check_stages([graph.calls["ppo-1"]], graph.runtime, "cpu", little)
+        check_stages([graph.calls["ppo-1"]], "cpu", little)
 
 
 def test_a_shared_store_that_is_not_there_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,399 @@
+"""Graphs of every kind are planned, laid out, searched and explained by what their kinds say of their models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xray
+from xray.cli.explain import explained
+from xray.flows.search import SearchConfig, search_space
+from xray.flows.subject import Subject
+from xray.flows.trials import Search
+from xray.flows.tune import _next_trials
+from xray_runtime.config.engines import EngineConfig, FrozenConfig
+from xray_runtime.config.sft import SFTConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.graph import Graph, recording
+from xray_runtime.graph.kind import StageKind
+from xray_runtime.planning.auto import choose_layouts, plan
+from xray_runtime.planning.changes import Changes
+from xray_runtime.planning.demand import check_call
+from xray_runtime.planning.roles import ModelRole, trained
+from xray_runtime.planning.stage_workload import base_of
+from xray_runtime.planning.workload import GIB, Machine, Role
+
+HERE = "tests.unit.planning.test_any_graph"
+ONE = Machine(num_devices=1, memory_bytes=80 * GIB)
+EIGHT = Machine(num_devices=8, memory_bytes=80 * GIB)
+LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")
+NODES: list[dict[str, float]] = [{"CPU": 64.0, "GPU": 8.0}]
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
+PARAMETERS = 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 448 + 2 * 64) + 64
+"""Of a fresh model of `SIZES`: embeddings; attention, MLP and norms of two layers; the last norm."""
+
+
+class DistillConfig(SFTConfig):
+    """Of a kind of the user's own: a student is trained beside a frozen teacher."""
+
+    teacher: FrozenConfig = FrozenConfig()
+
+
+@dataclass(frozen=True)
+class DistillInputs:
+    student: Model
+    teacher: Model
+    data: Dataset
+
+
+def distill_models(config: DistillConfig) -> dict[str, ModelRole]:
+    return {
+        "student": trained(config, "student", batch_size=config.batch_size, data="data", reply_tokens=64),
+        "teacher": ModelRole(
+            use="frozen", layout=config.teacher, field="teacher", shape="teacher", data="data", reply_tokens=64
+        ),
+    }
+
+
+# Not registered: the registry is of the whole process.
+distill = StageKind("distill", DistillConfig, DistillInputs, Model, f"{HERE}:run", models=distill_models)
+
+
+def distillation(output: str = "runs/distillation", steps: int = 10) -> None:
+    with xray.workspace(output):
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        small = xray.fresh_base(chats, **SIZES, name="small")
+        large = xray.fresh_base(chats, **SIZES | {"num_layers": 8}, name="large")
+        teacher = xray.sft(large, data=chats, steps=steps, name="teacher")
+        distill(small, teacher, chats, steps=steps)
+
+
+def sft_alone(output: str = "runs/sft", steps: int = 10, runtime: dict[str, Any] | None = None) -> None:
+    with xray.workspace(output, runtime=runtime or {}):
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        xray.sft(xray.fresh_base(chats, **SIZES), data=chats, steps=steps)
+
+
+def evaluate_alone(output: str = "runs/evaluate", num_prompts: int = 16) -> None:
+    with xray.workspace(output):
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        base = xray.fresh_base(chats, **SIZES)
+        xray.evaluate(base, against=base, prompts=chats, gold="vader", num_prompts=num_prompts)
+
+
+JUDGED = {"generator", "before", "after"}
+PPO = {"generator", "policy", "reference"}
+GRAPHS: dict[str, tuple[str, dict[str, set[str]], dict[str, Any], str]] = {
+    # The flow, the models of its stages, what is searched, and until where.
+    "two judges": (
+        "examples.two_judges:two_judges",
+        {
+            "sft": {"policy"},
+            "upbeat-judge": {"reward"},
+            "interesting-judge": {"reward"},
+            "ppo": PPO | {"rewards.0", "rewards.1"},
+            "evaluate": JUDGED | {"rewards.0"},
+        },
+        {"steps": {"low": 10, "high": 50}, "ppo.rewards.1.weight": {"low": 0.1, "high": 1.0}},
+        "ppo",
+    ),
+    "online DPO": (
+        "examples.online_dpo:online_dpo",
+        {
+            "sft": {"policy"},
+            "pairs-1": {"generator"},
+            "dpo-1": {"policy"},
+            "pairs-2": {"generator"},
+            "dpo-2": {"policy"},
+            "evaluate": JUDGED,
+        },
+        {"dpo-2.beta": {"low": 0.01, "high": 1.0, "log": True}},
+        "dpo-2",
+    ),
+    "tools": (
+        "examples.calculator:calculator",
+        {"sft": {"policy"}, "ppo": PPO, "benchmark": {"generator"}},
+        {"method": {"choices": ["grpo", "rloo"]}, "ppo.lr": {"low": 1e-5, "high": 1e-3, "log": True}},
+        "ppo",
+    ),
+    "own kind": (
+        f"{HERE}:distillation",
+        {"teacher": {"policy"}, "distill": {"student", "teacher"}},
+        {"distill.lr": {"low": 1e-5, "high": 1e-3}},
+        "distill",
+    ),
+    "rejection sampling": (
+        "examples.rejection_sampling:rejection_sampling",
+        {
+            "sft": {"policy"},
+            "best-1": {"generator"},
+            "sft-1": {"policy"},
+            "best-2": {"generator"},
+            "sft-2": {"policy"},
+            "evaluate": JUDGED,
+        },
+        {"best-1.samples": {"low": 2, "high": 16}},
+        "sft-1",
+    ),
+    "own advantage": (
+        "examples.max_rl:max_rl_lifecycle",
+        {"sft": {"policy"}, "ppo": PPO, "evaluate": JUDGED},
+        {"ppo.kl.coef": {"low": 0.0, "high": 0.1}, "iterations": {"low": 2, "high": 10}},
+        "ppo",
+    ),
+    "SFT alone": (f"{HERE}:sft_alone", {"sft": {"policy"}}, {"sft.lr": {"low": 1e-4, "high": 1e-2}}, "sft"),
+    "evaluate alone": (
+        f"{HERE}:evaluate_alone",
+        {"evaluate": JUDGED},
+        {"evaluate.temperature": {"choices": [0.5, 1.0]}},
+        "evaluate",
+    ),
+}
+
+
+def subject(name: str, output: Path, **parameters: Any) -> Subject:
+    return Subject(flow=GRAPHS[name][0], parameters={"output": str(output), **parameters})
+
+
+@pytest.mark.parametrize("machine", [ONE, EIGHT, LAPTOP], ids=["1 GPU", "8 GPUs", "CPU"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_stage_with_models_is_planned_and_laid_out(name: str, machine: Machine, tmp_path: Path) -> None:
+    graph = subject(name, tmp_path).recorded()
+    planned = plan(graph, machine, nodes=NODES)
+    assert planned.fits
+    found = {stage: {p.role.name for p in chosen.roles} for stage, chosen in planned.stages.items()}
+    assert found == GRAPHS[name][1]
+    for call in graph.calls.values():
+        chosen, text = choose_layouts(call, machine, NODES)
+        assert (text is not None) == (call.name in planned.stages)
+        check_call(chosen, machine.device, NODES)
+        if text is None:
+            assert chosen == call
+            continue
+        models = chosen.kind.models(chosen.config)
+        assert found[call.name] == set(models)
+        layouts = planned.stages[call.name].layouts
+        ranks = 0
+        for role in models.values():
+            size = getattr(role.layout, "num_workhorses", None) or role.layout.tensor_parallel
+            assert size == layouts[role.use].num_devices
+            ranks += size
+        if machine.device == "cuda":
+            assert ranks * chosen.runtime.gpus_per_workhorse <= machine.num_devices
+            # One GPU is shared by all of a stage's models, and by no other stage's.
+            if machine is ONE:
+                assert chosen.runtime.gpus_per_workhorse == pytest.approx(1 / ranks, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_graph_is_searched(name: str, tmp_path: Path) -> None:
+    _, _, fields, until = GRAPHS[name]
+    wanted = SearchConfig.model_validate({"fields": fields, "until": until, "metric": "any/metric", "trials": 1})
+    searched = subject(name, tmp_path)
+    space = search_space(searched, wanted)
+    trial = next(_next_trials(Search(tmp_path, searched, wanted, space)))
+    applied = searched.with_values(trial.values)
+    calls = applied.recorded().calls
+    before = searched.recorded().calls
+    for path, value in trial.values.items():
+        if "." not in path:
+            assert applied.parameters[path] == value
+            continue
+        stage, _, field = path.partition(".")
+        found = calls[stage].config_json()
+        for key in field.split("."):
+            found = found[int(key) if isinstance(found, list) else key]
+        assert found == value
+        assert calls[stage] != before[stage]
+    assert set(calls) == set(before)
+
+
+@pytest.mark.parametrize("name", sorted(GRAPHS.keys() - {"own kind"}))
+def test_every_graph_is_explained(name: str, tmp_path: Path) -> None:
+    graph = subject(name, tmp_path).recorded()
+    lines = explained(graph, tmp_path)
+    assert [stage for stage, _, _ in lines] == list(graph.calls)
+    assert lines[0][1:] == ("compute", "it was never computed here")
+    assert lines[-1][1] == "compute"
+
+
+def test_sft_needs_less_than_ppo_on_the_same_base() -> None:
+    with recording() as graph:
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        base = xray.fresh_base(chats, **SIZES)
+        xray.sft(base, chats, max_response_tokens=16)
+        xray.ppo(base, prompts=chats, rewards=[lambda_score], gold=None)
+    stages = plan(graph, ONE).stages
+    [policy] = stages["sft"].roles
+    # float32: weights and gradients of 4 bytes, Adam's two moments.
+    states = (policy.memory.weights, policy.memory.gradients, policy.memory.optimizer)
+    assert states == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
+    together = {p.role.name: p.memory for p in stages["ppo"].roles}
+    assert together["policy"].weights == together["reference"].weights == 4 * PARAMETERS
+    assert together["generator"].weights == 2 * PARAMETERS
+    assert stages["ppo"].fullest.peak_bytes == sum(memory.total for memory in together.values())
+    assert stages["sft"].fullest.peak_bytes == policy.memory.total < stages["ppo"].fullest.peak_bytes
+    assert (stages["sft"].workload.sequence_tokens, stages["ppo"].workload.sequence_tokens) == (80, 80)
+
+
+def lambda_score(prompts: list[str], replies: list[str]) -> list[float]:
+    return [0.0 for _ in replies]
+
+
+def test_a_teacher_has_the_shape_of_what_made_it(tmp_path: Path) -> None:
+    graph = subject("own kind", tmp_path).recorded()
+    roles = {p.role.name: p for p in plan(graph, ONE).stages["distill"].roles}
+    # Six more layers.
+    more = 6 * (4 * 64 * 64 + 3 * 64 * 448 + 2 * 64)
+    assert roles["student"].role.shape.num_parameters == PARAMETERS
+    assert roles["teacher"].role.shape.num_parameters == PARAMETERS + more
+    assert roles["teacher"].memory.weights == 4 * (PARAMETERS + more)
+    # The trained teacher comes from the fresh model through a stage between.
+    assert base_of(graph.calls["distill"], "teacher", "")[1] == "large.model"
+
+
+def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
+    """A teacher of 9 billion parameters in float32, 36 GB, is cut to fit GPUs of 24 GiB; its student is not."""
+    wide = {"hidden_size": 4096, "num_layers": 40, "num_heads": 32, "num_kv_heads": 32, "intermediate_size": 12288}
+    with recording() as graph:
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        large = xray.fresh_base(chats, **wide, name="large")
+        distill(xray.fresh_base(chats, **SIZES), large, chats)
+    machine = Machine(num_devices=8, memory_bytes=24 * GIB)
+    chosen, text = choose_layouts(graph.calls["distill"], machine)
+    teacher, engine = chosen.config.teacher, chosen.config.engine
+    assert isinstance(engine, EngineConfig)
+    assert teacher.tensor_parallel == teacher.num_workhorses == 2
+    assert (engine.tensor_parallel, engine.zero) == (1, 0)
+    assert text is not None
+    assert "frozen ones on 2, TP 2" in text
+
+
+def test_a_workspace_takes_what_the_planner_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`runtime.parallel: auto` in Python: the same function as `xray plan` and YAML, for the cluster's machine."""
+    from xray.tasks import workspace
+
+    monkeypatch.setattr(workspace, "cluster_machine", lambda runtime: EIGHT)
+    monkeypatch.setattr(workspace, "nodes", lambda: NODES)
+    with recording() as graph:
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=448)
+        xray.sft(xray.fresh_base(chats, **SIZES), data=chats, max_response_tokens=64)
+    opened = workspace.Workspace(tmp_path, runtime={"parallel": "auto"})
+    chosen = opened.laid_out(graph.calls["sft"])
+    # 64 sequences of 512 tokens are eight micro-batches of 4,096: all eight GPUs are of use.
+    assert chosen.config.engine.num_workhorses == 8
+    assert chosen == choose_layouts(graph.calls["sft"], EIGHT, NODES)[0]
+    assert workspace.Workspace(tmp_path).laid_out(graph.calls["sft"]) is graph.calls["sft"]
+
+
+def test_a_trial_sets_fields_of_the_workspace_that_its_flow_opens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from xray.tasks import workspace
+    from xray.tasks.command import Command, commanded, is_commanded
+
+    monkeypatch.setattr(workspace.Workspace, "submit", lambda self, call: None)
+    fields = {"sft.lr": 0.5, "sft.engine.micro_batch_tokens": 64}
+    with commanded(Command(output=str(tmp_path), until="sft", fields=fields)):
+        opened = workspace.Workspace("elsewhere")
+    assert not is_commanded()
+    assert (opened.output, opened.until) == (tmp_path, "sft")
+    Graph.__enter__(opened)
+    try:
+        chats = xray.prepare(source="chitchat")
+        sft = xray.sft(xray.fresh_base(chats), data=chats, lr=0.1)
+    finally:
+        Graph.__exit__(opened, None, None, None)
+    assert sft.call is not None
+    assert (sft.call.config.lr, sft.call.config.engine.micro_batch_tokens) == (0.5, 64)
+
+
+def test_what_auto_chooses_cannot_be_written_too(tmp_path: Path) -> None:
+    auto = {"parallel": "auto"}
+    assert subject("SFT alone", tmp_path, runtime=auto).recorded().runtime.parallel == "auto"
+    written = subject("SFT alone", tmp_path, runtime=auto).with_values({"sft.engine.num_workhorses": 2})
+    with pytest.raises(
+        ConfigError, match=r"^sft\.engine\.num_workhorses: 2 is not allowed with runtime\.parallel 'auto'"
+    ):
+        written.recorded()
+
+
+def only(graph: Graph, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(graph, ONE, Changes(**changes))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
+    with recording() as nothing:
+        xray.prepare(source="chitchat")
+    assert only(nothing) == "nothing is to be planned: no stage has models"
+    alone = subject("evaluate alone", tmp_path).recorded()
+    assert only(alone, lora_rank=8) == "LoRA, offload and micro-batches are not allowed: no stage trains a model"
+    with recording() as elsewhere:
+        chats = xray.prepare(source="chitchat")
+        xray.sft(elsewhere.checkpoint("runs/other#base"), data=chats)
+    assert only(elsewhere).startswith(
+        "sft.policy: 'runs/other#base' cannot be planned: must be a checkpoint's directory"
+    )
+    shapeless = StageKind(
+        "shapeless",
+        DistillConfig,
+        DistillInputs,
+        Model,
+        f"{HERE}:run",
+        models=lambda config: {"judge": ModelRole(use="frozen", layout=config.teacher, field="teacher", shape=None)},
+    )
+    with recording() as graph:
+        chats = xray.prepare(source="chitchat")
+        base = xray.fresh_base(chats)
+        shapeless(base, base, chats)
+    assert only(graph).startswith("shapeless.judge: cannot be planned: 'shapeless' is made from no model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, or a parameter of the"),
+        ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
+        ({"stf.lr": {"low": 1, "high": 2}}, "stf.lr: is no field of a stage; the stages are prepare, fresh_base, sft"),
+        ({"sft.lr": {"low": -1, "high": 2}}, "sft.lr: -1 is not allowed: must be greater than 0"),
+        ({"steps": {"low": 1.5, "high": 2}}, "sft_alone: steps: 1.5 is not allowed: must be a valid integer"),
+        ({"output": {"choices": ["a", "b"]}}, "fields.output: is not allowed: no stage up to 'sft' reads it"),
+    ],
+)
+def test_what_a_flow_does_not_have_is_not_searched(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    wanted = SearchConfig.model_validate({"fields": fields, "until": "sft"})
+    with pytest.raises(ConfigError) as caught:
+        search_space(subject("SFT alone", tmp_path), wanted)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_range_of_a_flow_is_whole_where_the_field_is(tmp_path: Path) -> None:
+    fields = {"steps": {"low": 2, "high": 9}, "sft.lr": {"low": 1, "high": 2}, "sft.batch_size": {"low": 8, "high": 32}}
+    space = search_space(
+        subject("SFT alone", tmp_path), SearchConfig.model_validate({"fields": fields, "until": "sft"})
+    )
+    assert {path: getattr(span, "whole", None) for path, span in space.items()} == {
+        "steps": True,
+        "sft.lr": False,
+        "sft.batch_size": True,
+    }
+
+
+def test_roles_are_of_the_planner_alone() -> None:
+    """The planner imports no stage kind and no config of a lifecycle."""
+    import subprocess
+    import sys
+
+    code = "import sys, xray_runtime.planning.suggestions, xray_runtime.planning.description\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "xray_runtime.planning.auto" in loaded
+    assert not [name for name in loaded if name.startswith(("xray_runtime.stages", "xray_runtime.config.lifecycle"))]
+    assert Role.__module__ in loaded

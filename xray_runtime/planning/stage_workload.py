@@ -1,0 +1,182 @@
+"""The models of a stage as a workload: each of the shape of what it is made from, which inputs lead to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.prepare import PROMPT_TOKENS
+from xray_runtime.config.sft import REPLY_TOKENS
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.memory import (
+    FLOAT32_BYTES,
+    HALF_BYTES,
+    PLAIN,
+)
+from xray_runtime.planning.roles import ModelRole
+from xray_runtime.planning.shapes import ModelShape, from_fresh, from_pretrained
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.graph import StageCall
+    from xray_runtime.graph.handles import Handle
+
+from xray_runtime.planning.workload import GIB, Role, Workload, trained_so
+
+
+def stage_workload(call: StageCall, device: str) -> Workload | None:
+    """The models of a stage, each of the shape of what it is made from; None of a stage that has none.
+
+    vLLM generates in bfloat16 on CUDA.
+
+    Raises:
+        ConfigError: a model's shape cannot be found, read or planned.
+    """
+    declared = dict(call.kind.models(call.config))
+    on_trunks = [name for name, role in declared.items() if _stands_on(call, role, declared)]
+    branches = Counter(declared[name].trunk for name in on_trunks)
+    kept = {name: role for name, role in declared.items() if name not in on_trunks}
+    if not kept:
+        return None
+    roles = tuple(_planned(call, name, role, branches[name], device) for name, role in kept.items())
+    lengths = [_lengths(call, role) for role in kept.values()]
+    engines = [role.layout for role in kept.values() if isinstance(role.layout, EngineConfig)]
+    return Workload(
+        roles=roles,
+        sequence_tokens=max(sum(length) for length in lengths),
+        response_tokens=max(response for _, response in lengths),
+        batch_size=min((role.batch_size for role in kept.values() if role.use == "trained"), default=1),
+        rollout_size=max(role.rows for role in kept.values()),
+        micro_batch_tokens=max((engine.micro_batch_tokens for engine in engines), default=16),
+        reserved_kv_bytes=round(call.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
+        generator_replicas=call.runtime.generator_replicas,
+        generator_sleeps=call.runtime.generator_sleeps,
+    )
+
+
+def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device: str) -> Role:
+    where, layout = f"{call.name}.{name}", role.layout
+    source, field = _source(call, role, where)
+    shape = from_fresh(source) if isinstance(source, FreshBase) else _pretrained_shape(source, field)
+    if role.trainable_layers is not None and role.trainable_layers > shape.num_layers:
+        raise ConfigError(
+            f"{call.name}.trainable_layers: {role.trainable_layers} is not allowed: the model has {shape.num_layers} "
+            "layers"
+        )
+    width, options = FLOAT32_BYTES, PLAIN
+    if isinstance(layout, EngineConfig):
+        width, options = trained_so(role.lora, layout, device)
+    elif isinstance(layout, GeneratorConfig):
+        width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
+    elif getattr(layout, "precision", "float32") == "bfloat16":
+        width = HALF_BYTES
+    return Role(
+        name=name,
+        shape=shape,
+        use=role.use,
+        weight_bytes=width,
+        scores_tokens=role.scores_tokens,
+        top_layers=role.trainable_layers,
+        branches=role.branches + branches,
+        options=options,
+        in_one_piece=isinstance(layout, GeneratorConfig) and layout.engine == "transformers",
+        model=None if isinstance(source, FreshBase) else source,
+    )
+
+
+class UnknownShapeError(ConfigError):
+    """A checkpoint lies elsewhere, and nothing here says the shape of its model."""
+
+
+def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | str, str]:
+    """`base_of` a role; a frozen model whose checkpoint lies elsewhere is taken to be of the shape of the others."""
+    try:
+        return base_of(call, role.shape, where)
+    except UnknownShapeError:
+        others = [other.shape for other in call.kind.models(call.config).values() if other.use != "frozen"]
+        if role.use != "frozen" or not others:
+            raise
+        return base_of(call, others[0], where)
+
+
+def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | str, str]:
+    """(the model that an input, or with None the stage itself, comes from: its sizes, or name or directory; the field
+    that names it).
+
+    Raises:
+        ConfigError: nothing says its shape; the line begins with `where`.
+    """
+    while name is not None:
+        handle = call.parents.get(name)
+        if handle is None:
+            raise ConfigError(f"{where}: cannot be planned: the stage has no input {name!r} that says its shape")
+        if handle.call is None:
+            directory = handle.graph.directory_of(handle)
+            if not (directory / "config.json").is_file():
+                raise UnknownShapeError(
+                    f"{where}: {handle.name!r} cannot be planned: must be a checkpoint's directory, whose config.json "
+                    "says the model's shape"
+                )
+            return str(directory), where
+        call, name = handle.call, _made_from(handle.call)
+    base = call.kind.base_model(call.config)
+    if base is None:
+        raise ConfigError(f"{where}: cannot be planned: {call.name!r} is made from no model whose shape is known")
+    return base, f"{call.name}.model"
+
+
+def _made_from(call: StageCall) -> str | None:
+    """The input that a stage's output has its shape from; None where it is the kind's own."""
+    if call.kind.base_model(call.config) is not None:
+        return None
+    trained = (role.shape for role in call.kind.models(call.config).values() if role.use == "trained")
+    models = (name for name, handle in call.parents.items() if handle.call is None or handle.output.is_model)
+    return next(trained, None) or next(models, None)
+
+
+def _stands_on(call: StageCall, role: ModelRole, declared: dict[str, ModelRole]) -> bool:
+    """Whether a frozen model becomes a branch on the trunk of another."""
+    trunk = declared.get(role.trunk or "")
+    made = call.parents[role.shape].call if trunk is not None and role.shape is not None else None
+    if trunk is None or made is None or made.kind.base_model(made.config) is not None:
+        return False
+    layers = {other.trainable_layers for other in made.kind.models(made.config).values() if other.use == "trained"}
+    return layers == {trunk.trainable_layers} and (
+        base_of(call, role.shape, call.name) == base_of(call, trunk.shape, call.name)
+    )
+
+
+def _lengths(call: StageCall, role: ModelRole) -> tuple[int, int]:
+    """(longest prompt, longest reply) in tokens: as the data was made, or what stages take where nothing says so; of a
+    context that is not known, the most."""
+    source, _ = _source(call, role, call.name)
+    context = source.max_positions if isinstance(source, FreshBase) else None
+    data = call.parents.get(role.data or "")
+    reply = role.reply_tokens or next(_settings(data, "max_new_tokens"), None)
+    reply = reply or (REPLY_TOKENS if context is None else min(REPLY_TOKENS, context // 3))
+    prompt = next(_settings(data, "max_prompt_tokens"), None)
+    return prompt or (PROMPT_TOKENS if context is None else max(min(PROMPT_TOKENS, context - reply), 1)), reply
+
+
+def _settings(data: Handle | None, field: str) -> Iterator[Any]:
+    """The values of a field in the configs of the stages that made `data`, nearest first."""
+    handles = [data] if data is not None else []
+    for handle in handles:
+        if handle.call is None or handle.output.is_model:
+            continue
+        value = getattr(handle.call.config, field, None)
+        if value is not None:
+            yield value
+        handles += handle.call.parents.values()
+
+
+@cache
+def _pretrained_shape(model: str, field: str) -> ModelShape:
+    # A search for what would fit plans the same model a hundred times, and some take seconds to read.
+    try:
+        return from_pretrained(PretrainedBase(model=model), field)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
