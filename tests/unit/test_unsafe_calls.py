@@ -70,7 +70,7 @@ ALLOWED = {
     "function that a kind names (see test_episodes.py)",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
-    ("xray/cli/runner.py", "importlib.import_module"): "the flow that a person names on the command line",
+    ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",
     ("benchmarks/loading.py", "from_pretrained"): "a Llama's own class, on a directory the benchmark just wrote",
 }
 

@@ -17,6 +17,7 @@ from xray_runtime.store.identity import Identity
 OWN_PACKAGE = "xray_runtime"
 DECLARATIONS = (
     "xray_runtime.stages",
+    "xray_runtime.planning",
     *(f"xray_runtime.graph.{name}" for name in ("binding", "current", "graph", "handles", "inputs", "kind")),
 )
 """They say which stages there are and compute none: a body that imports them to register itself depends on no more."""

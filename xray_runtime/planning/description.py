@@ -32,7 +32,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
     machine = chosen.machine
     trained = [(p.workload, role) for p in [chosen, *planned.stages.values()] for role in p.workload.of_use("trained")]
     workload, policy = trained[0] if trained else (chosen.workload, chosen.workload.roles[0])
-    content = {
+    content: dict[str, Any] = {
         "fits": planned.fits,
         "stage": planned.fullest,
         "num_devices": machine.num_devices,

@@ -36,7 +36,7 @@ from xray_runtime.planning.workload import Machine, Role, Workload
 MAX_DEVICES = 65_536
 """Most devices that are looked at."""
 MAX_RANKS = 1024
-USES: tuple[Use, ...] = get_args(Use)
+ALL_USES: tuple[Use, ...] = get_args(Use)
 CUTS = (1, 2, 4, 8)
 """Tensor-parallel degrees and numbers of pipeline stages."""
 
@@ -156,7 +156,7 @@ def _reasons(nearest: dict[str, Plan]) -> tuple[str, ...]:
 def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     replicas = workload.generator_replicas
     whole, generating = Layout(), Layout(dp=replicas)
-    trained, scored, sampled = (workload.of_use(use) for use in USES)
+    trained, scored, sampled = (workload.of_use(use) for use in ALL_USES)
     least = max((role.options.least_zero_stage for role in trained), default=0)
     tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size) if trained else 1
@@ -191,7 +191,7 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
 def _plan(
     workload: Workload, machine: Machine, placement: Placement, train: Layout, score: Layout, generate: Layout
 ) -> Plan:
-    layouts: dict[Use, Layout] = dict(zip(USES, (train, score, generate), strict=True))
+    layouts: dict[Use, Layout] = dict(zip(ALL_USES, (train, score, generate), strict=True))
     plans = tuple(
         RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in workload.roles
     )

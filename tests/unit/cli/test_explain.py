@@ -291,8 +291,8 @@ def test_the_output_of_the_command_line_replaces_the_flows(flow: str, files: Pat
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({}, "mine() missing 1 required positional argument: 'source'"),
-        ({"source": "x", "stepps": 1}, "mine() got an unexpected keyword argument 'stepps'"),
+        ({}, "missing a required argument: 'source'"),
+        ({"source": "x", "stepps": 1}, "got an unexpected keyword argument 'stepps'"),
     ],
 )
 def test_wrong_parameters_are_bad_input(parameters: dict[str, Any], message: str, flow: str, tmp_path: Path) -> None:

@@ -95,11 +95,12 @@ def test_a_flow_is_planned_like_a_config(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = ("examples.two_judges:two_judges", "--devices", "8", "--memory-gib", "80")
     content = planned(*asked)
     assert list(content["stages"]) == ["sft", "upbeat-judge", "interesting-judge", "ppo", "evaluate"]
-    assert set(content["layout"]) == {"generator", "policy", "reference", "rewards.0", "rewards.1"}
-    assert content["stage"] == "ppo"
+    models = set(content["stages"]["ppo"]["layout"])
+    assert models == {"generator", "policy", "reference", "rewards.0", "rewards.1"}
+    assert content["peak_gb"] == content["stages"][content["stage"]]["peak_gb"]
     # A parameter of the flow, and a field of one of its stages.
     changed = planned(*asked, "--set", "iterations=2", "--set", "ppo.critic=separate")
-    assert set(changed["layout"]) - set(content["layout"]) == {"critic"}
+    assert set(changed["stages"]["ppo"]["layout"]) - models == {"critic"}
     assert "interesting-judge" in xray_plan(*asked).stdout
 
 
