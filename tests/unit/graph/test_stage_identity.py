@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 RUNTIME = RuntimeConfig(device="cpu")
 
 find_kind("")
-OURS = {name: kind for name, kind in KINDS.items() if kind.registered_in == "xray_runtime.stages.kinds"}
+OURS = {name: kind for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.stages.")}
 
 
 @pytest.fixture
@@ -298,7 +298,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n".join(line.removeprefix(" " * 12) for line in text.splitlines()) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("xray_runtime.graph.kind.KINDS", dict(KINDS))
+    kinds = dict(KINDS)
+    for module in ("xray_runtime.graph.kind", "xray_runtime.stages.kinds"):
+        monkeypatch.setattr(f"{module}.KINDS", kinds)
     identify_module._code.cache_clear()
     yield folder
     identify_module._code.cache_clear()
@@ -317,7 +319,7 @@ def test_a_kind_of_ones_own_is_its_code_and_what_that_reaches(own: Path) -> None
     before = digests(kind)
     assert set(before) == {
         *("own_kinds", "own_kinds.shorten", "own_kinds.helper"),
-        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.stages"),
+        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.graph"),
     }
     for name, text, changed in (
         ("helper.py", "EDITED = 1\n", {"own_kinds.helper"}),
@@ -372,7 +374,7 @@ SAMPLED = ("preferences", "best_of_n")
     ("module", "kinds"),
     [
         # An algorithm is in the keys of what runs it.
-        ("stages.ppo", {"ppo"}),
+        ("rl.ppo", {"ppo"}),
         ("algorithms.losses", {"ppo"}),
         ("models.ppo_objectives", {"ppo"}),
         (
@@ -380,12 +382,12 @@ SAMPLED = ("preferences", "best_of_n")
             {"reward_model", "reward_base", "ppo", "evaluate", "compare", "best_of_n", "preferences"},
         ),
         ("algorithms.preference_losses", {"dpo", "kto"}),
-        ("stages.dpo", {"dpo"}),
-        ("stages.sft", {"sft"}),
+        ("training.dpo", {"dpo"}),
+        ("training.sft", {"sft"}),
         # A reader of data is in those of what reads it.
         ("data.sources", {"prepare", "preferences"}),
         ("data.preferences", {"preferences"}),
-        ("stages.judging", {"evaluate", "compare"}),
+        ("evaluation.judging", {"evaluate", "compare"}),
         # So are engines, in those of what trains or scores.
         (
             "engines.training.zero",
@@ -407,7 +409,7 @@ def test_what_a_light_kind_depends_on() -> None:
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
         "xray_runtime.data",
-        *(f"xray_runtime.{name}" for name in ("stages", "stages.prepare")),
+        *(f"xray_runtime.{name}" for name in ("preparation", "preparation.prepare")),
     }
     assert len(code_of(PREPARE)) < len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
 
