@@ -30,7 +30,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph
-from xray_runtime.graph.kind_help import help_text, signature
+from xray_runtime.graph.kind_help import OfKind, help_text, signature
 from xray_runtime.planning.roles import ModelRole
 from xray_runtime.store.seal import Seal, process_seal
 
@@ -229,18 +229,8 @@ class StageKind:
         return current_graph().add(self, inputs, keywords, name)
 
 
-class _OfKind:
-    """An attribute that a kind computes when `help()` or an editor asks; of the class `StageKind` it is `ours`."""
-
-    def __init__(self, compute: Callable[[StageKind], Any], ours: Any) -> None:
-        self._compute, self._ours = compute, ours
-
-    def __get__(self, kind: StageKind | None, owner: type[StageKind]) -> Any:
-        return self._ours if kind is None else self._compute(kind)
-
-
-StageKind.__doc__ = _OfKind(help_text, StageKind.__doc__)  # type: ignore[assignment]
-StageKind.__signature__ = _OfKind(signature, None)  # type: ignore[attr-defined]
+StageKind.__doc__ = OfKind(help_text, StageKind.__doc__)  # type: ignore[assignment]
+StageKind.__signature__ = OfKind(signature, None)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

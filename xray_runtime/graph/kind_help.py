@@ -40,6 +40,16 @@ class FieldHelp:
     meaning: str
 
 
+class OfKind:
+    """An attribute that a kind computes when `help()` or an editor asks; of the class `StageKind` it is `ours`."""
+
+    def __init__(self, compute: Callable[[StageKind], Any], ours: Any) -> None:
+        self._compute, self._ours = compute, ours
+
+    def __get__(self, kind: StageKind | None, owner: type[StageKind]) -> Any:
+        return self._ours if kind is None else self._compute(kind)
+
+
 def help_text(kind: StageKind) -> str:
     """Signature, summary, inputs and fields of a kind, as `help()` shows them."""
     return f"xray.{kind.name}{_short_signature(kind)}\n\n{description(kind, kind.sections)}"

@@ -46,6 +46,9 @@ __all__ = [
     "import_kind",
 ]
 
+USES: tuple[str, ...] = ()
+"""None of the modules that are imported by name here: a key digests the code of a kind's body by itself."""
+
 
 def find_kind(name: str) -> StageKind | None:
     """A kind by the name that a manifest, a config or a person gives: ours, or one whose module is imported already.
