@@ -28,7 +28,7 @@ _WHERE = {
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
-    "xray_runtime.config.engines": ("Section",),
+    "xray_runtime.config.engines": ("FrozenConfig", "GeneratorConfig", "LayoutConfig", "Section", "TrainingConfig"),
     "xray_runtime.config.methods": ("Method",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),
@@ -45,6 +45,7 @@ _WHERE = {
     ),
     "xray_runtime.graph.handles": ("Handle", "reward"),
     "xray_runtime.graph.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
+    "xray_runtime.planning.roles": ("ModelRole", "frozen", "sampled", "trained"),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 

@@ -12,7 +12,13 @@ from xray import data as data, environments as environments, rewards as rewards
 from xray_runtime.algorithms.checking import check_advantages as check_advantages, check_loss as check_loss
 from xray_runtime.algorithms.estimators import AdvantageInputs as AdvantageInputs
 from xray_runtime.algorithms.losses import PolicyLossInputs as PolicyLossInputs, TokenLoss as TokenLoss
-from xray_runtime.config.engines import Section as Section
+from xray_runtime.config.engines import (
+    FrozenConfig as FrozenConfig,
+    GeneratorConfig as GeneratorConfig,
+    LayoutConfig as LayoutConfig,
+    Section as Section,
+    TrainingConfig as TrainingConfig,
+)
 from xray_runtime.config.methods import Method as Method
 from xray_runtime.config.runtime import RuntimeConfig as RuntimeConfig
 from xray_runtime.config.validation import ConfigError as ConfigError
@@ -31,6 +37,7 @@ from xray_runtime.graph.artifacts import (
 from xray_runtime.graph.graph import Graph as Graph
 from xray_runtime.graph.handles import Handle as Handle, RewardSource, Weighable
 from xray_runtime.graph.kind import Recorder as Recorder, Stage as Stage, StageKind as StageKind
+from xray_runtime.planning.roles import ModelRole as ModelRole, frozen as frozen, sampled as sampled, trained as trained
 
 _C = TypeVar("_C")
 _I = TypeVar("_I")

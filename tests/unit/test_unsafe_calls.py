@@ -58,8 +58,9 @@ NEVER = {"shell": True, "trust_remote_code": True, "allow_pickle": True, "weight
 ALLOWED = {
     ("xray_runtime/config/loading.py", "yaml.load"): "its loader is a SafeLoader",
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
-    ("xray_runtime/graph/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it; and "
-    "what the process that wrote a graph had imported, through Ray from there (see test_kind.py)",
+    ("xray_runtime/graph/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it",
+    ("xray_runtime/stages/kinds.py", "importlib.import_module"): "what the process that wrote a graph had imported, "
+    "through Ray from there (see test_kind.py)",
     ("xray_runtime/rewards/code/reply.py", "compile"): "a reply's code, in a process that may compute and nothing else",
     ("xray_runtime/rewards/code/reply.py", "exec"): "as above",
     ("xray_runtime/rewards/code/judge.py", "compile"): "tests of a data set, in a process as of a reply's code",
