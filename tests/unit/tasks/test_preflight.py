@@ -58,6 +58,16 @@ def test_a_whole_run_is_checked_stage_by_stage() -> None:
         check_stages([graph.calls["ppo-1"]], "cpu", little)
 
 
+def test_layouts_that_auto_chooses_later_ask_for_nothing_yet() -> None:
+    one = [{"CPU": 8.0, "GPU": 1.0}]
+    with pytest.raises(ConfigError, match=r"need \d+ GPUs"):
+        check_run(recorded_graph(load_config(None, [])), "cuda", one)
+    check_run(recorded_graph(load_config(None, ["runtime.parallel=auto"])), "cuda", one)
+    sleeps = ["runtime.parallel=auto", "runtime.device=cuda", "runtime.generator_sleeps=true"]
+    with pytest.raises(ConfigError, match=r"^runtime\.generator_sleeps: "):
+        check_run(recorded_graph(load_config(None, sleeps)), "cpu", one)
+
+
 def test_a_shared_store_that_is_not_there_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     graph = recorded_graph(load_config(None, [f"runtime.storage=file://{tmp_path / 'file' / 'store'}"]))
