@@ -180,7 +180,7 @@ class _Job:
                 # That an attempt began is progress too: a large model takes its time to start.
                 self.progress(spec.name, 0, 0, "", "starting")
                 for parent in self._parents.values():
-                    store.bring(parent)
+                    store.ensure_local(parent)
                 parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
                 log_checkpoints(output, key, parents, here=False)
                 with store.building(spec.name, self.key) as built:
