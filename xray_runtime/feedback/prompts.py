@@ -84,11 +84,7 @@ def of_file(path: Path) -> list[Messages]:
 
 
 def checked_source(value: str) -> Source:
-    """What `--prompts` says.
-
-    Raises:
-        ConfigError: `value` is none of the words allowed, nor a .jsonl file.
-    """
+    """What `--prompts` says. Raises ConfigError: `value` is none of the words allowed, nor a .jsonl file."""
     path = Path(value)
     kinds: tuple[Literal["heldout", "train", "typed"], ...] = ("heldout", "train", "typed")
     for kind in kinds:

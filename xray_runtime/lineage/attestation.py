@@ -84,12 +84,7 @@ def publish_card(evaluation: Path, policy: Path) -> None:
 
 
 def read_statement(directory: Path) -> Statement:
-    """The statement beside a checkpoint.
-
-    Raises:
-        ValueError: it is malformed.
-        OSError: there is none.
-    """
+    """The statement beside a checkpoint. Raises ValueError: it is malformed; OSError: there is none."""
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
     return Statement.read(directory / ATTESTATION / STATEMENT)

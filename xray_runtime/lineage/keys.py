@@ -236,6 +236,6 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
     subject = Subject.model_validate({"name": "signing.pub", "digest": {"sha256": successor}})
     path = folder / f"{name}.json"
-    write_atomic(path, _Record.model_validate({"subject": [subject], "predicate": rotation}).to_text())
+    write_atomic(path, _Record.model_validate({"subject": [subject], "predicate": rotation}).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

@@ -221,7 +221,7 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
         # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
-        file.write(envelope(record.to_text().encode(), PAYLOAD_TYPE, private).encode() + b"\n")
+        file.write(envelope(record.to_bytes(), PAYLOAD_TYPE, private).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     if end == 0:

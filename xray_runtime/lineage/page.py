@@ -14,6 +14,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.rendering import template
 from xray_runtime.stages.findings import watched
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.tracking.mlflow_tracker import flatten
@@ -29,8 +30,6 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     Args:
         chosen: digests of the checkpoints to show, each after what it was made from.
     """
-    from jinja2 import Environment, PackageLoader
-
     from xray_runtime.report.html import lineage_graph
 
     graph = store.graph
@@ -47,10 +46,7 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     shown = set(chosen)
     sections = [_section(store, sha, siblings.get(sha), shown) for sha in chosen]
     sources = node.statement.predicate.build.internal.sources if node.statement else []
-    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
-    stream = environment.get_template("lineage.html").stream(
-        of=node, graph=lineage_graph(stages), sections=sections, sources=sources
-    )
+    stream = template("lineage.html").stream(of=node, graph=lineage_graph(stages), sections=sections, sources=sources)
     temporary = path.with_name(f"{path.name}.writing")
     stream.dump(str(temporary), encoding="utf-8")
     os.replace(temporary, path)

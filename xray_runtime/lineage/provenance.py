@@ -43,7 +43,7 @@ def code() -> tuple[dict[str, str | None], bytes]:
         diff = _git("diff", "--binary", "HEAD", "--", *PACKAGES, "pyproject.toml")
         for path in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *PACKAGES).split(b"\0"):
             # Other files that lie there are nobody's business.
-            if path.endswith((b".py", b".html")):
+            if path.endswith((b".py", b".html", b".md")):
                 diff += _git("diff", "--binary", "--no-index", "--", os.devnull, os.fsdecode(path))
     facts = {
         "git_commit": commit.decode().strip() or None,
@@ -94,7 +94,7 @@ def outside_source(found: OutsideSource) -> dict[str, Any]:
 @cache
 def package_digest() -> str:
     """One digest over X-ray's own files."""
-    files = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".html"))
+    files = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".html", ".md"))
     return digest([[p.relative_to(ROOT).as_posix(), file_sha256(p)] for p in files])
 
 

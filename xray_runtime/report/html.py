@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
+from xray_runtime.report.rendering import template
 from xray_runtime.report.stages import computed_text, run_text
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def write_report(
     """
     drawn = [(record.name, _drawn(record)) for record in records]
     compared = figure(evaluations) if evaluations is not None else None
-    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
-    html = environment.get_template("report.html").render(
+    html = template("report.html").render(
         run=lifecycle,
         ended=run_text(lifecycle),
         computed=[computed_text(stage) for stage in lifecycle["stages"]],

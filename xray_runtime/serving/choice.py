@@ -83,11 +83,7 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
 
 
 def require_sound(choice: Choice, public: Path | None) -> None:
-    """Audit the checkpoint and all it came from.
-
-    Raises:
-        NotServedError: something was found.
-    """
+    """Audit the checkpoint and all it came from. Raises NotServedError: something was found."""
     broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")

@@ -47,11 +47,7 @@ class Replica:
         self._engine: VLLMServer | None = None
 
     async def start(self) -> tuple[str, int]:
-        """Load the model; returns (host, port).
-
-        Raises:
-            NotServedError: its files are not those that were audited.
-        """
+        """Load the model; returns (host, port). Raises NotServedError: its files are not those that were audited."""
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
         # A replica may be started long after the audit, when another has died.

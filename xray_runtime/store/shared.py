@@ -75,11 +75,7 @@ def open_shared(url: str | None) -> SharedStore | None:
 
 
 class SharedStore:
-    """Directories and small objects below one URL.
-
-    Raises:
-        StorageError: no installed package can open such a URL.
-    """
+    """Directories and small objects below one URL. Raises StorageError: no installed package can open such a URL."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         self.url, self._patience_s = url.rstrip("/"), patience_s

@@ -70,11 +70,7 @@ def _read(path: Path, version: tuple[int, int, int]) -> Syntax:
 
 
 def syntax_of(tree: ast.Module, where: str) -> Syntax:
-    """The syntax of a tree, whose docstrings are removed.
-
-    Raises:
-        CodeDigestError: USES is not a tuple of strings.
-    """
+    """The syntax of a tree, whose docstrings are removed. Raises CodeDigestError: USES is not a tuple of strings."""
     nodes = list(_running(tree))
     importers = {"__import__"}
     for node in nodes:

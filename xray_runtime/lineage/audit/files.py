@@ -25,7 +25,7 @@ from xray_runtime.tracking.recorder import RECORDS
 RESULTS, PAGES, ARTIFACTS = "results", "lineage", "mlartifacts"
 ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", "verified.json", "verified.sig", "mlflow.db", "digests.sqlite"),
+    *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "evaluations"),
 }
 """What X-ray puts into an output directory."""
