@@ -57,12 +57,10 @@ def lineage(
     Exit codes: 0 done, 2 bad input.
     """
     from xray_runtime.lineage.page import write_html
-    from xray_runtime.lineage.reference import resolve, resolve_history
+    from xray_runtime.lineage.reference import resolve
     from xray_runtime.lineage.render import lineage_json, lineage_text, selection
 
-    # What was made from it, and the checkpoints that a page compares it with, are found in all manifests alone.
-    read = resolve if descendants or html is not None else resolve_history
-    place, node = checked(lambda: read(ref, output, tracking_uri))
+    place, node = checked(lambda: resolve(ref, output, tracking_uri))
     if html is not None:
         checked(lambda: write_html(html, place, node, selection(place.graph, node, descendants)))
     if as_json:

@@ -1,7 +1,7 @@
 """MLflow's pages of a registered model: descriptions and tags, generated from signed records alone.
 
 MLflow lets anybody edit them without a trace, so the audit generates them again and reports differences
-(`audit/pages.py`). Nothing in them depends on the machine, the directory or the process.
+(`audit/registry.py`). Nothing in them depends on the machine, the directory or the process.
 """
 
 from __future__ import annotations

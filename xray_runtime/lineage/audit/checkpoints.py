@@ -19,9 +19,8 @@ from typing import Any
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
-from xray_runtime.lineage.audit.files import check_files, check_record
+from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.kept import check_kept
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE

@@ -1,4 +1,4 @@
-"""MLflow against the checkpoints and the log: params, tags, names, inputs, metrics, deleted runs and experiments."""
+"""MLflow's runs against the checkpoints and the log: params, tags, names, inputs, metrics, deletions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import LogView
-from xray_runtime.lineage.audit.pages import check_pages
-from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_registry, point
+from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.store.checkpoints import read_bounded, statement_sha256
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import (
     ATTEMPTS_TAG,
@@ -24,22 +23,23 @@ from xray_runtime.tracking.mlflow_tracker import (
     KEY_TAG,
     PARENT_TAG,
     STAGE_TAG,
+    model_params,
     params_of,
 )
 from xray_runtime.tracking.recorder import ATTEMPTS, METRICS, RECORDS, read_points
 from xray_runtime.tracking.registry import LOG_TAG
 
 STATUSES = {"completed": ("FINISHED",), "failed": ("FAILED",), "interrupted": ("KILLED",)}
-"""What MLflow may say of a run that ended so."""
+"""How a run ended → the statuses MLflow may have."""
 STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
-"""Tags of ours that a stage's run has."""
+"""X-ray's tags of a stage's run."""
 
 
 def check_tracking(
     store: LineageStore, view: LogView, nodes: list[Node], everything: bool, changed: list[Node]
 ) -> Iterator[Finding]:
-    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also what it knows and the
-    store does not, and the runs of the log."""
+    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also the runs of the log, and
+    models that the store lacks."""
     asked = store.tracking_uri and ("" if store.artifacts is not None else strip_credentials(store.tracking_uri))
     for address in sorted({run.tracking for run in view.runs.values()} - {asked}):
         if address or (store.output / "mlflow.db").is_file():
@@ -60,7 +60,7 @@ def check_tracking(
         if everything:
             found += check_orphans(snapshot, store, view.pruned)
             found += _check_runs(snapshot, view, asked)
-    # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
+    # A damaged database raises errors of many kinds; each means that MLflow cannot be read.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         yield Finding("MLflow", "tracking-unreadable", f"{type(error).__name__}: {reason}")
@@ -69,7 +69,7 @@ def check_tracking(
 
 
 def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
-    """The runs of whole lifecycles; and how long the log was when each ended, as far as MLflow knows."""
+    """The runs of whole lifecycles, and the marks of the log that MLflow keeps."""
     for run_id, run in snapshot.runs.items():
         reason = view.contradicts(run.data.tags.get(LOG_TAG, ""))
         if reason is not None:
@@ -94,7 +94,7 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
         }
         differing += [name for name, (shown, said) in facts.items() if shown != said]
         ended = view.ended.get(run_id)
-        # After its end is signed, a run that is killed stays at work in MLflow.
+        # A run that is killed after its end was signed still runs according to MLflow.
         if ended is not None and run.info.status not in (*STATUSES.get(ended.status, ()), "RUNNING"):
             differing.append("status")
         if differing:
@@ -103,24 +103,19 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
 
 def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
     models = snapshot.by_sha.get(node.sha256, [])
-    digest = statement_sha256(node.directory)
-    statement = node.statement
-    facts = statement.predicate.details.run if statement is not None else None
-    # A checkpoint that was computed again has other records too: with the statement of then, or of another run.
-    models = sorted(
-        models,
-        key=lambda m: (
-            m.params.get("statement_sha256") == digest,
-            facts is not None and m.source_run_id == facts.mlflow_run_id,
-        ),
-    )
+    expected = model_params(node.manifest, node.sha256, node.directory)
+    facts = node.statement.predicate.details.run if node.statement is not None else None
     if not models:
         yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
         return
-    model = models[-1]
-    differing = sorted(
-        name for name, value in _model_params(node, digest).items() if (model.params.get(name) or "") != value
-    )
+
+    def is_ours(model: Any) -> tuple[bool, bool]:
+        same_statement = model.params.get("statement_sha256", "") == expected["statement_sha256"]
+        return same_statement, facts is not None and model.source_run_id == facts.mlflow_run_id
+
+    # A checkpoint that was computed again also has older records, with another statement or of another run.
+    model = max(models, key=is_ours)
+    differing = sorted(name for name, value in expected.items() if (model.params.get(name) or "") != value)
     if Path(model.params.get("uri", "")).name != node.directory.name:
         differing.append("uri")
     if differing:
@@ -148,19 +143,6 @@ def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node
     yield from _check_metrics(snapshot, store, view, run_id, node)
 
 
-def _model_params(node: Node, digest: str | None) -> dict[str, str]:
-    manifest = node.manifest
-    return {
-        "sha256": node.sha256,
-        "key": manifest.key,
-        "config_digest": manifest.config_digest,
-        "code_digest": manifest.code_digest,
-        "seed": str(manifest.seed),
-        "dataset_sha256": manifest.dataset or "",
-        "statement_sha256": digest or "",
-    } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
-
-
 def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
     manifest = node.manifest
     expected = params_of(manifest.config) | {"key": manifest.key}
@@ -182,11 +164,11 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
 
 
 def _attempts(node: Node) -> int:
-    """How often a run can say that its stage was begun; less where a later run found it."""
+    """The largest number of attempts that a run may record; a later run that found the stage records fewer."""
     facts = node.statement.predicate.details.run if node.statement is not None else None
     begun = facts.attempts if facts is not None else 0
     with contextlib.suppress(OSError, ValueError):
-        # An attempt after the one that published may have been needed to say so.
+        # A later attempt may have finished the records of the one that published.
         path = node.directory.parent.parent / RECORDS / node.directory.name / ATTEMPTS
         begun = max(begun, int(read_bounded(path)))
     return begun
@@ -195,7 +177,7 @@ def _attempts(node: Node) -> int:
 def _check_metrics(
     snapshot: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
 ) -> Iterator[Finding]:
-    """Every point against the file of metrics, which is signed; the numbers of an evaluation against its own too."""
+    """Every point against the signed file of metrics, and the numbers of an evaluation against its results."""
     name = f"{RECORDS}/{node.directory.name}/{METRICS}"
     metrics = snapshot.runs[run_id].data.metrics
     differing = []
@@ -212,17 +194,16 @@ def _check_metrics(
                 for metric, value in at["metrics"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            # It is not the file that was signed, which is found by itself.
+            # The file was changed, which is another finding.
             return
         shown_points = snapshot.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
         differing += {found[0] for found in recorded - shown_points}
         more = {found[0] for found in shown_points - recorded}
-        # An attempt that was cut short has sent points that the next one made again, at another time.
+        # After an attempt that was cut short, the next one records the same points at another time.
         once = node.statement is None or node.statement.predicate.details.run.attempts <= 1
         differing += more if once else ()
         if more and not once:
-            detail = f"{', '.join(sorted(more)[:8])}"
-            yield Finding(node.name, "mlflow-metric-earlier", detail)
+            yield Finding(node.name, "mlflow-metric-earlier", ", ".join(sorted(more)[:8]))
     if differing:
         yield Finding(node.name, "mlflow-metric-changed", ", ".join(sorted(set(differing))[:8]))
 
