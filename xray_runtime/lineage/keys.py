@@ -70,8 +70,8 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     """A new key signs from now on; earlier signatures stay valid. After a crash, the same call finishes it.
 
     Args:
-        new_key: PEM file of the new key, made if it does not exist, for keys kept outside (XRAY_SIGNING_KEY); by default
-            it replaces `keys/signing.pem`. The old private key in `keys/` is removed either way.
+        new_key: PEM file of the new key, made if it does not exist, for keys kept outside (XRAY_SIGNING_KEY); by
+            default it replaces `keys/signing.pem`. The old private key in `keys/` is removed either way.
 
     Raises:
         ConfigError: the present key, or `new_key`, cannot be used.
@@ -233,8 +233,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
-    subject = Subject.model_validate({"name": "signing.pub", "digest": {"sha256": successor}})
     path = folder / f"{name}.json"
-    write_atomic(path, _Record.model_validate({"subject": [subject], "predicate": rotation}).to_bytes())
+    write_atomic(path, _Record(subject=[Subject.of("signing.pub", successor)], predicate=rotation).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

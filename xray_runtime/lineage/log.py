@@ -40,6 +40,7 @@ from xray_runtime.lineage.log_entries import (
     RunEnded,
 )
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
+from xray_runtime.lineage.statement import Subject
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
@@ -216,7 +217,7 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
         entry = entry.model_copy(update={"previous": previous, "at": at})
         if isinstance(entry, Decision):
             files = {f"{entry.name}/{entry.version}": entry.checkpoint}
-        subject = [{"name": name, "digest": {"sha256": sha}} for name, sha in sorted((files or {}).items())]
+        subject = [Subject.of(name, sha) for name, sha in sorted((files or {}).items())]
         record = Record.model_validate({"subject": subject, "predicate": entry})
         # Overwrite a line that a power cut left half written.
         file.truncate(end)

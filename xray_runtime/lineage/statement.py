@@ -38,6 +38,10 @@ class Subject(_Model):
     name: str
     digest: Digests
 
+    @classmethod
+    def of(cls, name: str, sha256: str) -> Self:
+        return cls(name=name, digest=Digests(sha256=sha256))
+
 
 class Resource(_Model):
     """One thing a stage used: a parent checkpoint (named by its role), an outside source."""
