@@ -59,7 +59,8 @@ class Comparison:
 def checked_source(value: str) -> Source:
     """The value of `--prompts`. Raises ConfigError for anything but an allowed word or a .jsonl file."""
     path = Path(value)
-    for kind in ("heldout", "train", "typed"):
+    kinds: tuple[PromptSource, ...] = ("heldout", "train", "typed")
+    for kind in kinds:
         if value == kind:
             return Source(kind)
     if path.suffix != ".jsonl" or not path.is_file():

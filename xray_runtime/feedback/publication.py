@@ -22,7 +22,7 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
-from xray_runtime.lineage.attestation import attest, read_statement
+from xray_runtime.lineage.attestation import attest, open_store, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
@@ -88,7 +88,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     key = identity.key
     stats = _stats(sessions, found)
     heldout = _held_out(lineage, parents, found)
-    store = Store(lineage.output / CHECKPOINTS)
+    store = open_store(lineage.output)
     ref = store.find(JUDGEMENTS, key)
     snapshot = RegistryView(lineage.tracking_uri)
     if ref is not None and snapshot.model_of(ref.sha256) is not None:

@@ -16,6 +16,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
-from xray_runtime.lineage.signing import sign
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.signing import Verifier, public_key, sign
 from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_bounded, read_manifest
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import SharedStore
 
 DIFF, EVALUATED_CARD = "code.diff", "card.md"
 
@@ -86,6 +89,25 @@ def read_statement(directory: Path) -> Statement:
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
     return Statement.read(directory / ATTESTATION / STATEMENT)
+
+
+def open_store(output: Path, shared: SharedStore | None = None) -> Store:
+    """The checkpoints of an output directory; those that no trusted key signed are not used once there is a key."""
+    return Store(output / CHECKPOINTS, shared, partial(_record_problem, output))
+
+
+def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
+    """What is wrong with the signed record beside a checkpoint; None where it is sound, or no key exists yet."""
+    if not public_key(output).exists():
+        return None
+    try:
+        statement = read_statement(directory)
+        made = statement.predicate.details.metadata.finished
+        Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)
+    except (OSError, ValueError) as error:
+        return f"its record is not signed by a trusted key ({str(error).splitlines()[0]})"
+    differing = statement.contradicts(manifest, sha256)
+    return f"its signed statement differs from it in: {', '.join(differing)}" if differing else None
 
 
 def _statement(

@@ -56,7 +56,7 @@ class Store:
 
     Args:
         shared: where copies are kept; the directory is then a cache of it.
-        check_record: also decides whether a checkpoint may be used (`signing.record_problem`).
+        check_record: checks the signed record of a checkpoint that is here (`attestation.open_store`).
     """
 
     def __init__(self, root: Path, shared: SharedStore | None = None, check_record: CheckRecord | None = None) -> None:
@@ -91,13 +91,12 @@ class Store:
                 if index is None:
                     return False
                 # Every byte agrees with the index; the manifest must agree too.
-                problem = self._problem(temporary, hashing=False)
-                if problem is None:
+                problems = [damage.text for damage in inspect(temporary, hashing=False)]
+                if not problems:
                     entries = load_manifest(temporary).files
-                    changed = (f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256)
-                    problem = next(changed, None)
-                if problem is not None:
-                    raise DamagedError(f"{self.shared.url}/{name}: {problem}")
+                    problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
+                if problems:
+                    raise DamagedError(f"{self.shared.url}/{name}: {problems[0]}")
             except DamagedError as error:
                 log.warning("%s; the copy there is not used", error)
                 self._damaged.add(name)
@@ -190,12 +189,14 @@ class Store:
         self.share(ref)
         return ref
 
-    def _problem(self, directory: Path, hashing: bool = True) -> str | None:
+    def _problem(self, directory: Path) -> str | None:
         """Why a checkpoint is not used; None where it is sound."""
-        damages = inspect(directory, hashing=hashing)
-        if damages:
-            return damages[0].text
-        return self._check_record(directory, *read_manifest(directory)) if self._check_record is not None else None
+        problem = next(iter(verify(directory)), None)
+        if problem is None and self._check_record is not None:
+            problem = self._check_record(directory, *read_manifest(directory))
+            if problem is not None:
+                log.warning("%s: %s; it is not used", directory, problem)
+        return problem
 
     def _put_in_place(self, built: Path, directory: Path) -> None:
         """Give a whole directory its name, unless a sound checkpoint has it."""
