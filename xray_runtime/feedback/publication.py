@@ -90,11 +90,11 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     heldout = _held_out(lineage, parents, found)
     store = open_store(lineage.output)
     ref = store.find(JUDGEMENTS, key)
-    snapshot = RegistryView(lineage.tracking_uri)
-    if ref is not None and snapshot.model_of(ref.sha256) is not None:
+    mlflow = RegistryView(lineage.tracking_uri)
+    if ref is not None and mlflow.model_of(ref.sha256) is not None:
         return Published(ref, stats, heldout, is_new=False)
 
-    refs = {role: node.reference(snapshot.model_of(node.sha256)) for role, node in parents.items()}
+    refs = {role: node.reference(mlflow.model_of(node.sha256)) for role, node in parents.items()}
     tracker = Tracker(lineage.tracking_uri, project, lineage.artifacts)
     # If an earlier attempt was cut short after publishing, its statement names its runs.
     facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()

@@ -18,7 +18,7 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import opened, take_in
+from xray_runtime.lineage.bundle import import_checkpoints, open_bundle
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
@@ -64,10 +64,10 @@ def sha256_of(ref: str, output: Path) -> str:
 def _located(
     ref: str, output: Path, same_disk: Path | None = None, manifests_only: bool = False
 ) -> Iterator[tuple[LineageStore, Node]]:
-    """(store, checkpoint) that `ref` names; a bundle is unpacked as `bundle.opened` says."""
+    """(store, checkpoint) that `ref` names; a bundle is unpacked as `bundle.open_bundle` says."""
     place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
     if Path(place).is_file():
-        with opened(Path(place), same_disk, manifests_only) as bundle:
+        with open_bundle(Path(place), same_disk, manifests_only) as bundle:
             yield bundle, find(name, bundle) if name else _newest(bundle, place)
     elif name:
         source = open_lineage_store(Path(place), None)
@@ -106,7 +106,7 @@ def _copy(source: LineageStore, node: Node, output: Path, tracking_uri: str | No
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise ConfigError(f"{ref!r} is not sound: the audit there found {broken[0]}{more}")
-    take_in(source, order, output, tracking_uri=tracking_uri, experiment=EXPERIMENT)
+    import_checkpoints(source, order, output, tracking_uri=tracking_uri, experiment=EXPERIMENT)
 
 
 def _model_of(sha256: str, tracking_uri: str | None) -> str | None:

@@ -109,7 +109,7 @@ def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> Non
 
 
 @contextlib.contextmanager
-def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = False) -> Iterator[LineageStore]:
+def open_bundle(path: Path, same_disk: Path | None = None, manifests_only: bool = False) -> Iterator[LineageStore]:
     """The content of a bundle as a temporary output directory.
 
     Args:
@@ -129,7 +129,7 @@ def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = Fal
 
 
 def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
-    """Raises ConfigError as `opened`."""
+    """Raises ConfigError as `open_bundle`."""
     try:
         free, size = shutil.disk_usage(output).free, path.stat().st_size
         if not path.is_file():
@@ -194,7 +194,7 @@ def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
     """Audit everything in a bundle."""
-    with opened(path) as store:
+    with open_bundle(path) as store:
         return _audit(store, public, hashing)
 
 
@@ -215,15 +215,15 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
     """
     check_tracking_uri(tracking_uri)
     output.mkdir(parents=True, exist_ok=True)
-    with opened(path, same_disk=output) as store:
+    with open_bundle(path, same_disk=output) as store:
         result = _audit(store, public)
         if result.is_sound:
             order = store.graph.ancestors(list(store.graph.nodes))
-            take_in(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public)
+            import_checkpoints(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public)
     return result
 
 
-def take_in(
+def import_checkpoints(
     source: LineageStore,
     order: Sequence[str],
     output: Path,
@@ -283,13 +283,13 @@ def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experi
     from xray_runtime.tracking.mlflow_tracker import Tracker
 
     tracker = Tracker(tracking_uri, experiment, store.artifacts)
-    snapshot = RegistryView(tracking_uri)
+    mlflow = RegistryView(tracking_uri)
     parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
     for sha in order:
         node = store.graph.nodes[sha]
         manifest = node.manifest
-        ref = node.reference(snapshot.model_of(sha))
+        ref = node.reference(mlflow.model_of(sha))
         if ref.mlflow_model_id is None:
             run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.config)
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])

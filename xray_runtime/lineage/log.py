@@ -262,7 +262,7 @@ def log_checkpoints(
                 append_locked(output, private, entry, new | manifest)
 
 
-def leave(output: Path, private: Path, paths: list[Path], note: str) -> None:
+def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None:
     """Log files that were just written for people, unless the log lists the same."""
     files = digests(output, paths)
     with log_lock(output):

@@ -27,9 +27,9 @@ from xray_runtime.lineage.log import (
     RunEnded,
     append,
     digests,
-    leave,
     listed,
     log_checkpoints,
+    log_files,
     mark,
     readable_lines,
     run_lock,
@@ -209,7 +209,7 @@ def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> N
     page.parent.mkdir()
     for text in ("one", "one", "two"):
         page.write_text(text)
-        leave(tmp_path, signing_key(tmp_path), [page], "lineage")
+        log_files(tmp_path, signing_key(tmp_path), [page], "lineage")
     assert len(chain(tmp_path)) == 2
 
 

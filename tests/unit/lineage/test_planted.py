@@ -1,4 +1,4 @@
-"""A checkpoint is used only with a record that a trusted key signed: bytes that agree with a manifest do not suffice."""
+"""A checkpoint is used only if a trusted key signed its record: bytes that agree with a manifest do not suffice."""
 
 from __future__ import annotations
 

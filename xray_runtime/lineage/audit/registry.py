@@ -108,14 +108,14 @@ def _pages(page: Any) -> list[Any]:
 
 
 def check_registry(
-    snapshot: RegistryView, store: LineageStore, view: LogView, audited: set[str], everything: bool
+    mlflow: RegistryView, store: LineageStore, view: LogView, audited: set[str], everything: bool
 ) -> Iterator[Finding]:
     """Registered versions and aliases of `audited`; with `everything` every alias that was decided."""
     judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
-    for (name, number), version in sorted(snapshot.versions.items()):
+    for (name, number), version in sorted(mlflow.versions.items()):
         said: str | None = version.tags.get("xray.sha256")
         label = f"{name}/{number}"
-        pointed = snapshot.model_sha(version.source.removeprefix("models:/"))
+        pointed = mlflow.model_sha(version.source.removeprefix("models:/"))
         if said not in audited and pointed not in audited:
             continue
         if said is None or said != pointed:
@@ -125,9 +125,9 @@ def check_registry(
             yield Finding(label, "registry-changed", "its tag xray.uri names another directory")
         elif said not in judged:
             yield Finding(label, "evaluation-missing", f"{said[:12]} has no evaluation in the store")
-        yield from _check_version(snapshot, view, label, version)
-    aliases = {(m.name, alias): str(number) for m in snapshot.registered for alias, number in m.aliases.items()}
-    known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in snapshot.versions.values()}
+        yield from _check_version(mlflow, view, label, version)
+    aliases = {(m.name, alias): str(number) for m in mlflow.registered for alias, number in m.aliases.items()}
+    known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in mlflow.versions.values()}
     for (name, alias), decision in sorted(view.decided.items()):
         if not everything and decision.checkpoint not in audited:
             continue
@@ -141,16 +141,16 @@ def check_registry(
     # In a store that several directories share, another one may have decided about checkpoints copied from there.
     brought = {entry.checkpoint for entry in view.published.values() if entry.action == "bring"}
     for (name, alias), target in sorted(aliases.items()):
-        version = snapshot.versions.get((name, target))
-        pointed = snapshot.model_sha(version.source.removeprefix("models:/")) if version is not None else None
+        version = mlflow.versions.get((name, target))
+        pointed = mlflow.model_sha(version.source.removeprefix("models:/")) if version is not None else None
         here = {known.get((name, target)), pointed} & (audited - brought if store.artifacts is None else audited)
         if here and (name, alias) not in view.decided:
             yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
 
 
-def _check_version(snapshot: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
+def _check_version(mlflow: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
     """The run a version names, and the log's mark when its page was written."""
-    model, run = snapshot.models.get(version.source.removeprefix("models:/")), snapshot.runs.get(version.run_id)
+    model, run = mlflow.models.get(version.source.removeprefix("models:/")), mlflow.runs.get(version.run_id)
     key = run.data.tags.get(KEY_TAG) if run is not None else None
     if model is not None and key != model.params.get("key"):
         yield Finding(label, "registry-changed", f"it names run {version.run_id}, which is not of its stage")
@@ -159,12 +159,12 @@ def _check_version(snapshot: RegistryView, view: LogView, label: str, version: A
         yield Finding(LOG, "log-shorter", f"{reason} ({label} in MLflow)")
 
 
-def check_orphans(snapshot: RegistryView, store: LineageStore, removed: set[str]) -> Iterator[Finding]:
+def check_orphans(mlflow: RegistryView, store: LineageStore, removed: set[str]) -> Iterator[Finding]:
     """LoggedModels of this output directory whose checkpoint is gone without a decision."""
     names = {node.directory.name for node in store.graph.nodes.values()}
     # A store inside the output directory moves with it; in a shared one only the path tells models apart.
     own = store.artifacts is not None
-    for sha, models in sorted(snapshot.by_sha.items()):
+    for sha, models in sorted(mlflow.by_sha.items()):
         for model in models:
             uri = Path(model.params.get("uri", ""))
             if sha in store.graph.nodes or sha in removed or not (own or uri.parent.parent == store.output.absolute()):

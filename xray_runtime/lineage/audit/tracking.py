@@ -50,16 +50,16 @@ def check_tracking(
     if store.tracking_uri is None:
         return
     try:
-        snapshot = RegistryView(store.tracking_uri)
+        mlflow = RegistryView(store.tracking_uri)
         found: list[Finding] = []
         for node in changed:
-            found += _check_node(snapshot, store, view, node)
+            found += _check_node(mlflow, store, view, node)
         audited = {node.sha256 for node in nodes}
-        found += check_registry(snapshot, store, view, audited, everything)
-        found += check_pages(snapshot, store, audited)
+        found += check_registry(mlflow, store, view, audited, everything)
+        found += check_pages(mlflow, store, audited)
         if everything:
-            found += check_orphans(snapshot, store, view.pruned)
-            found += _check_runs(snapshot, view, asked)
+            found += check_orphans(mlflow, store, view.pruned)
+            found += _check_runs(mlflow, view, asked)
     # A damaged database raises errors of many kinds; each means that MLflow cannot be read.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -68,20 +68,20 @@ def check_tracking(
     yield from found
 
 
-def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
+def _check_runs(mlflow: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
     """The runs of whole lifecycles, and the marks of the log that MLflow keeps."""
-    for run_id, run in snapshot.runs.items():
+    for run_id, run in mlflow.runs.items():
         reason = view.contradicts(run.data.tags.get(LOG_TAG, ""))
         if reason is not None:
             yield Finding(LOG, "log-shorter", f"{reason} (run {run_id[:12]} in MLflow)")
     for run_id, began in view.runs.items():
-        run = snapshot.runs.get(run_id)
+        run = mlflow.runs.get(run_id)
         if began.tracking != asked:
             continue
         if run is None:
             yield Finding(f"run {run_id[:12]}", "mlflow-run-missing", f"lifecycle run {run_id}")
             continue
-        experiment = snapshot.experiments.get(run.info.experiment_id)
+        experiment = mlflow.experiments.get(run.info.experiment_id)
         if run.info.lifecycle_stage != "active" or experiment is None or experiment.lifecycle_stage != "active":
             yield Finding(f"run {run_id[:12]}", "mlflow-run-deleted", f"lifecycle run {run_id}, or its experiment")
         differing = [tag for tag, value in began.tags.items() if run.data.tags.get(tag) != value]
@@ -101,8 +101,8 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
             yield Finding(f"run {run_id[:12]}", "mlflow-run-changed", f"lifecycle run: {', '.join(sorted(differing))}")
 
 
-def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
-    models = snapshot.by_sha.get(node.sha256, [])
+def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
+    models = mlflow.by_sha.get(node.sha256, [])
     expected = model_params(node.manifest, node.sha256, node.directory)
     facts = node.statement.predicate.details.run if node.statement is not None else None
     if not models:
@@ -123,24 +123,24 @@ def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node
     if model.model_type != node.manifest.kind or any(tag.startswith("xray.") for tag in model.tags):
         yield Finding(node.name, "mlflow-model-changed", f"kind or tags of {model.model_id}")
     run_id = model.source_run_id
-    if facts is not None and facts.mlflow_run_id in snapshot.runs and facts.mlflow_run_id != run_id:
+    if facts is not None and facts.mlflow_run_id in mlflow.runs and facts.mlflow_run_id != run_id:
         yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
         run_id = facts.mlflow_run_id
-    run = snapshot.runs.get(run_id)
+    run = mlflow.runs.get(run_id)
     if run is None:
         yield Finding(node.name, "mlflow-run-missing", f"run {run_id}")
         return
     if run.info.lifecycle_stage != "active":
         yield Finding(node.name, "mlflow-run-deleted", f"run {run_id}")
     parent = run.data.tags.get(PARENT_TAG)
-    if parent in snapshot.runs and snapshot.runs[parent].info.lifecycle_stage != "active":
+    if parent in mlflow.runs and mlflow.runs[parent].info.lifecycle_stage != "active":
         yield Finding(node.name, "mlflow-run-deleted", f"lifecycle run {parent}")
     recorded = facts.mlflow_parent_run_id if facts is not None and facts.mlflow_run_id == run_id else parent
-    if recorded is not None and recorded not in snapshot.runs:
+    if recorded is not None and recorded not in mlflow.runs:
         yield Finding(node.name, "mlflow-run-missing", f"lifecycle run {recorded}")
     yield from _check_run(run, node, recorded)
-    yield from _check_inputs(snapshot, run, node)
-    yield from _check_metrics(snapshot, store, view, run_id, node)
+    yield from _check_inputs(mlflow, run, node)
+    yield from _check_metrics(mlflow, store, view, run_id, node)
 
 
 def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
@@ -175,11 +175,11 @@ def _attempts(node: Node) -> int:
 
 
 def _check_metrics(
-    snapshot: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
+    mlflow: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
 ) -> Iterator[Finding]:
     """Every point against the signed file of metrics, and the numbers of an evaluation against its results."""
     name = f"{RECORDS}/{node.directory.name}/{METRICS}"
-    metrics = snapshot.runs[run_id].data.metrics
+    metrics = mlflow.runs[run_id].data.metrics
     differing = []
     for result, value in node.results.items() if node.sides else ():
         if isinstance(value, int | float):
@@ -196,7 +196,7 @@ def _check_metrics(
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             # The file was changed, which is another finding.
             return
-        shown_points = snapshot.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
+        shown_points = mlflow.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
         differing += {found[0] for found in recorded - shown_points}
         more = {found[0] for found in shown_points - recorded}
         # After an attempt that was cut short, the next one records the same points at another time.
@@ -208,9 +208,9 @@ def _check_metrics(
         yield Finding(node.name, "mlflow-metric-changed", ", ".join(sorted(set(differing))[:8]))
 
 
-def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
+def _check_inputs(mlflow: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
     parents = set(node.manifest.parents.values())
-    shown = {model_id: snapshot.model_sha(model_id) for model_id in snapshot.model_inputs(run.info.run_id)}
+    shown = {model_id: mlflow.model_sha(model_id) for model_id in mlflow.model_inputs(run.info.run_id)}
     for model_id, sha in sorted(shown.items()):
         if sha is None:
             yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")
