@@ -37,7 +37,7 @@ from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.log import Published, append
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve_history
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune
 from xray_runtime.lineage.signing import signing_key
@@ -260,7 +260,7 @@ def measure(made: Directory, audits: bool) -> dict[str, tuple[float, float]]:
     some = made.policies[rng.randrange(count)].sha256
 
     def lineage(reference: str) -> None:
-        place, node = resolve_history(reference, output, None)
+        place, node = resolve(reference, output, None)
         assert len(list(lineage_text(place.graph, node, False))) > 4
 
     found["lineage, which finds the new checkpoints"] = seconds(lambda: lineage(some))
