@@ -234,6 +234,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
     path = folder / f"{name}.json"
-    write_atomic(path, _Record(subject=[Subject.of("signing.pub", successor)], predicate=rotation).to_bytes())
+    record = {"subject": [Subject.of("signing.pub", successor)], "predicate": rotation}
+    write_atomic(path, _Record.model_validate(record).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

@@ -146,4 +146,4 @@ def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
         return flatten(manifest.config) | parents | {"code": manifest.code_digest[:12], "seed": str(manifest.seed)}
 
     differing = changed(facts(before), facts(after)).items()
-    return [(name, *((value or "")[:MAX_VALUE_CHARS] for value in values)) for name, values in differing]
+    return [(name, (a or "")[:MAX_VALUE_CHARS], (b or "")[:MAX_VALUE_CHARS]) for name, (a, b) in differing]

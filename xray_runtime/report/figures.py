@@ -105,11 +105,16 @@ def panel_grid(titles: Sequence[str], row_inches: float, layout: Any = None) -> 
     figure.patch.set_alpha(0.0)
     grid = [figure.add_subplot(rows, columns, number) for number in range(1, len(titles) + 1)]
     for axes, title in zip(grid, titles, strict=True):
-        axes.patch.set_alpha(0.0)
-        axes.set_title(title, fontsize=9, color=INK, loc="left")
-        axes.tick_params(colors=INK, labelsize=7)
-        axes.grid(color=GRID, linewidth=0.5)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(GRID)
+        style(axes, title)
     return figure, grid
+
+
+def style(axes: Any, title: str) -> None:
+    """The look of every panel."""
+    axes.patch.set_alpha(0.0)
+    axes.set_title(title, fontsize=9, color=INK, loc="left")
+    axes.tick_params(colors=INK, labelsize=7)
+    axes.grid(color=GRID, linewidth=0.5)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
