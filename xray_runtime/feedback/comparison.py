@@ -31,7 +31,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Source:
-    """Where prompts come from; `path`: the file."""
+    """The source of prompts; `path`: the file."""
 
     kind: PromptSource
     path: Path | None = None

@@ -70,20 +70,15 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
+    config = {
+        "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
+        "judgements": digest(verdicts),
+        "pairs": digest([pair._asdict() for pair in found]),
+    }
+    sha256s = {role: node.sha256 for role, node in parents.items()}
     # The config and the parents determine every byte, whatever the code.
     identity = Identity(
-        stage=JUDGEMENTS,
-        kind=JUDGEMENTS,
-        config={
-            "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
-            "judgements": digest(verdicts),
-            "pairs": digest([pair._asdict() for pair in found]),
-        },
-        seed=0,
-        parents={role: node.sha256 for role, node in parents.items()},
-        functions={},
-        code={},
-        versions={},
+        stage=JUDGEMENTS, kind=JUDGEMENTS, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
     )
     key = identity.key
     stats = _stats(sessions, found)

@@ -97,7 +97,7 @@ def open_store(output: Path, shared: SharedStore | None = None) -> Store:
 
 
 def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
-    """What is wrong with the signed record beside a checkpoint; None where it is sound, or no key exists yet."""
+    """The fault of the signed record beside a checkpoint; None where it is sound, or no key exists yet."""
     if not public_key(output).exists():
         return None
     try:

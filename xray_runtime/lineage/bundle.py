@@ -52,7 +52,7 @@ UNKNOWN = (
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
-"""What no bundle can prove."""
+"""Facts that no bundle can prove."""
 MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
 """Far more than any bundle of ours has."""
 UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"

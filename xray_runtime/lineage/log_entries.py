@@ -11,7 +11,7 @@ from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.manifest import Sha256
 
 START = "0" * 64
-"""What the first entry names as the line before it."""
+"""The first entry names this as the line before it."""
 Action = Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
 MOVES = ("register", "promote", "rollback")
 """Actions after which an alias points somewhere else."""
@@ -42,7 +42,7 @@ class Decision(_Entry):
     gates: list[dict[str, Any]] = Field(default_factory=list)
     """Each gate with its result and numbers."""
     gates_from: str = ""
-    """Where the bounds of the gates come from."""
+    """Source of the gates' bounds."""
     page: int = 0
     """The form of `model_page` that MLflow shows of a registration; 0: none."""
     evidence: dict[str, Sha256] = Field(default_factory=dict)

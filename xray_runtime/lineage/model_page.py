@@ -152,7 +152,7 @@ def register_policy(
 
 
 def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[str]:
-    """Where MLflow's server shows the versions that aliases point to, as the part after its address.
+    """Pages of MLflow's server for the versions that aliases point to, as the part after its address.
 
     Args:
         checkpoints: only of these; None: of all.

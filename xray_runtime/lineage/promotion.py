@@ -49,7 +49,7 @@ class Review:
     """The decision that made the present champion."""
     gates: list[Gate]
     gates_from: str
-    """Where their bounds come from."""
+    """Source of their bounds."""
     evidence: dict[str, str]
     """`evaluation` and `comparison` → digest of the checkpoint the gates read."""
 
@@ -203,7 +203,7 @@ def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) 
 
 
 def _reviewed(seen: Review) -> dict[str, Any]:
-    """What a decision records of the review before it."""
+    """Fields of a decision that record the review before it."""
     gates = [gate.model_dump() for gate in seen.gates]
     return {"gates": gates, "gates_from": seen.gates_from, "evidence": seen.evidence}
 

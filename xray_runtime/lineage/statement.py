@@ -66,7 +66,7 @@ class InTotoRecord(_Model, Generic[P]):
 
 
 class External(_Model):
-    """What the user asked for."""
+    """The user's input."""
 
     stage: str
     kind: str
@@ -104,7 +104,7 @@ class Code(_Model):
 
 
 class Internal(_Model):
-    """What X-ray and the machine added."""
+    """Facts that X-ray and the machine added."""
 
     checkpoint: Sha256
     key: Sha256
@@ -137,7 +137,7 @@ class RunFacts(_Model):
     mlflow_run_id: str | None = None
     mlflow_parent_run_id: str | None = None
     outside: list[OutsideSource] = Field(default_factory=list)
-    """What the stage read from outside the store, by the names the user wrote; the statement lists it among the
+    """Sources outside the store that the stage read, by the names the user wrote; the statement lists them among the
     dependencies."""
     gates: dict[str, Any] | None = None
     """For an evaluation, the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""

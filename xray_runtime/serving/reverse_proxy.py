@@ -38,7 +38,7 @@ NONE = "none"
 START_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
 RETRIES = 120
-"""Of a request whose replica cannot be reached: one a second without another replica, as long as one may load."""
+"""For a request whose replica cannot be reached: one a second without another replica, as long as one may load."""
 
 CONFIG = """\
 global

@@ -209,7 +209,7 @@ class Store:
 
 
 def building_folder(directory: Path) -> Path:
-    """Where a checkpoint is built: one folder for each key, so that cleaning up need not list the whole store."""
+    """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
     return directory.with_name(f"{directory.name}.building-")
 
 

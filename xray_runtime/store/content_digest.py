@@ -41,7 +41,7 @@ class Outside(BaseModel):
     digest: str
     """sha256 of the bytes; the commit of a hub name; `name==version` of a package."""
     field: str
-    """Where the config names it."""
+    """The config's field that names it."""
     holds: Holds
 
     @property

@@ -44,7 +44,7 @@ class IdentityFields(BaseModel):
 
 
 class Identity(IdentityFields):
-    """What a stage key digests; the manifest repeats it, and `--explain` compares two of them."""
+    """The content of a stage key; the manifest repeats it, and `--explain` compares two of them."""
 
     @property
     def key(self) -> str:

@@ -43,7 +43,7 @@ class Manifest(IdentityFields):
 
     format: int = 2
     type: str
-    """Of the artifact: Model, Dataset, …"""
+    """Type of the artifact: Model, Dataset, …"""
     key: Sha256
     step: int
     parents: dict[str, Sha256]
@@ -55,7 +55,7 @@ class Manifest(IdentityFields):
 
     @property
     def identity(self) -> Identity:
-        """What its key digests."""
+        """The content of its key."""
         return Identity(**{name: getattr(self, name) for name in Identity.model_fields})
 
     def reference(self, directory: Path, sha256: str, mlflow_model_id: str | None = None) -> CheckpointRef:

@@ -16,7 +16,7 @@ from xray_runtime.store.syntax import DECLARATION, CodeDigestError, Import, Synt
 
 
 class Module(NamedTuple):
-    """Where a module is."""
+    """The place of a module."""
 
     file: Path | None
     """Its source or its compiled library; None for a directory without `__init__.py`."""

@@ -19,7 +19,7 @@ class CheckpointRef(BaseModel):
     stage: str
     kind: str
     type: str
-    """Of the artifact: Model, Dataset, …"""
+    """Type of the artifact: Model, Dataset, …"""
     step: int
     mlflow_model_id: str | None = None
 

@@ -1,4 +1,4 @@
-"""What one Python file computes: the digest of its syntax tree, and the modules it imports.
+"""The code of one Python file: the digest of its syntax tree, and the modules it imports.
 
 The digest leaves out comments, line numbers and docstrings. Imports inside functions count; a block
 `if TYPE_CHECKING:` does not, since it never runs.
@@ -32,12 +32,12 @@ class Import(NamedTuple):
     module: str
     """With its leading dots."""
     names: tuple[str, ...] = ()
-    """What follows `import` in `from module import ...`, `*` included."""
+    """The names after `import` in `from module import ...`, `*` included."""
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """What a file says, whatever the module is called."""
+    """The syntax of a file, whatever the module is called."""
 
     digest: str
     imports: tuple[Import, ...]
@@ -134,7 +134,7 @@ def _imports(node: ast.AST, importers: Collection[str]) -> bool:
 
 
 def _literal_import(call: ast.Call) -> Import | None:
-    """What a call with literal names imports; None where a name is made at run time."""
+    """The import of a call with literal names; None where a name is made at run time."""
     match call.args if not call.keywords else []:
         case [ast.Constant(value=str(name))] if not name.startswith("."):
             return Import(name)

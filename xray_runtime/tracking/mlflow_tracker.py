@@ -19,7 +19,7 @@ from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import TRAINING, Registry, open_client
 
 ARTIFACTS = "mlartifacts"
-"""Where an output directory's own MLflow keeps artifacts, by run."""
+"""Directory of the artifacts of an output directory's own MLflow, by run."""
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
 """Metrics in one request (MLflow allows 1,000)."""

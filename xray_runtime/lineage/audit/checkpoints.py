@@ -54,7 +54,12 @@ class Audit:
     log: Head = EMPTY
     """The end of the signed log: with a copy of it one can tell later whether the log was cut short."""
     notes: list[str] = field(default_factory=list)
-    """What was skipped and why."""
+    """Skipped checkpoints, and the reason."""
+
+    def count(self, nodes: list[Node], changed: list[Node]) -> None:
+        sizes = [entry.size for node in nodes for entry in node.manifest.files]
+        self.checkpoints, self.files, self.bytes = len(nodes), len(sizes), sum(sizes)
+        self.unchanged = len(nodes) - len(changed)
 
     @property
     def is_sound(self) -> bool:
@@ -100,13 +105,11 @@ def audit(
         on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
-    graph, result = store.graph, Audit()
-    everything = starts is None
+    graph, result, everything = store.graph, Audit(), starts is None
     chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
     if not everything:
         chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation, Benchmark)]
-    order = graph.ancestors(chosen)
-    found = result.findings
+    order, found = graph.ancestors(chosen), result.findings
     found += _structure(store, order, everything)
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
@@ -116,20 +119,15 @@ def audit(
     result.log = view.head
     heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)
-    prompts = Prompts(graph)
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
     changed = [node for node in nodes if baseline is None or node.sha256 not in baseline.unchanged]
-    result.unchanged = len(nodes) - len(changed)
+    result.count(nodes, changed)
     with ThreadPoolExecutor(WORKERS) as pool:
         for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
             found += findings
             on_progress(done, len(changed))
-    sizes = [entry.size for node in nodes for entry in node.manifest.files]
-    result.checkpoints, result.files, result.bytes = len(nodes), len(sizes), sum(sizes)
-    spans = Spans(graph, [node for node in changed if hashing and node.sides])
-    for node in changed if hashing else []:
-        found += check_dataset(node, prompts)
-        found += check_evaluation(node, graph, prompts, spans)
+    if hashing:
+        found += _contamination(store, changed)
     found += _commits({node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement})
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
@@ -147,8 +145,16 @@ def audit(
     return result
 
 
+def _contamination(store: LineageStore, nodes: list[Node]) -> Iterator[Finding]:
+    prompts = Prompts(store.graph)
+    spans = Spans(store.graph, [node for node in nodes if node.sides])
+    for node in nodes:
+        yield from check_dataset(node, prompts)
+        yield from check_evaluation(node, store.graph, prompts, spans)
+
+
 def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], baseline: Baseline) -> list[str]:
-    """What was skipped; where all is sound, a record for the next audit is written."""
+    """Notes on skipped checkpoints; writes a record for the next audit where all is sound."""
     if baseline.reason:
         notes = [f"everything was read: {baseline.reason}"]
     else:

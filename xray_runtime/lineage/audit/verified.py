@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Record(BaseModel):
-    """What was verified."""
+    """Everything that was verified."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +73,7 @@ class Record(BaseModel):
 
 @dataclass
 class Baseline:
-    """What an audit can skip, and what it needs for a record of its own."""
+    """The verified baseline: checkpoints that an audit can skip, and the states for a record of its own."""
 
     states: dict[str, str | None]
     """State of every checkpoint by its directory's name, before anything was read."""
