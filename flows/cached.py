@@ -17,8 +17,9 @@ from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.graph.graph import Graph, StageCall, recording
 from xray_runtime.graph.stage_identity import identify
+from xray_runtime.lineage.attestation import open_store
 from xray_runtime.lineage.log import LIFECYCLE
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.store.checkpoints import Store
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
@@ -51,7 +52,7 @@ def take_cached(
         return None
     with recording(config.seed, config.runtime) as graph:
         ends = lifecycle_graph(config)
-    store = Store(output / CHECKPOINTS, open_shared(config.runtime.storage))
+    store = open_store(output, open_shared(config.runtime.storage))
     found = _find(graph, output, store, until)
     if found is None:
         return None

@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, resolve
 from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
@@ -30,7 +30,7 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
     page.parent.mkdir(exist_ok=True)
     write_html(page, place, node, selection(place.graph, node, descendants))
     output = place.output.absolute()
-    leave(output, signing_key(output), [page], "lineage")
+    log_files(output, signing_key(output), [page], "lineage")
     fence = "```"
     lines = [
         f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray.tasks.output_directory import require_no_run
-from xray_runtime.lineage.reference import open_lineage_store, resolve_in
+from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
 
@@ -26,7 +26,7 @@ def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> d
     if remove:
         require_no_run(root)
     place = open_lineage_store(root, None)
-    plan = plan_prune(place, [resolve_in(reference, place) for reference in keep or []])
+    plan = plan_prune(place, [resolve(reference, root, None)[1] for reference in keep or []])
     if remove:
         run_prune(place, plan)
     verb = "removed" if remove else "would go"

@@ -68,9 +68,9 @@ def stage(
     from xray_runtime.cores import give_way
     from xray_runtime.graph.kind import config_of
     from xray_runtime.graph.stage_identity import identify
+    from xray_runtime.lineage.attestation import open_store
     from xray_runtime.processes import redirect_output
     from xray_runtime.stages.kinds import import_kind
-    from xray_runtime.store.checkpoints import CHECKPOINTS, Store
     from xray_runtime.store.digest_memory import DigestMemory
     from xray_runtime.store.function_digest import remember_sources
     from xray_runtime.store.shared import open_shared
@@ -91,7 +91,7 @@ def stage(
     sha256s = {role: ref.sha256 for role, ref in refs.items()}
     memory = DigestMemory(output / DIGESTS)
     identity, outside = identify(kind, spec.name, config, spec.seed, spec.runtime, sha256s, functions, memory)
-    store = Store(output / CHECKPOINTS, open_shared(spec.runtime.storage))
+    store = open_store(output, open_shared(spec.runtime.storage))
     job = _Job(spec, context, kind, config, identity, outside, refs, functions, store)
     try:
         with _only_one(output, job):
@@ -180,7 +180,7 @@ class _Job:
                 # That an attempt began is progress too: a large model takes its time to start.
                 self.progress(spec.name, 0, 0, "", "starting")
                 for parent in self._parents.values():
-                    store.bring(parent)
+                    store.ensure_local(parent)
                 parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
                 log_checkpoints(output, key, parents, here=False)
                 with store.building(spec.name, self.key) as built:

@@ -40,8 +40,8 @@ ONE_IN = 6
 GUARDS = {
     "lineage/bundle": "lineage/test_bundle.py lineage/test_import.py lineage/test_adopt.py lineage/test_keys.py",
     "lineage/log": "lineage/test_log.py",
-    "lineage/gates": "lineage/test_independence.py lineage/test_promotion.py lineage/test_judgements.py",
-    "lineage/independence": "lineage/test_independence.py",
+    "lineage/gates": "lineage/test_leaky_judges.py lineage/test_promotion.py lineage/test_judgements.py",
+    "lineage/leaky_judges": "lineage/test_leaky_judges.py",
     "lineage/keys": "lineage/test_signing.py lineage/test_keys.py store/test_shared.py",
     "lineage/promotion": "lineage/test_promotion.py lineage/test_terms.py",
     "lineage/replay": "lineage/test_replay.py",

@@ -32,12 +32,12 @@ def prune(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.reference import open_lineage_store, resolve_in
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
     from xray_runtime.lineage.render import printable
     from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
     place = checked(lambda: open_lineage_store(output, None))
-    kept = checked(lambda: [resolve_in(ref, place) for ref in keep or []])
+    kept = checked(lambda: [resolve(ref, output, None)[1] for ref in keep or []])
     plan = plan_prune(place, kept)
     if yes:
         checked(lambda: run_prune(place, plan))

@@ -60,8 +60,7 @@ def compare(
     Each verdict is saved at once; run the same command again to continue. `xray preferences` publishes the verdicts.
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
-    from xray_runtime.feedback.comparison import plan_comparison, require_two
-    from xray_runtime.feedback.prompts import checked_source
+    from xray_runtime.feedback.comparison import checked_source, plan_comparison, require_two
     from xray_runtime.feedback.session import open_session, session_directory
     from xray_runtime.lineage.reference import resolve
 

@@ -60,7 +60,7 @@ def lineage(
     from xray_runtime.lineage.reference import resolve, resolve_history
     from xray_runtime.lineage.render import lineage_json, lineage_text, selection
 
-    # What was made from it, and the checkpoints that a page compares it with, are found in all manifests alone.
+    # Only the whole graph has descendants, and the other checkpoints that a page compares this one with.
     read = resolve if descendants or html is not None else resolve_history
     place, node = checked(lambda: read(ref, output, tracking_uri))
     if html is not None:

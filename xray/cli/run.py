@@ -21,7 +21,7 @@ from xray_runtime.config.loading import resolved_yaml, validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.workload import this_machine
@@ -75,7 +75,7 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
         if "config" in job:
             write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
-            leave(directory, signing_key(directory), [directory / CONFIG], "config")
+            log_files(directory, signing_key(directory), [directory / CONFIG], "config")
         if verify:
             raise typer.Exit(verify_determinism(job, runtime, directory, console))
     except (ConfigError, OSError) as error:

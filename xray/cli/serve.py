@@ -198,7 +198,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
     while True:
         time.sleep(POLL_SECONDS)
         try:
-            news = follower.news()
+            news = follower.next_champion()
             if news is None:
                 continue
             _say(f"{_now()} {news.title} is the new champion and its audit is sound: loading it")

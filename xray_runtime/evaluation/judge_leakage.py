@@ -1,7 +1,7 @@
 """Who may judge a policy: nobody that it was trained against, or that learnt from the same preference pairs.
 
 Asked as a graph is written, where a dependent judge is refused, and again of the store before a promotion
-(`lineage.independence`), which knows of checkpoints that came from elsewhere.
+(`lineage.leaky_judges`), which knows of checkpoints that came from elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a checkpoint answers one message of a person: with a reply, or in an episode of an environment.
+"""A checkpoint's answer to one message of a person: a reply, or an episode of an environment.
 
-Within an episode what was said and observed is not encoded again, as in training. An environment knows one task alone,
-so the person's next message begins another episode; of this one, its prompt holds the last reply.
+As in training, earlier turns of an episode are not encoded again. An environment has one task, so the person's next
+message begins another episode, whose prompt holds the last reply of this one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def play(
     pool: EnvironmentPool | None = None,
     max_turns: int = 1,
 ) -> Iterator[str | Step]:
-    """Replies in pieces as they come, and after each what the environment in `pool` answered to it.
+    """Replies in pieces as they come, and after each the answer of the environment in `pool`.
 
-    The episode ends when the environment ends it or says nothing, at a reply that was cut off, after `max_turns`, or
-    when another reply would not fit.
+    The episode ends when the environment ends it or gives no message, at a reply that was cut off, after `max_turns`,
+    or when another reply would not fit.
 
     Raises:
         EnvironmentFailure: the environment failed.
-        ValueError: the chat template refuses what was said, or the prompt is too long for the model.
+        ValueError: the chat template refuses the messages, or the prompt is too long for the model.
     """
     form, number = chat_format(limits.tokenizer), 0
     if pool is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint that answers: one reply streamed to whoever reads along, or many at once. transformers, one device."""
+"""A checkpoint that answers with transformers on one device: one reply as a stream, or many at once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xray_runtime.engines.generation.sampling import Place, Sampling
 from xray_runtime.lineage.graph import Graph, Node
 
 TORN = "\ufffd"
-"""What decoding gives for a character of which not all tokens are there yet."""
+"""Decoding gives this for a character whose tokens are not complete yet."""
 
 
 def trained_context(graph: Graph, node: Node) -> int | None:
-    """How many messages a prompt had in the data a model was trained on; None where it was trained on none of ours."""
+    """Messages of a prompt in the data a model was trained on; None without such data."""
     value = _data_config(graph, node).get("context_messages")
     return value if isinstance(value, int) else None
 
 
 def trained_columns(graph: Graph, node: Node) -> list[str]:
-    """What the data a model was trained on carries beside its prompts (`data.columns`)."""
+    """Columns beside the prompts in the data a model was trained on (`data.columns`)."""
     value = _data_config(graph, node).get("columns")
     return [str(name) for name in value] if isinstance(value, list) else []
 
@@ -35,14 +35,14 @@ def _data_config(graph: Graph, node: Node) -> dict[str, Any]:
 
 
 def last_messages(history: Messages, context: int | None) -> Messages:
-    """The last `context` messages from a user's on, as prompts are cut from conversations (`data.sources`)."""
+    """The last `context` messages, starting with a user's, as in prompts of conversations (`data.sources`)."""
     recent = history[-context:] if context is not None else history
     return recent[recent[0]["role"] == "assistant" :]
 
 
 @contextlib.contextmanager
 def _loading(directory: Path) -> Iterator[None]:
-    """Raises ConfigError where something cannot be loaded: readers of damaged files fail each in a way of its own."""
+    """Raises ConfigError where something cannot be loaded: readers of damaged files raise errors of many kinds."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def _loading(directory: Path) -> Iterator[None]:
 
 
 class PromptLimits:
-    """The tokenizer of a checkpoint, and how long a prompt it takes."""
+    """The tokenizer of a checkpoint, and its limits on prompts."""
 
     def __init__(self, directory: Path, max_new_tokens: int, temperature: float) -> None:
         import transformers
@@ -71,37 +71,35 @@ class PromptLimits:
             )
 
     def excess(self, prompt: Messages) -> int:
-        """Tokens by which a prompt and the longest reply are too long together; 0 or less: they fit."""
+        """Tokens by which a prompt with the longest reply exceeds the model; 0 or less: it fits."""
         [ids] = encode_prompts(self.tokenizer, [prompt])
         return self.excess_of(len(ids))
 
     def excess_of(self, num_tokens: int) -> int:
-        """`excess` of a prompt of so many tokens."""
+        """`excess` of a prompt of `num_tokens`."""
         return 0 if self.max_positions is None else num_tokens + self.sampling.max_new_tokens - self.max_positions
 
     def cut(self, prompt: Messages) -> Messages:
-        """`prompt` without as many of its first messages as do not fit; the last one always stays."""
+        """`prompt` without its first messages if it does not fit; the last one always stays."""
         while len(prompt) > 1 and self.excess(prompt) > 0:
             prompt = last_messages(prompt, len(prompt) - 1)
         return prompt
 
 
 def fitting(prompts: list[Messages], models: list[PromptLimits], max_prompt_tokens: int | None) -> list[Messages]:
-    """Those of `prompts` that fit every model, and are not longer for it than `max_prompt_tokens`."""
-    most = []
+    """The prompts that fit every model and have at most `max_prompt_tokens` for each."""
     for model in models:
-        limits = [max_prompt_tokens, model.max_positions and model.max_positions - model.sampling.max_new_tokens]
-        most.append(min((limit for limit in limits if limit is not None), default=None))
-    sizes = [[len(ids) for ids in encode_prompts(model.tokenizer, prompts)] for model in models]
-    return [
-        prompt
-        for prompt, *own in zip(prompts, *sizes, strict=True)
-        if all(limit is None or size <= limit for size, limit in zip(own, most, strict=True))
-    ]
+        sizes = [len(ids) for ids in encode_prompts(model.tokenizer, prompts)]
+        prompts = [
+            prompt
+            for prompt, size in zip(prompts, sizes, strict=True)
+            if model.excess_of(size) <= 0 and (max_prompt_tokens is None or size <= max_prompt_tokens)
+        ]
+    return prompts
 
 
 class ChatModel:
-    """A model in memory that talks to one person."""
+    """A model in memory that chats with one person."""
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.models.causal_lm import load_model
@@ -111,7 +109,7 @@ class ChatModel:
         self._limits = limits
 
     def reply(self, prompt: Sequence[int], seed: int, tokens: list[int]) -> Iterator[str]:
-        """The reply to a prompt that fits, in pieces as they come; its tokens are put into `tokens`, an empty list."""
+        """The reply to a prompt that fits, in pieces as they come; appends its tokens to `tokens`."""
         from xray_runtime.engines.generation.transformers_generate import stream
 
         said, text = "", ""
@@ -125,7 +123,7 @@ class ChatModel:
 
 
 class BatchSampler:
-    """A model in memory that answers many prompts, each with a seed of its own."""
+    """A model in memory that answers many prompts, each with its own seed."""
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.engines.generation.transformers_generate import TransformersSampler
@@ -135,7 +133,7 @@ class BatchSampler:
         self._limits = limits
 
     def answers(self, prompts: Sequence[Messages], seeds: Sequence[int]) -> list[str]:
-        """One reply a prompt, in order. Neither depends on the other prompts."""
+        """One reply for each prompt, in order, independent of the other prompts."""
         tokenizer = self._limits.tokenizer
         replies = self._sampler.sample(encode_prompts(tokenizer, prompts), list(seeds), self._limits.sampling)
         return decode_replies(tokenizer, [reply.token_ids for reply in replies])

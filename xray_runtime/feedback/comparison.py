@@ -1,18 +1,24 @@
-"""Two models asked the same things: what is asked, under which settings, and their replies ahead of the person."""
+"""Two models that answer the same prompts: which prompts, under which settings, and their replies in advance."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pairs import Example, Messages, Pairs, prompt_text
+from xray_runtime.data.records import asked
+from xray_runtime.data.sources import read_records
+from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
 from xray_runtime.feedback.judgements import Question, tally
-from xray_runtime.feedback.prompts import SPLITS, Source, dataset_of, of_dataset, of_file
-from xray_runtime.feedback.session import Session, Setup
+from xray_runtime.feedback.session import PromptSource, Session, Setup
+from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore, require_language_model
 from xray_runtime.planning.workload import this_machine
@@ -20,33 +26,53 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.store.identity import file_sha256
 
 BATCH = 32
-"""Prompts answered at a time: what one batch of the sampler holds."""
+"""Prompts answered at a time: one batch of the sampler."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of prompts; `path`: the file."""
+
+    kind: PromptSource
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is settled before anybody is asked."""
+    """The settings of a comparison, fixed before anybody is asked."""
 
     models: tuple[Node, Node]
     """`a` and `b`."""
     limits: tuple[PromptLimits, PromptLimits]
     setup: Setup
     prompts: list[Messages]
-    """All there are, in the order in which they are asked; none where they are typed."""
+    """All prompts in the order in which they are asked; empty where they are typed."""
     device: str
 
     def result(self, session: Session) -> dict[str, Any]:
-        """What everybody who judged in this session said; see `judgements.tally`."""
+        """The verdicts of all judges of this session; see `judgements.tally`."""
         same = sum(question.a == question.b for question in session.questions)
         names = {"a": self.models[0].name, "b": self.models[1].name}
         return {"session": session.name, "models": names, "same_reply": same} | tally(session.judgements)
+
+
+def checked_source(value: str) -> Source:
+    """The value of `--prompts`. Raises ConfigError for anything but an allowed word or a .jsonl file."""
+    path = Path(value)
+    kinds: tuple[PromptSource, ...] = ("heldout", "train", "typed")
+    for kind in kinds:
+        if value == kind:
+            return Source(kind)
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise ConfigError(f"--prompts: {value!r} is not allowed: must be heldout, train, typed, or a .jsonl file")
+    return Source("file", path)
 
 
 def require_two(a: tuple[LineageStore, Node], b: tuple[LineageStore, Node]) -> LineageStore:
     """The output directory of two different models that reply.
 
     Raises:
-        ConfigError: they are none, the same, or lie apart: what is judged must know both.
+        ConfigError: they are no such models, or the same one, or in different output directories.
     """
     (store, first), (other, second) = a, b
     for node in (first, second):
@@ -74,13 +100,13 @@ def plan_comparison(
     """The comparison of two models of `store`.
 
     Args:
-        config: of the lifecycle; says how long prompts may be, and on which device models run.
+        config: of the lifecycle: the length of prompts, and the device on which models run.
 
     Raises:
         ConfigError: there are no such prompts, or none that fit.
     """
     a, b = (PromptLimits(model.directory, max_new_tokens, temperature) for model in models)
-    dataset = dataset_of(store, list(models)).sha256 if source.kind in SPLITS else None
+    dataset = _dataset_of(store, models).sha256 if source.kind in ("heldout", "train") else None
     setup = Setup(
         a=models[0].sha256,
         b=models[1].sha256,
@@ -93,22 +119,63 @@ def plan_comparison(
     )
     fit: list[Messages] = []
     if source.kind != "typed":
-        found = of_dataset(store, list(models), setup) if source.path is None else of_file(source.path)
+        found = of_dataset(store, list(models), setup) if source.path is None else _of_file(source.path)
         fit = fitting(found, [a, b], setup.max_prompt_tokens)
         if not fit:
             raise ConfigError(f"--prompts: all of the {len(found)} prompts are too long for the models")
     return Comparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
 
 
+def _dataset_of(store: LineageStore, models: tuple[Node, Node]) -> Node:
+    """The dataset that the first of the models which has one was trained on."""
+    datasets = [store.graph.nodes.get(model.manifest.dataset or "") for model in models]
+    for found in filter(None, datasets):
+        return found
+    raise ConfigError(
+        "--prompts: these models have no dataset among their inputs: must be a .jsonl file with a column "
+        "`prompt`, or 'typed'"
+    )
+
+
+def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Messages]:
+    """The distinct prompts of one side of the dataset `setup.source`, in random order.
+
+    Held-out prompts that one of the models, or one of its ancestors, was trained on are left out.
+    """
+    assert setup.source is not None
+    seen: list[TextSet] = []
+    if setup.prompts == "heldout":
+        prompts = Prompts(store.graph)
+        ancestors = store.graph.ancestors([model.sha256 for model in models])
+        known = [store.graph.nodes[sha] for sha in ancestors if sha in store.graph.nodes]
+        seen = [prompts.of(node.sha256, "train") or TextSet() for node in known if node.is_data]
+    examples = Pairs(store.graph.nodes[setup.source].directory / f"{setup.prompts}.arrow", Example)
+    texts = ((prompt_text(e.prompt), e.prompt) for e in examples)
+    found = {text: prompt for text, prompt in texts if not any(text in trained for trained in seen)}
+    order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))
+    listed = list(found.values())
+    return [listed[i] for i in order]
+
+
+def _of_file(path: Path) -> list[Messages]:
+    """The distinct prompts of a .jsonl file, in its order. Raises ConfigError where a row has no prompt."""
+    try:
+        _, records = read_records("--prompts", str(path), "train")
+        found = [asked(where, record) for where, record in records]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return list({prompt_text(prompt): prompt for prompt in found}.values())
+
+
 class Sampler:
-    """Has both models answer, in a thread of `pool`; they are loaded when the first answer is needed."""
+    """Lets both models answer in a thread of `pool`; they are loaded when the first answer is needed."""
 
     def __init__(self, comparison: Comparison, session: Session, pool: ThreadPoolExecutor) -> None:
         self._comparison, self._session, self._pool = comparison, session, pool
         self._models: list[BatchSampler] = []
 
     def submit(self, prompts: list[Messages]) -> Future[None]:
-        """The session gets these questions, in turn, by when the answer is there."""
+        """Add these questions to the session, in order; the future is done when they are there."""
         return self._pool.submit(self._answer, prompts)
 
     def _answer(self, prompts: list[Messages]) -> None:

@@ -1,7 +1,7 @@
-"""What people judged: one verdict on two replies to one prompt, who stands where, and what many verdicts say.
+"""Human verdicts: one on two replies to one prompt, the side of each model, and the sum of many verdicts.
 
-Two models are compared: `a` and `b`. A person sees their replies as left and right and does not know which is which:
-sides are drawn anew for each prompt and judge, from the seed.
+Two models are compared, `a` and `b`. A person sees their replies as left and right and does not know which is which:
+the seed draws the sides anew for each prompt and judge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Verdict = Literal["a", "b", "tie", "bad", "skip"]
 """`bad`: neither will do; `skip`: no opinion."""
 
 KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
-"""What a person presses, and what it says."""
+"""Key that a person presses → its meaning."""
 
 
 class _Row(BaseModel):
@@ -28,10 +28,10 @@ class _Row(BaseModel):
 
 
 class Question(_Row):
-    """A prompt and what the two models replied."""
+    """A prompt and the replies of the two models."""
 
     number: Annotated[int, Field(ge=0)]
-    """Place in the order in which prompts are asked."""
+    """Position in the order in which prompts are asked."""
     prompt: Messages
     a: str
     b: str
@@ -42,7 +42,7 @@ class Judgement(_Row):
 
     number: Annotated[int, Field(ge=0)]
     left: Model
-    """Which model stood on the left."""
+    """The model on the left."""
     verdict: Verdict
     judge: str
     at: str
@@ -50,19 +50,19 @@ class Judgement(_Row):
 
 
 def left_model(seed: int, judge: str, number: int) -> Model:
-    """Which model's reply `judge` sees on the left of question `number`: a fair coin, the same for the same seed."""
+    """The model whose reply `judge` sees on the left of question `number`: a fair coin, the same for the same seed."""
     return "b" if derive_seed(seed, "compare", "left", judge, number) % 2 else "a"
 
 
 def verdict_of(key: str, left: Model) -> Verdict:
-    """What pressing `key` (of KEYS) means where `left` stands on the left."""
+    """The verdict of `key` (of KEYS) where `left` is on the left."""
     right: Model = "b" if left == "a" else "a"
     verdicts: dict[str, Verdict] = {"1": left, "2": right, "t": "tie", "b": "bad", "s": "skip"}
     return verdicts[key]
 
 
 def latest_verdicts(judgements: Iterable[Judgement]) -> dict[tuple[int, str], Judgement]:
-    """(question, judge) → the verdict that stands, which is the last one: people may change their mind."""
+    """(question, judge) → the verdict that counts, which is the last one: people may change their mind."""
     return {(j.number, j.judge): j for j in judgements}
 
 
@@ -79,11 +79,11 @@ def pairs(questions: Iterable[Question], judgements: Iterable[Judgement], sessio
 
 
 def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
-    """What the verdicts say together.
+    """The sum of the verdicts.
 
-    `prompts` were judged (skips apart); `verdicts` counts each kind, `judges` each person's, skips included. `win_rate`
-    is of `a` over `b`: ties, and where both are bad, count half; of several judges of one prompt the mean counts, so
-    that the 95% interval (`win_rate_ci95`) is over prompts. Both are None where nothing was judged.
+    `prompts` is the number judged (without skips); `verdicts` counts each kind, and `judges` each person's, with skips.
+    `win_rate` is of `a` over `b`, where ties and two bad replies count half. Several judges of one prompt are averaged,
+    so that the 95% interval (`win_rate_ci95`) is over prompts. Both are None without verdicts.
     """
     stand = latest_verdicts(judgements)
     verdicts = dict.fromkeys(("a", "b", "tie", "bad", "skip"), 0)

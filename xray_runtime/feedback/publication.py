@@ -1,11 +1,11 @@
 """Judgements as a dataset: a checkpoint of kind `judgements`, signed and recorded like any other.
 
-    judgements.jsonl   every verdict with its prompt, both models and replies, who stood on the left, judge and time
-    pairs.arrow        prompt, chosen, rejected: what the stage `preferences` takes as `judgements`
+    judgements.jsonl   every verdict with its prompt, both models and replies, the left model, judge and time
+    pairs.arrow        prompt, chosen, rejected: the input `judgements` of the stage `preferences`
     stats.json         counts
 
-Its parents are the models that were judged (`policy-1`, …) and the datasets that prompts were taken from. It holds all
-that was judged in an output directory so far; publishing again after more judgements gives another checkpoint.
+Its parents are the models that were judged (`policy-1`, …) and the datasets of the prompts. It holds all judgements of
+an output directory so far; publishing again after more of them gives another checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
-from xray_runtime.lineage.attestation import attest, read_statement
+from xray_runtime.lineage.attestation import attest, open_store, read_statement
 from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
@@ -36,22 +36,22 @@ from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
 
 JUDGEMENTS = "judgements"
-"""Stage and kind of the checkpoint: nothing runs to make it."""
+"""Stage and kind of the checkpoint, which no run computes."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was published."""
+    """The published checkpoint."""
 
     checkpoint: CheckpointRef
     stats: dict[str, Any]
     heldout: int
-    """Pairs no lifecycle on the same dataset trains on: their prompts are held out there."""
+    """Pairs whose prompts the dataset holds out: no lifecycle on it trains on them."""
     is_new: bool
 
 
 def publish(lineage: LineageStore, project: str, by: str) -> Published:
-    """Publish everything judged in the output directory, unless this very dataset is there already.
+    """Publish all judgements of the output directory, unless this very dataset is there already.
 
     Args:
         project: MLflow's experiment.
@@ -70,33 +70,28 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
-    # All that it is made of is in the config and the parents: no code of ours could make another dataset of it.
+    config = {
+        "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
+        "judgements": digest(verdicts),
+        "pairs": digest([pair._asdict() for pair in found]),
+    }
+    sha256s = {role: node.sha256 for role, node in parents.items()}
+    # The config and the parents determine every byte, whatever the code.
     identity = Identity(
-        stage=JUDGEMENTS,
-        kind=JUDGEMENTS,
-        config={
-            "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
-            "judgements": digest(verdicts),
-            "pairs": digest([pair._asdict() for pair in found]),
-        },
-        seed=0,
-        parents={role: node.sha256 for role, node in parents.items()},
-        functions={},
-        code={},
-        versions={},
+        stage=JUDGEMENTS, kind=JUDGEMENTS, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
     )
     key = identity.key
     stats = _stats(sessions, found)
     heldout = _held_out(lineage, parents, found)
-    store = Store(lineage.output / CHECKPOINTS)
+    store = open_store(lineage.output)
     ref = store.find(JUDGEMENTS, key)
-    snapshot = RegistryView(lineage.tracking_uri)
-    if ref is not None and snapshot.model_of(ref.sha256) is not None:
+    mlflow = RegistryView(lineage.tracking_uri)
+    if ref is not None and mlflow.model_of(ref.sha256) is not None:
         return Published(ref, stats, heldout, is_new=False)
 
-    refs = {role: node.reference(snapshot.model_of(node.sha256)) for role, node in parents.items()}
+    refs = {role: node.reference(mlflow.model_of(node.sha256)) for role, node in parents.items()}
     tracker = Tracker(lineage.tracking_uri, project, lineage.artifacts)
-    # Where an attempt before this one was cut short after publishing, its statement names the runs it had begun.
+    # If an earlier attempt was cut short after publishing, its statement names its runs.
     facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
     parent_run = tracker.start_lifecycle(
         facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(lineage.output.absolute())}
@@ -118,7 +113,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
 
 
 def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
-    """Role → checkpoint of the models that were judged and of the datasets they were asked from."""
+    """Role → checkpoint of the judged models and of the datasets of the prompts."""
     models = sorted({sha for s in sessions for sha in (s.setup.a, s.setup.b)})
     asked = [s.setup for s in sessions if s.setup.prompts in ("heldout", "train")]
     datasets = sorted({setup.source for setup in asked if setup.source is not None})
@@ -134,7 +129,7 @@ def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
 
 
 def _verdicts(session: Session) -> list[dict[str, Any]]:
-    """Every verdict that stands, with what it is about."""
+    """Every verdict that counts, with its question."""
     models = {"model_a": session.setup.a, "model_b": session.setup.b}
     questions: dict[int, Question] = {question.number: question for question in session.questions}
     return [

@@ -1,10 +1,10 @@
-"""A comparison under way, on disk: what was asked, what was replied, and each verdict the moment it was given.
+"""A comparison on disk: questions, replies, and each verdict as soon as it is given.
 
-    feedback/DIGEST/session.json        the two models, where prompts come from, sampling: DIGEST is of this
-    feedback/DIGEST/replies.jsonl       one question a line
-    feedback/DIGEST/judgements.jsonl    one verdict a line; of several by one judge on one question the last stands
+    feedback/DIGEST/session.json        the two models, the source of prompts, sampling; DIGEST is its digest
+    feedback/DIGEST/replies.jsonl       one question in each line
+    feedback/DIGEST/judgements.jsonl    one verdict in each line; a judge's last verdict on a question counts
 
-The same comparison started again goes on in the same directory. A line that a crash cut off is no line.
+The same comparison continues in the same directory. A line that a crash cut off does not count.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from xray_runtime.store.manifest import Sha256
 FOLDER = "feedback"
 SESSION, REPLIES, JUDGEMENTS = "session.json", "replies.jsonl", "judgements.jsonl"
 
+PromptSource = Literal["heldout", "train", "file", "typed"]
 Row = TypeVar("Row", bound=BaseModel)
 
 
 class Setup(BaseModel):
-    """What makes two comparisons the same."""
+    """Two comparisons with the same setup are the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     a: Sha256
     b: Sha256
-    prompts: Literal["heldout", "train", "file", "typed"]
+    prompts: PromptSource
     source: Sha256 | None
-    """The dataset's checkpoint, or the bytes of the file; None for prompts that are typed."""
+    """sha256 of the dataset's checkpoint or of the file; None for typed prompts."""
     max_prompt_tokens: int | None
     max_new_tokens: Annotated[int, Field(ge=1)]
     temperature: Annotated[float, Field(gt=0)]
@@ -77,7 +78,7 @@ class Session:
 
 
 def session_directory(output: Path, setup: Setup) -> Path:
-    """Where the session of `setup` lies in the output directory, now if not before."""
+    """The directory of the session of `setup`, made if need be."""
     directory = output / FOLDER / digest(setup.model_dump(mode="json"))[:12]
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SESSION).exists():
@@ -88,7 +89,7 @@ def session_directory(output: Path, setup: Setup) -> Path:
 
 
 def open_session(directory: Path) -> Session:
-    """The session in `directory`, ready to be written to by whoever holds it: nobody else may at the same time."""
+    """The session in `directory`, to write to; only one process may at a time."""
     for name in (REPLIES, JUDGEMENTS):
         _cut_torn_line(directory / name)
     return Session.read(directory)
@@ -100,10 +101,10 @@ def read_sessions(output: Path) -> list[Session]:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """The whole lines of a file; what a crash left of a last one is passed over.
+    """The whole lines of a file; a last line that a crash cut off is skipped.
 
     Raises:
-        ConfigError: another line is not what it should be.
+        ConfigError: another line is damaged.
     """
     content = path.read_bytes() if path.exists() else b""
     rows = []
@@ -124,7 +125,7 @@ def _append(path: Path, rows: Iterable[BaseModel]) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """What is appended next must begin a line of its own."""
+    """Remove a last line that a crash cut off, so that the next one starts a line of its own."""
     with path.open("ab") as file:
         whole = path.read_bytes().rfind(b"\n") + 1
         file.truncate(whole)

@@ -1,22 +1,24 @@
-"""A checkpoint that exists already as an input of a new run, wherever it lies.
+"""An existing checkpoint as an input of a new run, wherever it lies.
 
     DIRECTORY        a checkpoint's own directory
     REF              as on the command line, of a checkpoint in the output directory
     DIR#REF          the same in another output directory
     FILE.tar#REF     the same in a bundle; FILE.tar alone where the bundle holds one policy
 
-What lies elsewhere is audited there and brought into the output directory with all it came from, its evaluations, its
-records and its keys: the lineage of what is made from it goes on behind it.
+A checkpoint elsewhere is audited there and copied into the output directory with its ancestors, evaluations and keys,
+so that the lineage of what is made from it is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import opened, take_in
+from xray_runtime.lineage.bundle import import_checkpoints, open_bundle
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
@@ -24,38 +26,28 @@ from xray_runtime.store.checkpoints import CHECKPOINTS, verify
 from xray_runtime.store.ref import CheckpointRef
 
 EXPERIMENT = "imported"
-"""Of MLflow, for what was computed elsewhere."""
+"""MLflow's experiment for checkpoints that were computed elsewhere."""
 
 
 def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> CheckpointRef:
-    """The checkpoint `ref` names, in the output directory `output`; it is brought there where it lies elsewhere.
+    """The checkpoint `ref` names, copied into the output directory `output` if it lies elsewhere.
 
     Args:
-        tracking_uri: of the MLflow that `output` is recorded in; None: it has none.
+        tracking_uri: of the MLflow that records `output`; None: there is none.
 
     Raises:
-        ConfigError: `ref` names nothing, or several things, or something that is not as it was published; one line.
+        ConfigError: `ref` names nothing or several things, or a checkpoint that was changed since it was published.
     """
     (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
-    if Path(place).is_file():
-        with opened(Path(place), manifests_only=True) as bundle:
-            node = find(name, bundle) if name else _newest(bundle, place)
-            missing = _missing(bundle, node, output)
-        if missing:
-            with opened(Path(place), same_disk=output) as bundle:
-                _bring(bundle, bundle.graph.nodes[node.sha256], output, tracking_uri, ref, move=True)
-    else:
-        if name:
-            source = open_lineage_store(Path(place), None)
-            node = find(name, source)
-        else:
-            # What lies elsewhere is audited with the MLflow that is known there.
-            source, node = resolve(ref, output, None)
-        if source.output.resolve() != output.resolve() and _missing(source, node, output):
-            _bring(source, node, output, tracking_uri, ref, move=False)
-    store = open_lineage_store(output, tracking_uri)
-    node = store.graph.nodes[node.sha256]
+    with _located(ref, output, manifests_only=True) as (source, node):
+        here = open_lineage_store(output, None).graph.nodes
+        missing = source.output.resolve() != output.resolve() and any(
+            sha not in here for sha in source.graph.ancestors([node.sha256])
+        )
+    if missing:
+        with _located(ref, output, same_disk=output) as (source, node):
+            _copy(source, node, output, tracking_uri, ref)
+    node = open_lineage_store(output, tracking_uri).graph.nodes[node.sha256]
     problems = verify(node.directory, node.sha256)
     if problems:
         raise ConfigError(f"{ref!r} differs from what was published: {problems[0]}; see `xray audit`")
@@ -63,22 +55,30 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
 
 
 def sha256_of(ref: str, output: Path) -> str:
-    """The checkpoint that `checkpoint_from` would bring; nothing is brought, and only manifests are read.
+    """The checkpoint that `checkpoint_from` would copy, from manifests alone. Raises ConfigError as it does."""
+    with _located(ref, output, manifests_only=True) as (_, node):
+        return node.sha256
 
-    Raises:
-        ConfigError: `ref` names nothing, or several things.
-    """
+
+@contextlib.contextmanager
+def _located(
+    ref: str, output: Path, same_disk: Path | None = None, manifests_only: bool = False
+) -> Iterator[tuple[LineageStore, Node]]:
+    """(store, checkpoint) that `ref` names; a bundle is unpacked as `bundle.open_bundle` says."""
     place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
     if Path(place).is_file():
-        with opened(Path(place), manifests_only=True) as bundle:
-            return (find(name, bundle) if name else _newest(bundle, place)).sha256
-    if name:
-        return find(name, open_lineage_store(Path(place), None)).sha256
-    return resolve(ref, output, None)[1].sha256
+        with open_bundle(Path(place), same_disk, manifests_only) as bundle:
+            yield bundle, find(name, bundle) if name else _newest(bundle, place)
+    elif name:
+        source = open_lineage_store(Path(place), None)
+        yield source, find(name, source)
+    else:
+        # A directory elsewhere is audited with the MLflow that is known there.
+        yield resolve(ref, output, None)
 
 
 def _newest(bundle: LineageStore, path: str) -> Node:
-    """The one checkpoint of a bundle that nothing was made from but evaluations."""
+    """The one checkpoint of a bundle from which only evaluations were made."""
     graph = bundle.graph
     used = {
         parent
@@ -99,21 +99,14 @@ def _newest(bundle: LineageStore, path: str) -> Node:
     return last[0]
 
 
-def _missing(source: LineageStore, node: Node, output: Path) -> bool:
-    """Whether anything of the checkpoint and what it came from is not in `output` yet."""
-    here = open_lineage_store(output, None).graph.nodes
-    return any(sha not in here for sha in source.graph.ancestors([node.sha256]))
-
-
-def _bring(source: LineageStore, node: Node, output: Path, tracking_uri: str | None, ref: str, *, move: bool) -> None:
+def _copy(source: LineageStore, node: Node, output: Path, tracking_uri: str | None, ref: str) -> None:
     # With its evaluations: one of them signs the model card that lies beside the weights.
     order = with_history(source.graph, [node.sha256])
-    result = audit(source, [source.graph.nodes[sha] for sha in order if sha in source.graph.nodes])
-    if not result.is_sound:
-        broken = result.broken
+    broken = audit(source, [source.graph.nodes[sha] for sha in order if sha in source.graph.nodes]).broken
+    if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise ConfigError(f"{ref!r} is not sound: the audit there found {broken[0]}{more}")
-    take_in(source, order, output, tracking_uri=tracking_uri, experiment=EXPERIMENT, move=move)
+    import_checkpoints(source, order, output, tracking_uri=tracking_uri, experiment=EXPERIMENT)
 
 
 def _model_of(sha256: str, tracking_uri: str | None) -> str | None:

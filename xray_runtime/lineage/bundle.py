@@ -1,12 +1,12 @@
 """Bundles: a checkpoint with all it came from, its records and the public key in one archive.
 
-A bundle is a tar of an output directory's layout. It is checked on any machine, without MLflow, by the same audit; and
-it can be brought into another output directory and its MLflow, where the lineage stands as before. Beside it are
+A bundle is a tar with the layout of an output directory. The same audit checks it on any machine, without MLflow, and
+it can be imported into another output directory and its MLflow. It also holds
 
-    index.html                all of it on one page: lineage, curves, judgements, conversations, licences
+    index.html                one page: lineage, curves, judgements, conversations, licences
     provenance.intoto.jsonl   every checkpoint's statement in an envelope of its own, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
-    log.jsonl                 lists the checkpoints and these files, signed by who exported
+    log.jsonl                 lists the checkpoints and these files, signed with the exporter's key
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UNKNOWN = (
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
-"""What no bundle can prove."""
+"""Facts that no bundle can prove."""
 MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
 """Far more than any bundle of ours has."""
 UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
@@ -91,7 +91,7 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
 
 
 def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> None:
-    """What a bundle has beside checkpoints and keys, signed."""
+    """Write what a bundle has besides checkpoints and keys, signed."""
     for sha in chosen:
         manifest = store.graph.nodes[sha].manifest
         records = records_directory(store.output, manifest.stage, manifest.key)
@@ -109,27 +109,27 @@ def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> Non
 
 
 @contextlib.contextmanager
-def opened(path: Path, same_disk: Path | None = None, manifests_only: bool = False) -> Iterator[LineageStore]:
-    """The content of a bundle as an output directory, in a temporary place.
+def open_bundle(path: Path, same_disk: Path | None = None, manifests_only: bool = False) -> Iterator[LineageStore]:
+    """The content of a bundle as a temporary output directory.
 
     Args:
-        same_disk: a directory on the disk to put it on.
-        manifests_only: leave out all files but manifests: for finding out what is in it.
+        same_disk: a directory on the disk to use.
+        manifests_only: unpack only manifests.
 
     Raises:
-        ConfigError: it is no bundle, or does not fit on the disk, or holds links, devices, files with holes, names that
-            lead out of it or stand twice, or more and longer ones than any bundle of ours.
+        ConfigError: it is not a bundle, or does not fit on the disk, or holds links, devices, sparse files, unsafe or
+            duplicate names, or more and longer names than X-ray writes.
     """
     with tempfile.TemporaryDirectory(prefix="xray-bundle-", dir=same_disk) as temporary:
         output = Path(temporary)
         _unpack(path, output, manifests_only)
         store = open_lineage_store(output, None)
-        # Whatever MLflow this machine has knows nothing of the bundle.
+        # This machine's MLflow knows nothing about the bundle.
         yield LineageStore(store.output, store.graph, None)
 
 
 def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
-    """Raises ConfigError as `opened`."""
+    """Raises ConfigError as `open_bundle`."""
     try:
         free, size = shutil.disk_usage(output).free, path.stat().st_size
         if not path.is_file():
@@ -143,7 +143,7 @@ def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
                     target.mkdir(parents=True, exist_ok=True)
                 elif not manifests_only or target.name == MANIFEST:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    # Bytes alone: no mode, owner or time comes from outside.
+                    # Mode, owner and time are not taken over.
                     source = archive.extractfile(member)
                     assert source is not None
                     with target.open("xb") as into:
@@ -158,7 +158,7 @@ def _unpack(path: Path, output: Path, manifests_only: bool) -> None:
 
 
 class _BoundedFile(io.FileIO):
-    """A file of which little is read at a time: a header that says to be large would be read whole."""
+    """A file that refuses large reads: a header that claims to be large would be read whole."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= MAX_HEADER_BYTES:
@@ -167,14 +167,14 @@ class _BoundedFile(io.FileIO):
 
 
 def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of a bundle. Raises ConfigError at the first that X-ray would not have written."""
+    """The members of a bundle. Raises ConfigError at the first that X-ray would not write."""
     seen: set[str] = set()
     for member in archive:
         name = member.name
-        # Names that some file system takes for the same one are the same.
+        # Names that some file system cannot tell apart are equal.
         plain = unicodedata.normalize("NFC", name).casefold()
         problem = None
-        # A file with holes says to be larger than the archive it comes in, by any factor.
+        # A sparse file may claim any size.
         if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
             problem = "which is no plain file and no directory"
         elif not is_safe(name) or not name.isprintable():
@@ -193,14 +193,14 @@ def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
-    """The audit of everything in a bundle."""
-    with opened(path) as store:
+    """Audit everything in a bundle."""
+    with open_bundle(path) as store:
         return _audit(store, public, hashing)
 
 
 def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Audit:
     result = audit(store, public=public, hashing=hashing)
-    # Nobody has a reason to put anything beside what was exported.
+    # Nothing may lie beside what was exported.
     added = {replace(found, code="file-added") if found.code == "file-unknown" else found for found in result.findings}
     result.findings = sorted(added)
     result.notes += list(UNKNOWN) + ([] if public else [UNKNOWN_KEY])
@@ -208,22 +208,22 @@ def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Au
 
 
 def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: str, public: Path | None) -> Audit:
-    """Bring a bundle into `output` and its MLflow; nothing is brought in unless its audit is sound.
+    """Import a bundle into `output` and its MLflow if its audit is sound.
 
     Args:
         public: the key its records must be signed with; by default the bundle's own, which is then trusted.
     """
     check_tracking_uri(tracking_uri)
     output.mkdir(parents=True, exist_ok=True)
-    with opened(path, same_disk=output) as store:
+    with open_bundle(path, same_disk=output) as store:
         result = _audit(store, public)
         if result.is_sound:
             order = store.graph.ancestors(list(store.graph.nodes))
-            take_in(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public, move=True)
+            import_checkpoints(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public)
     return result
 
 
-def take_in(
+def import_checkpoints(
     source: LineageStore,
     order: Sequence[str],
     output: Path,
@@ -231,15 +231,15 @@ def take_in(
     tracking_uri: str | None,
     experiment: str,
     public: Path | None = None,
-    move: bool = False,
 ) -> None:
-    """Bring checkpoints of another output directory, which were audited there, into `output` and its MLflow.
+    """Copy checkpoints that were audited in another output directory into `output` and its MLflow.
+
+    On one disk, files are linked and not copied.
 
     Args:
         order: their digests, parents first.
         tracking_uri: None: there is no MLflow to record them in.
         public: the key to trust from now on; by default all that `source` trusts.
-        move: whether they may go from `source`; else they are in both, the files of one disk linked.
 
     Raises:
         ConfigError: `output` holds another checkpoint under the key of one of them.
@@ -256,10 +256,8 @@ def take_in(
             raise ConfigError(
                 f"{there}: holds a different checkpoint with the same key as {directory}: move one of them away"
             )
-        if not there.exists() and move:
-            os.rename(directory, there)
-        elif not there.exists():
-            # Where the next build of this key sweeps, should this be cut short.
+        if not there.exists():
+            # After a crash, the next build of this key removes it there.
             temporary = building_folder(there) / f"{os.getpid()}-{sha[:8]}"
             shutil.copytree(directory, temporary, symlinks=True, copy_function=_link_or_copy)
             os.rename(temporary, there)
@@ -272,7 +270,7 @@ def take_in(
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    # What is published never changes: a file may lie in two directories.
+    # Published files never change, so two directories can share them.
     try:
         os.link(source, target)
     except OSError:
@@ -280,18 +278,18 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experiment: str) -> None:
-    """Log what MLflow does not know yet, parents first, with the same inputs and params as where it was made."""
+    """Log the checkpoints that MLflow does not know, parents first, with their original inputs and params."""
     from xray_runtime.lineage.audit.registry import RegistryView
     from xray_runtime.tracking.mlflow_tracker import Tracker
 
     tracker = Tracker(tracking_uri, experiment, store.artifacts)
-    snapshot = RegistryView(tracking_uri)
+    mlflow = RegistryView(tracking_uri)
     parent = tracker.start_lifecycle(None, "import", {}, "", {"xray.imported": "true"})
     refs: dict[str, CheckpointRef] = {}
     for sha in order:
         node = store.graph.nodes[sha]
         manifest = node.manifest
-        ref = node.reference(snapshot.model_of(sha))
+        ref = node.reference(mlflow.model_of(sha))
         if ref.mlflow_model_id is None:
             run = tracker.stage_run(parent, manifest.stage, manifest.key, manifest.config)
             ref = run.log_checkpoint(ref, manifest, [refs[p] for p in manifest.parents.values()])

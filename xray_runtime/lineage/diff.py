@@ -1,4 +1,4 @@
-"""What differs between the histories of two checkpoints, stage by stage: the question people ask first."""
+"""The differences between the histories of two checkpoints, stage by stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xray_runtime.lineage.render import MAX_VALUE_CHARS, printable
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 CAUSES = ("parents", "config", "functions", "code", "versions")
-"""What is in a stage key."""
+"""Parts of a stage key."""
 ASPECTS = (*CAUSES[:2], "data", *CAUSES[2:], "environment", "results")
 
 
@@ -30,8 +30,8 @@ def diff(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str,
         other = theirs.get(name)
         if other is not None and other.sha256 != node.sha256:
             facts = _facts(left.graph, node), _facts(right.graph, other)
-            changed = {aspect: _changed(facts[0][aspect], facts[1][aspect]) for aspect in ASPECTS}
-            stages.append({"stage": name, "a": node.sha256, "b": other.sha256} | changed)
+            aspects = {aspect: changed(facts[0][aspect], facts[1][aspect]) for aspect in ASPECTS}
+            stages.append({"stage": name, "a": node.sha256, "b": other.sha256} | aspects)
     return {
         "a": a.sha256,
         "b": b.sha256,
@@ -43,7 +43,7 @@ def diff(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str,
 
 
 def diff_text(content: Mapping[str, Any]) -> Iterator[str]:
-    """`diff` for people: causes first, then what merely followed."""
+    """`diff` as text: causes first, then their consequences."""
     if content["same"]:
         yield "the same checkpoint"
         return
@@ -54,18 +54,17 @@ def diff_text(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"only in {side}: {', '.join(map(printable, content[f'only_{side}']))}"
     for stage in content["stages"]:
         yield ""
-        changed = [aspect for aspect in ASPECTS if stage[aspect]]
         cause = any(stage[aspect] for aspect in CAUSES)
         yield f"{printable(stage['stage'])}  {stage['a'][:12]} → {stage['b'][:12]}" + (
             "" if cause else "  (same config, code and versions: it follows from what is above)"
         )
-        for aspect in changed:
+        for aspect in ASPECTS:
             for field, (before, after) in stage[aspect].items():
                 yield f"  {aspect:12}{printable(field)}: {_show(before)} → {_show(after)}"
 
 
 def _history(graph: Graph, node: Node) -> dict[str, Node]:
-    """Stage → checkpoint of everything behind `node`, and of its evaluation where there is one."""
+    """Stage → checkpoint of `node`, its ancestors, and its evaluation if there is one."""
     found = {}
     judged = [evaluation.sha256 for evaluation in graph.judgements_of(node.sha256, Evaluation)][-1:]
     for sha in graph.ancestors([node.sha256, *judged]):
@@ -104,7 +103,8 @@ def _facts(graph: Graph, node: Node) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+def changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Name → [value in a, value in b] where they differ."""
     return {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
 
 

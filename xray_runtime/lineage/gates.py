@@ -1,8 +1,8 @@
-"""The gates between a candidate and the champion: whose bounds count, and what each saw.
+"""The gates between a candidate and the champion: their bounds and their results.
 
-Bounds are those of the lifecycle that made the candidate: its evaluation's signed statement carries them. Wins and
-scores are those of judges that the store shows to be independent of the candidate, and a gate holds where it holds for
-each of them. A gate whose numbers are missing, null or NaN does not hold; nor does one for which nobody judges.
+The bounds are those of the lifecycle that made the candidate, from its evaluation's signed statement. Only judges that
+the store shows to be independent of the candidate count, and a gate must hold for each of them. A gate fails if its
+numbers are missing, null or NaN, or if there is no such judge.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.independence import not_independent
 from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.leaky_judges import leaky_judges
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.terms import conflicts
 from xray_runtime.store.manifest import ATTESTATION, SIGNATURE
 
 NOT_EVALUATED = "the candidate has no evaluation in the store"
+NO_JUDGE = "set gold, evaluate.judges or evaluate.heldout_reward_model, or "
 
 
 class Gate(BaseModel):
-    """One gate and what it saw."""
+    """One gate and its result."""
 
     name: str
     passed: bool
@@ -38,7 +39,7 @@ class Gate(BaseModel):
 
 
 class NotPromoted(ValueError):
-    """The candidate stays what it is; `reasons` say why."""
+    """The candidate is not promoted; `reasons` say why."""
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__("not promoted: " + "; ".join(reasons))
@@ -66,7 +67,7 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     """The gates of the lifecycle that made the candidate, as its evaluation's signed statement has them.
 
     Args:
-        overrides: fields that were set by hand; they win.
+        overrides: fields set by hand, which count first.
 
     Raises:
         NotPromoted: there is no evaluation, or its statement is not signed as it must be.
@@ -104,12 +105,12 @@ def check_gates(
     comparison: Node | None,
     gates: PromotionConfig,
 ) -> list[Gate]:
-    """Every gate that is on. One whose numbers are missing, null or NaN does not hold.
+    """Every gate that is on.
 
     Args:
         evaluation: of the candidate.
         champion: digest of the present champion, where there is one.
-        comparison: of the two.
+        comparison: of the candidate and the champion.
     """
     if evaluation is None:
         return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
@@ -126,7 +127,7 @@ def check_gates(
 
 
 def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
-    """Whether all that the candidate (a sha256) goes back to may be used: the gate `allowed_licenses`."""
+    """Whether every source behind the candidate (a sha256) may be used: the gate `allowed_licenses`."""
     found = list(map(str, conflicts(graph, candidate, allowed)))
     listed = ", ".join(allowed) or "none"
     reason = f"{'; '.join(found)}; allowed: {listed}" if found else f"every source is under one of {listed}"
@@ -142,17 +143,15 @@ def _gate(graph: Graph, name: str, node: Node, check: Check, bound: float) -> Ga
 
 
 class _MissingError(ValueError):
-    """A number that a gate needs is not there."""
+    """A number that a gate needs is missing; `remedy` precedes what switches the gate off."""
 
-    remedy = "set promotion.{name}=null to go without"
-
-
-class _NobodyJudgesError(_MissingError):
-    remedy = "set gold, evaluate.judges or evaluate.heldout_reward_model, or promotion.{name}=null to go without"
+    def __init__(self, text: str, remedy: str = "set ") -> None:
+        super().__init__(text)
+        self.remedy = remedy + "promotion.{name}=null to go without"
 
 
 class _Numbers:
-    """What an evaluation or a comparison found."""
+    """The results of an evaluation or a comparison."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self._graph, self._node = graph, node
@@ -161,26 +160,25 @@ class _Numbers:
         return self.finite(name, self._node.results.get(name))
 
     def has(self, name: str) -> bool:
-        """Whether there is a number, or something that should be one."""
         return self._node.results.get(name) is not None
 
     def judges(self) -> list[_Judged]:
-        """What each independent judge says; never none."""
+        """The results by each independent judge. Raises _MissingError where there is none."""
         results = self._node.results.get("judges")
-        said = {n: r for n, r in results.items() if isinstance(r, dict)} if isinstance(results, dict) else {}
-        said = {name: found for name, found in said.items() if found.get("judges") is True}
+        listed = results.items() if isinstance(results, dict) else ()
+        said = {name: found for name, found in listed if isinstance(found, dict) and found.get("judges") is True}
         if "verdicts" not in self._node.manifest.parents:
             said.pop(PEOPLE, None)
         if not said:
-            raise _NobodyJudgesError(f"{self._node.name} has no judge")
+            raise _MissingError(f"{self._node.name} has no judge", NO_JUDGE)
         try:
-            dependent = not_independent(self._graph, self._node)
+            dependent = leaky_judges(self._graph, self._node)
         except ValueError as error:
             raise _MissingError(str(error)) from None
         independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
         if not independent:
             whys = "; ".join(f"{name}: {dependent[name]}" for name in said)
-            raise _NobodyJudgesError(f"no judge of {self._node.name} is independent ({whys})")
+            raise _MissingError(f"no judge of {self._node.name} is independent ({whys})", NO_JUDGE)
         return independent
 
     def finite(self, name: str, value: Any) -> float:
@@ -203,16 +201,15 @@ class _Judged(NamedTuple):
         return won, lost, tied
 
     def improves(self, bound: float) -> tuple[bool, str]:
-        """Whether it wins more than `bound` of the prompts that are not tied, beyond chance; what there is to say."""
+        """(whether it wins more than `bound` of the prompts that are not tied, beyond chance; the result as text)."""
         won, lost, tied = self.outcomes()
-        decided = won + lost
-        if not decided:
+        if not won + lost:
             return False, f"{self.name}: all {tied} prompts are tied, which shows no improvement"
-        low, text = self._interval(won / decided, decided, "of those not tied", bound)
+        low, text = self._interval(won / (won + lost), won + lost, "of those not tied", bound)
         return low > bound, text
 
     def keeps_up(self, bound: float) -> tuple[bool, str]:
-        """Whether it wins `bound` of all prompts or more, ties by half, beyond chance; what there is to say."""
+        """(whether it wins at least `bound` of all prompts, ties by half, beyond chance; the result as text)."""
         won, lost, tied = self.outcomes()
         total = won + lost + tied
         if not total:
@@ -221,8 +218,8 @@ class _Judged(NamedTuple):
         return low >= bound, text
 
     def _interval(self, rate: float, trials: int, how: str, bound: float) -> tuple[float, str]:
-        """The lower end of its 95% interval, and what there is to say."""
-        # torch, which commands that only read a store need not wait for.
+        """(lower end of the 95% interval of a rate, the result as text)."""
+        # Late: it imports torch, which commands that only read a store do not need.
         from xray_runtime.algorithms.statistics import trials_needed, wilson_interval
 
         won, lost, tied = self.outcomes()
@@ -236,7 +233,7 @@ class _Judged(NamedTuple):
 
 
 Check = Callable[[_Numbers, float], tuple[bool, str]]
-"""(numbers, bound) → (whether the gate holds, what it saw)."""
+"""(numbers, bound) → (whether the gate holds, its result as text)."""
 
 
 def _win_rate(e: _Numbers, bound: float) -> tuple[bool, str]:

@@ -1,10 +1,9 @@
-"""The lineage graph: every checkpoint of a store and which came from which, read from the manifests alone."""
+"""The lineage graph: every checkpoint of a store and its parents, read from the manifests alone."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,10 +22,10 @@ from xray_runtime.store.manifest import Manifest
 from xray_runtime.store.ref import CheckpointRef
 
 IGNORED = (".building-", ".damaged-", TOKENS)
-"""Directories that are no checkpoints: being built, moved aside, or tokens of a dataset."""
+"""In names of directories that are not checkpoints: being built, moved aside, or tokens of a dataset."""
 
 SIDES = ("policy", "against")
-"""Roles of an evaluation whose kind nobody registered in this process."""
+"""Roles of an evaluation whose kind is not registered in this process."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,16 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What people call it: stage and the start of its digest."""
+        """Stage and the start of its digest."""
         return f"{self.manifest.stage} {self.sha256[:12]}"
 
     def reference(self, mlflow_model_id: str | None) -> CheckpointRef:
-        """As a stage is handed it."""
-        return CheckpointRef(
-            uri=str(self.directory.absolute()),
-            sha256=self.sha256,
-            stage=self.manifest.stage,
-            kind=self.manifest.kind,
-            type=self.manifest.type,
-            step=self.manifest.step,
-            mlflow_model_id=mlflow_model_id,
-        )
+        """The reference that stages receive."""
+        return self.manifest.reference(self.directory.absolute(), self.sha256, mlflow_model_id)
 
     @property
     def is_at_home(self) -> bool:
-        """Whether its directory is the one its stage and key belong to."""
+        """Whether its directory is named after its stage and key."""
         return self.directory.name == f"{self.manifest.stage}-{self.manifest.key[:12]}"
 
     @cached_property
@@ -69,11 +60,11 @@ class Node:
 
     @property
     def kind(self) -> StageKind | None:
-        """None where nobody registered it in this process: a manifest must not make us import what it names."""
+        """None where it is not registered in this process: a manifest must not make us import a module."""
         return find_kind(self.manifest.kind)
 
     def is_a(self, *types: type[Artifact]) -> bool:
-        """Whether it is of one of these types; one that is not known in this process is none."""
+        """Whether it has one of these types; a type that is not known in this process matches none."""
         return is_a(self.manifest.type, *types)
 
     @property
@@ -83,7 +74,7 @@ class Node:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Roles that an evaluation or comparison judges, the policy's first; of anything else there are none."""
+        """Roles that an evaluation or comparison judges, the policy's first; empty for anything else."""
         if not self.is_a(Evaluation, Benchmark, Comparison):
             return ()
         return (self.kind and self.kind.sides) or SIDES
@@ -94,14 +85,14 @@ class Node:
 
     @property
     def results_file(self) -> str | None:
-        """The file with the numbers it was made for; for a kind that is not known here, one that known kinds have."""
+        """The file with its results; for a kind that is not known here, one that a known kind has."""
         known = [self.kind] if self.kind is not None else KINDS.values()
         listed = {entry.path for entry in self.manifest.files}
         return next((kind.results for kind in known if kind.results in listed), None)
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Numbers the stage left beside its files: evaluation, reward summary, counts of a dataset."""
+        """Numbers of the stage: an evaluation, a reward summary, counts of a dataset."""
         if self.results_file is not None:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 content = json.loads(read_bounded(self.directory / self.results_file))
@@ -111,7 +102,7 @@ class Node:
 
 @dataclass
 class Graph:
-    """Checkpoints by digest. Every walk keeps a visited set: it ends on any input, in time linear in the edges."""
+    """Checkpoints by digest. Every walk ends on any input, in time linear in the number of edges."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     unreadable: dict[Path, str] = field(default_factory=dict)
@@ -132,7 +123,7 @@ class Graph:
 
     @cached_property
     def children(self) -> dict[str, list[tuple[str, str]]]:
-        """Digest → (role, digest) of what was made from it."""
+        """Digest → (role, digest) of the checkpoints made from it."""
         found: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for node in self.nodes.values():
             for role, parent in node.manifest.parents.items():
@@ -145,20 +136,20 @@ class Graph:
         return [node for _, node in sorted(found.items()) if node.judges(policy, *types)]
 
     def parents(self, sha256: str) -> list[tuple[str, str]]:
-        """(role, digest) of what a checkpoint was made from; a parent need not be in the store."""
+        """(role, digest) of a checkpoint's parents, which need not be in the store."""
         node = self.nodes.get(sha256)
         return sorted(node.manifest.parents.items()) if node else []
 
     def ancestors(self, starts: Iterable[str]) -> list[str]:
-        """`starts` and all they came from, also what is missing, each before what was made from it."""
+        """`starts` and their ancestors, missing ones too, parents first."""
         return self._walk(starts, lambda sha: [parent for _, parent in self.parents(sha)])
 
     def descendants(self, starts: Iterable[str]) -> list[str]:
-        """`starts` and all that was made from them, each before what was made from it."""
+        """`starts` and all that was made from them, parents first."""
         return self._walk(starts, lambda sha: [child for _, child in self.children.get(sha, [])])[::-1]
 
     def _walk(self, starts: Iterable[str], following: Any) -> list[str]:
-        """Depth first, what follows before what is followed."""
+        """Depth first; `following` gives what comes before a checkpoint in the order."""
         order: list[str] = []
         seen: set[str] = set()
         for start in starts:
@@ -174,21 +165,17 @@ class Graph:
         return order
 
 
-def checkpoint_entries(store: Path) -> list[os.DirEntry[str]]:
-    """What lies directly below `store` and should be a checkpoint, by name."""
-    if not store.is_dir():
-        return []
-    with os.scandir(store) as entries:
-        found = [e for e in entries if not any(mark in e.name for mark in IGNORED)]
-    return sorted((e for e in found if not e.is_file(follow_symlinks=False)), key=lambda entry: entry.name)
+def checkpoint_paths(store: Path) -> list[Path]:
+    """The entries directly below `store` that should be checkpoints, sorted."""
+    paths = sorted(store.iterdir()) if store.is_dir() else []
+    return [p for p in paths if not any(mark in p.name for mark in IGNORED) and (p.is_symlink() or not p.is_file())]
 
 
 def read_graph(store: Path) -> Graph:
     """The graph of all checkpoints directly below `store`; links are not followed."""
     graph = Graph()
-    for entry in checkpoint_entries(store):
-        path = store / entry.name
-        if entry.is_symlink():
+    for path in checkpoint_paths(store):
+        if path.is_symlink():
             graph.unreadable[path] = "it is a link"
             continue
         try:

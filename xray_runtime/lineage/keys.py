@@ -1,14 +1,14 @@
-"""Which keys are trusted, since when and until when; and how one key takes over from another.
+"""Which keys are trusted and until when; and how one key replaces another.
 
     keys/signing.pem, signing.pub     the key that signs today
     keys/retired/DIGEST.pub           one that signed before, by the first digits of its sha256
-    keys/retired/DIGEST.json          which key took over from it, and when
+    keys/retired/DIGEST.json          which key replaced it, and when
     keys/retired/DIGEST.old.sig       … signed with the old key
     keys/retired/DIGEST.new.sig       … and with the new one
     keys/trusted/*.pub                keys of what was imported
 
-Both keys sign the record: whoever kept a copy of either can go from it to the other. From a trusted key one goes back
-to those it took over from, and forward only from a key one was given: a thief of a retired key cannot name a new one.
+Both keys sign the record, so a copy of either leads to the other. Trust goes back from a trusted key to those it
+replaced, and forward only from a key that was given: a thief of a retired key cannot name a new one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DIGITS = 16
 
 
 class Rotation(BaseModel):
-    """One key took over from another."""
+    """One key replaced another."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,11 +67,11 @@ class _Record(InTotoRecord[Rotation]):
 
 
 def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> Rotation:
-    """A new key signs from now on; what was signed before stays good. Cut short, the same call finishes it.
+    """A new key signs from now on; earlier signatures stay valid. After a crash, the same call finishes it.
 
     Args:
-        new_key: PEM file of the new key, made where there is none, for keys kept outside (XRAY_SIGNING_KEY); by default
-            it takes the place of `keys/signing.pem`. The old private key in `keys/` is gone either way.
+        new_key: PEM file of the new key, made if it does not exist, for keys kept outside (XRAY_SIGNING_KEY); by
+            default it replaces `keys/signing.pem`. The old private key in `keys/` is removed either way.
 
     Raises:
         ConfigError: the present key, or `new_key`, cannot be used.
@@ -105,7 +105,7 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
     """Every key that is trusted in an output directory, and until when.
 
     Args:
-        public: a copy of a key kept elsewhere, trusted instead of what lies in `keys/`.
+        public: a copy of a key kept elsewhere, trusted instead of those in `keys/`.
 
     Raises:
         ValueError: a public key cannot be used.
@@ -128,14 +128,14 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
 
 
 def seal_of(output: Path) -> Seal:
-    """What seals and unseals what the runs of an output directory keep; a retired key's seals do not count."""
+    """Seals and checks the files that runs of an output directory keep; seals of retired keys do not count."""
     # The first call makes the keys.
     private = signing_key(output).read_bytes()
     return Seal(private, [read_bounded(key.path) for key in trusted_keys(output) if key.until is None])
 
 
 def root_keys(output: Path) -> list[Path]:
-    """The public key of an output directory, and those of what was imported into it."""
+    """The public key of an output directory, and those of imported checkpoints."""
     others = output / "keys" / TRUSTED
     imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
     own = public_key(output)
@@ -143,7 +143,7 @@ def root_keys(output: Path) -> list[Path]:
 
 
 def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]:
-    """(rotations that both keys signed, (file, reason) of what is none)."""
+    """(rotations that both keys signed, (file, reason) of other records)."""
     known, found, problems = _known(output), [], []
     files = retirement_files(output)
     names = {path.name.split(".")[0] for path in files}
@@ -166,7 +166,7 @@ def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]
 
 
 def retirement_files(output: Path) -> list[Path]:
-    """Records, keys and signatures of what was retired."""
+    """Records, keys and signatures of retired keys."""
     folder = output / "keys" / RETIRED
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -174,8 +174,8 @@ def retirement_files(output: Path) -> list[Path]:
 
 
 def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None:
-    """Trust other public keys in `output`, and know what they took over from."""
-    # Its own mode is not that of the parents a directory is made with.
+    """Trust other public keys in `output`, and keep the records of the keys they replaced."""
+    # mkdir(parents=True) would ignore the mode.
     (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder, paths in ((TRUSTED, public), (RETIRED, retired)):
         for path in paths:
@@ -187,7 +187,7 @@ def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None
 
 
 def exchange_keys(output: Path, shared: SharedStore | None) -> None:
-    """Bring the public keys of `output` to the shared store, and trust in `output` those that lie there."""
+    """Copy the public keys of `output` to the shared store, and trust in `output` those that are there."""
     if shared is None:
         return
     for path in [*root_keys(output), *retirement_files(output)]:
@@ -222,8 +222,8 @@ def _readable(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
-    """Write who took over from whom, signed by both."""
-    # Seconds of imports would pass between the time in the record and the new key in its place.
+    """Write which key replaced which, signed by both."""
+    # Imported first: otherwise seconds pass between the time in the record and the new key in its place.
     import model_signing.signing  # noqa: F401
 
     folder = output / "keys" / RETIRED
@@ -231,11 +231,10 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     retired, successor = fingerprint(public_key(output)), key_digest(public_bytes(new))
     name = retired[:DIGITS]
     write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
-    # The successor's key is not in its place yet; whoever checks the record finds it there.
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
-    subject = Subject.model_validate({"name": "signing.pub", "digest": {"sha256": successor}})
     path = folder / f"{name}.json"
-    write_atomic(path, _Record.model_validate({"subject": [subject], "predicate": rotation}).to_text())
+    record = {"subject": [Subject.of("signing.pub", successor)], "predicate": rotation}
+    write_atomic(path, _Record.model_validate(record).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

@@ -1,16 +1,17 @@
-"""The signed log of an output directory: what was published, decided and left there, in the order it happened.
+"""The signed log of an output directory: what was published, decided and left there, in order.
 
     log.jsonl   one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
 
-Each entry names the digest of the line before it, so that nothing can be taken out, put in or changed; and it lists
-files by sha256: the last entry about a file says what it must hold. What is there and in no entry, or in an entry and
-not there, is found by an audit. A log that ends earlier than it did is told by whoever kept its head: MLflow, the
-record of `--since-verified`, people (`xray audit --expect`).
+Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
+by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file. A log
+that was cut short is found by comparing its head with one that was kept: by MLflow, by `--since-verified`, or by a
+person (`xray audit --expect`).
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -18,151 +19,134 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any
 
-from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
 from xray_runtime.files import sync
+from xray_runtime.lineage.log_entries import (
+    EMPTY,
+    MOVES,
+    START,
+    Decision,
+    Entry,
+    Head,
+    Left,
+    Line,
+    Published,
+    Record,
+    RunBegan,
+    RunEnded,
+)
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
-from xray_runtime.lineage.statement import InTotoRecord
+from xray_runtime.lineage.statement import Subject
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import MANIFEST, Sha256
+from xray_runtime.store.manifest import MANIFEST
 
 LOG = "log.jsonl"
 LOCKS = "locks"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
-"""What each run leaves at its place, for programs and for people."""
+"""Written by each run: for programs, and for people."""
 MAX_BYTES = 2**30
-START = "0" * 64
-"""What the first entry names as the one before."""
 
 
-Action = Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
+@dataclass
+class LogView:
+    """The state that the entries of a log describe; later entries replace earlier ones."""
+
+    heads: list[str] = field(default_factory=list)
+    """Digest of each line."""
+    published: dict[str, Published] = field(default_factory=dict)
+    """Checkpoints that must be in the store, by directory."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Path below the output directory → sha256 it must have."""
+    runs: dict[str, RunBegan] = field(default_factory=dict)
+    """By id, in the order in which they started or resumed."""
+    ended: dict[str, RunEnded] = field(default_factory=dict)
+    """Runs that ended and were not resumed."""
+    decisions: list[Decision] = field(default_factory=list)
+    pruned: set[str] = field(default_factory=set)
+
+    @property
+    def head(self) -> Head:
+        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
+
+    @property
+    def identity(self) -> str:
+        """Equal for copies of one log, different for different logs."""
+        return self.heads[0][:16] if self.heads else ""
+
+    @property
+    def mark(self) -> str:
+        """Identity and head, for MLflow to keep: an audit then notices a log that was cut short."""
+        return f"{self.identity}:{self.head}" if self.heads else ""
+
+    @property
+    def decided(self) -> dict[tuple[str, str], Decision]:
+        """(registered model, alias) → the last decision about it."""
+        return {(found.name, found.alias): found for found in self.decisions if found.action in MOVES}
+
+    def lacks(self, head: Head) -> str | None:
+        """Why a log that once ended in `head` cannot have become this one; None where it can."""
+        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
+            return None
+        if head.entries > len(self.heads):
+            return f"it has {len(self.heads)} entries and had {head.entries}"
+        return f"its entry {head.entries} is not the one it was"
+
+    def contradicts(self, mark: str) -> str | None:
+        """As `lacks`, for a `mark`; the mark of another log says nothing about this one."""
+        identity, _, text = mark.partition(":")
+        try:
+            return self.lacks(Head.parse(text)) if identity == self.identity else None
+        except ValueError:
+            return "it is no mark of a log"
+
+    def open_runs(self, output: Path) -> set[str]:
+        """Runs at work, and those that were cut short and not followed by another in their place."""
+        last = {run.place: run_id for run_id, run in self.runs.items()}
+        found = {run_id for run_id in last.values() if run_id not in self.ended}
+        return found | {run_id for run_id in self.runs.keys() - self.ended.keys() if _is_at_work(output, run_id)}
+
+    def add(self, line: Line) -> None:
+        entry = line.entry
+        self.heads.append(line.sha256)
+        if isinstance(entry, Decision):
+            self.decisions.append(entry)
+            if entry.action == "prune":
+                self.pruned.add(entry.checkpoint)
+                self.published = {k: v for k, v in self.published.items() if v.checkpoint != entry.checkpoint}
+            return
+        self.files |= line.files
+        if isinstance(entry, Published):
+            self.published[entry.directory] = entry
+            self.pruned.discard(entry.checkpoint)
+        elif isinstance(entry, RunBegan):
+            self.ended.pop(entry.run_id, None)
+            self.runs.pop(entry.run_id, None)
+            self.runs[entry.run_id] = entry
+        elif isinstance(entry, RunEnded):
+            self.ended[entry.run_id] = entry
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    previous: Sha256 = START
-    """sha256 of the line before; set as the entry is written."""
-    at: str = ""
-
-
-class Decision(_Entry):
-    """One decision: `alias` of the registered model `name` now points to `version`, which is `checkpoint`.
-
-    With `decline` it does not: a person said no. Two are about no model: with `prune`, `checkpoint` was removed from
-    the store, and that was meant; with `rotate` it is the sha256 of the public key that signs from here on.
-    """
-
-    action: Action
-    name: str
-    alias: str
-    version: str
-    checkpoint: Sha256
-    by: str
-    note: str = ""
-    gates: list[dict[str, Any]] = Field(default_factory=list)
-    """What was checked, with the numbers."""
-    gates_from: str = ""
-    """Where the bounds of the gates come from."""
-    page: int = 0
-    """Of a registration: which form of `model_page` MLflow shows; 0: none."""
-    evidence: dict[str, Sha256] = Field(default_factory=dict)
-    """`evaluation`, `comparison` → the checkpoints the numbers were read from; `statement` → the policy's own."""
-
-
-class Published(_Entry):
-    """A checkpoint is in the store: computed here, or brought from elsewhere."""
-
-    action: Literal["publish", "bring"]
-    directory: str
-    """Its name below checkpoints/."""
-    checkpoint: Sha256
-
-
-class RunBegan(_Entry):
-    """A run works in this directory, or goes on."""
-
-    action: Literal["begin"] = "begin"
-    run_id: str
-    place: str
-    """Where its lifecycle.json and report lie, below the output directory."""
-    facts: dict[str, Any]
-    """What its lifecycle.json says as long as it has not ended."""
-    tracking: str
-    """MLflow's address; empty where its store is the output directory's own."""
-    experiment: str
-    name: str
-    """Of the run in MLflow."""
-    params: Sha256
-    """Digest of the run's params in MLflow."""
-    tags: dict[str, str]
-    """Of the run in MLflow, as far as X-ray writes them."""
-
-
-class RunEnded(_Entry):
-    """A run ended, and left files for people."""
-
-    action: Literal["end"] = "end"
-    run_id: str
-    status: str
-
-
-class Left(_Entry):
-    """Something else left files for people."""
-
-    action: Literal["files"] = "files"
-    note: str
-
-
-Entry = Decision | Published | RunBegan | RunEnded | Left
-
-
-class _Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):
-    predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
-
-
-class Head(NamedTuple):
-    """Where a log ends: how many entries, and the digest of the last."""
-
-    entries: int
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.entries}:{self.sha256}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Raises ValueError."""
-        entries, _, sha256 = text.partition(":")
-        if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
-            raise ValueError(f"{text!r} is not allowed: must be ENTRIES:SHA256, as `xray audit --all` prints it")
-        return cls(int(entries), sha256)
-
-
-EMPTY = Head(0, START)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the log, as it lies there; whether its signature holds is not known yet."""
-
-    number: int
-    sha256: str
-    text: bytes
-    entry: Any
-    files: dict[str, str] = field(repr=False)
-    """Path below the output directory → sha256."""
+def _is_at_work(output: Path, run_id: str) -> bool:
+    try:
+        if (output / LOCKS / f"run-{run_id}.lock").is_file():
+            run_lock(output, run_id).acquire(timeout=0).lock.release()
+    except Timeout:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def read_lines(output: Path) -> Iterator[Line]:
-    """The entries of a log, in order; there are none where there is no log.
+    """The entries of a log, in order; there are none without a log.
 
     Raises:
-        ValueError: the log, or the line that comes next, cannot be read.
+        ValueError: the log, or the next line, cannot be read.
     """
     path = output / LOG
     if not os.path.lexists(path):
@@ -175,26 +159,32 @@ def read_lines(output: Path) -> Iterator[Line]:
         if not text.endswith(b"\n"):
             raise ValueError(f"line {number} is cut short")
         try:
-            record = _Record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
+            record = Record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
         except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
         files = {subject.name: subject.digest.sha256 for subject in record.subject}
         yield Line(number, hashlib.sha256(text).hexdigest(), text, record.predicate, files)
 
 
+def view(output: Path) -> LogView:
+    """The log as far as it can be read; an audit says whether that is all, and whether it is signed."""
+    found = LogView()
+    for line in readable_lines(output):
+        found.add(line)
+    return found
+
+
 def readable_lines(output: Path) -> list[Line]:
-    """The entries of a log as far as it can be read: what lies behind that is for an audit to name."""
+    """The entries of a log as far as it can be read."""
     found = []
-    try:
+    with contextlib.suppress(ValueError):
         for line in read_lines(output):
             found.append(line)
-    except ValueError:
-        pass
     return found
 
 
 def append(output: Path, private: Path, entry: Entry, files: Mapping[str, str] | None = None) -> None:
-    """Sign an entry and write it to the end of the log. Cut short, it is there whole or not at all.
+    """Sign an entry and write it to the end of the log: after a crash it is there whole or not at all.
 
     Args:
         files: path below `output` → sha256.
@@ -204,21 +194,21 @@ def append(output: Path, private: Path, entry: Entry, files: Mapping[str, str] |
 
 
 def log_lock(output: Path) -> FileLock:
-    """The lock of whoever writes to the log."""
+    """The lock to hold while writing to the log."""
     (output / LOCKS).mkdir(parents=True, exist_ok=True)
     return FileLock(output / LOCKS / "log.lock")
 
 
 def run_lock(output: Path, run_id: str) -> FileLock:
-    """The lock that a run holds as long as it works in `output`."""
+    """The lock that a run holds while it works in `output`."""
     (output / LOCKS).mkdir(parents=True, exist_ok=True)
     return FileLock(output / LOCKS / f"run-{run_id}.lock")
 
 
 def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str, str] | None = None) -> None:
-    """As `append`, by who holds the lock."""
+    """As `append`, for a caller that holds the lock."""
     path = output / LOG
-    # No link is followed, whoever put it there.
+    # A link is not followed.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "r+b") as file:
         end, last = _whole_end(file)
@@ -227,12 +217,12 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
         entry = entry.model_copy(update={"previous": previous, "at": at})
         if isinstance(entry, Decision):
             files = {f"{entry.name}/{entry.version}": entry.checkpoint}
-        subject = [{"name": name, "digest": {"sha256": sha}} for name, sha in sorted((files or {}).items())]
-        record = _Record.model_validate({"subject": subject, "predicate": entry})
-        # A line that a power cut left half written was never an entry.
+        subject = [Subject.of(name, sha) for name, sha in sorted((files or {}).items())]
+        record = Record.model_validate({"subject": subject, "predicate": entry})
+        # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
-        file.write(envelope(record.to_text().encode(), PAYLOAD_TYPE, private).encode() + b"\n")
+        file.write(envelope(record.to_bytes(), PAYLOAD_TYPE, private).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     if end == 0:
@@ -248,36 +238,32 @@ def log_checkpoints(
     here: bool,
     renew: bool = False,
 ) -> None:
-    """Say that checkpoints are in the store, as far as the log does not say so already.
+    """Log that checkpoints are in the store, unless the log says so already.
 
     Args:
         checkpoints: directory → sha256.
         files: of the one checkpoint there is, as `digests` gives them.
         here: whether they were computed in this directory.
-        renew: whether `files` were just written. Else those the log has keep the digest it has: what somebody changed
-            since is not vouched for anew.
+        renew: whether `files` were just written. Otherwise files in the log keep their digest: a later edit by somebody
+            else is not signed.
     """
-    known: dict[str, str] = {}
-    held: dict[str, str] = {}
     with log_lock(output):
-        for line in readable_lines(output):
-            if isinstance(line.entry, Decision):
-                if line.entry.action == "prune":
-                    known = {name: sha for name, sha in known.items() if sha != line.entry.checkpoint}
-                continue
-            held |= line.files
-            if isinstance(line.entry, Published):
-                known[line.entry.directory] = line.entry.checkpoint
-        new = {name: sha for name, sha in (files or {}).items() if name not in held or (renew and held[name] != sha)}
+        known = view(output)
+        new = {
+            name: sha
+            for name, sha in (files or {}).items()
+            if name not in known.files or (renew and known.files[name] != sha)
+        }
         for directory, sha256 in checkpoints.items():
-            if new or known.get(directory) != sha256:
+            logged = known.published.get(directory)
+            if new or logged is None or logged.checkpoint != sha256:
                 entry = Published(action="publish" if here else "bring", directory=directory, checkpoint=sha256)
                 manifest = {f"{CHECKPOINTS}/{directory}/{MANIFEST}": sha256}
                 append_locked(output, private, entry, new | manifest)
 
 
-def leave(output: Path, private: Path, paths: list[Path], note: str) -> None:
-    """Say that these files were just written for people, unless the log says the same."""
+def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None:
+    """Log files that were just written for people, unless the log lists the same."""
     files = digests(output, paths)
     with log_lock(output):
         if not files.items() <= listed(output).items():
@@ -285,23 +271,19 @@ def leave(output: Path, private: Path, paths: list[Path], note: str) -> None:
 
 
 def listed(output: Path) -> dict[str, str]:
-    """Path below `output` → sha256 of every file the log lists; whether it is signed is for an audit to say."""
-    held: dict[str, str] = {}
-    for line in readable_lines(output):
-        held |= {} if isinstance(line.entry, Decision) else line.files
-    return held
+    """Path below `output` → sha256 of every file the log lists; an audit says whether it is signed."""
+    return view(output).files
+
+
+def mark(output: Path) -> str:
+    """`LogView.mark` of an output directory."""
+    return view(output).mark
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:
     """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
     found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
     return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}
-
-
-def mark(output: Path) -> str:
-    """What MLflow keeps of the log, so that an audit sees when it has become shorter: which log, and its head."""
-    lines = readable_lines(output)
-    return f"{lines[0].sha256[:16]}:{Head(len(lines), lines[-1].sha256)}" if lines else ""
 
 
 def _whole_end(file: Any) -> tuple[int, bytes]:

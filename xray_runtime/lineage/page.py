@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint as one HTML page: a graph one can click, and what is known of each box."""
+"""The lineage of a checkpoint as one HTML page: a clickable graph, and the facts about each box."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.lineage.diff import changed
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.rendering import template
 from xray_runtime.stages.findings import watched
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.tracking.mlflow_tracker import flatten
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 MAX_SAMPLES = 24
-"""Conversations of each judgement."""
+"""Conversations shown of each evaluation."""
 
 
 def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -> None:
-    """One self-contained page: a graph whose boxes lead to what is known of each checkpoint, its curves and samples.
+    """One self-contained page: a graph whose boxes lead to the facts, curves and samples of each checkpoint.
 
     Args:
-        chosen: digests of the checkpoints to show, each after what it was made from.
+        chosen: digests of the checkpoints to show, parents first.
     """
-    from jinja2 import Environment, PackageLoader
-
     from xray_runtime.report.html import lineage_graph
 
     graph = store.graph
@@ -47,17 +47,14 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     shown = set(chosen)
     sections = [_section(store, sha, siblings.get(sha), shown) for sha in chosen]
     sources = node.statement.predicate.build.internal.sources if node.statement else []
-    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
-    stream = environment.get_template("lineage.html").stream(
-        of=node, graph=lineage_graph(stages), sections=sections, sources=sources
-    )
+    stream = template("lineage.html").stream(of=node, graph=lineage_graph(stages), sections=sections, sources=sources)
     temporary = path.with_name(f"{path.name}.writing")
     stream.dump(str(temporary), encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
-    """Digest → the checkpoint of the same stage made just before it, of the whole store."""
+    """Digest → the checkpoint of the same stage in the store that was made just before it."""
     by_stage: dict[str, list[tuple[str, str]]] = {}
     stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}
     for node in graph.nodes.values():
@@ -94,7 +91,7 @@ def _section(store: LineageStore, sha: str, sibling: str | None, shown: set[str]
 
 
 def _numbers(results: Mapping[str, Any], of: str = "", depth: int = 2) -> Iterator[tuple[str, str]]:
-    """(name, value) of what a stage found, by judge where judges found it; an interval is two numbers."""
+    """(name, value) of a stage's results, also of each judge; an interval is two numbers."""
     for name, value in sorted(results.items()):
         if isinstance(value, Mapping) and depth:
             yield from _numbers(value, f"{of}{name}: ", depth - 1)
@@ -105,7 +102,7 @@ def _numbers(results: Mapping[str, Any], of: str = "", depth: int = 2) -> Iterat
 
 
 def _link(store: LineageStore, node: Node) -> str:
-    """To the checkpoint's files; relative where the page goes along with them."""
+    """Link to the checkpoint's files, relative in a bundle."""
     home = store.output / CHECKPOINTS
     if node.directory.parent.absolute() == home.absolute():
         return node.directory.absolute().as_uri()
@@ -113,18 +110,18 @@ def _link(store: LineageStore, node: Node) -> str:
 
 
 def _records(store: LineageStore, node: Node) -> dict[str, Any]:
-    """Curves, and what stands out in them, where the stage's records are still there."""
+    """Curves and findings, if the stage's records still exist."""
     directory = records_directory(store.output, node.manifest.stage, node.manifest.key)
     figure = (directory / METRICS).with_suffix(".svg")
     series = read_metrics(directory / METRICS)
     findings = node.kind.findings(series) if node.kind is not None else []
-    # As an image: whatever the file holds, nothing in it runs.
+    # As an image, in which no script runs.
     drawn = base64.b64encode(figure.read_bytes()).decode() if figure.is_file() else None
     return {"figure": drawn, "findings": findings, "watched": watched(series)}
 
 
 def _samples(node: Node) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows) of what a judgement shows of its conversations."""
+    """(columns, rows) of an evaluation's sample conversations."""
     if not node.sides:
         return [], []
     try:
@@ -148,9 +145,5 @@ def _differences(before: Node, after: Node) -> list[tuple[str, str, str]]:
         parents = {f"parent {role}": sha[:12] for role, sha in manifest.parents.items()}
         return flatten(manifest.config) | parents | {"code": manifest.code_digest[:12], "seed": str(manifest.seed)}
 
-    a, b = facts(before), facts(after)
-    return [
-        (k, a.get(k, "")[:MAX_VALUE_CHARS], b.get(k, "")[:MAX_VALUE_CHARS])
-        for k in sorted({*a, *b})
-        if a.get(k) != b.get(k)
-    ]
+    differing = changed(facts(before), facts(after)).items()
+    return [(name, (a or "")[:MAX_VALUE_CHARS], (b or "")[:MAX_VALUE_CHARS]) for name, (a, b) in differing]

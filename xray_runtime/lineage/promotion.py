@@ -1,7 +1,7 @@
-"""Promotion: a candidate becomes champion when the audit is sound, every gate holds, and a person says so.
+"""Promotion: a candidate becomes champion when the audit is sound, every gate holds, and a person approves.
 
-MLflow's aliases `champion` and `previous` follow the signed chain of decisions, never the other way round: the decision
-is written first, so that after a crash the audit names the alias that lags behind.
+MLflow's aliases `champion` and `previous` follow the signed decisions. The decision is written first, so that after a
+crash the audit names the alias that lags behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.log import Action, Decision
+from xray_runtime.lineage.log_entries import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
@@ -35,12 +35,12 @@ PREVIOUS = "previous"
 SEEN = "seen"
 VERDICTS = "verdicts"
 OWN = ("policy", "champion", SEEN, VERDICTS)
-"""Roles of a comparison that do not come from the candidate's evaluation."""
+"""Roles of a comparison that the candidate's evaluation does not have."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """What a person is shown before deciding: a candidate that passed everything."""
+    """A candidate that passed all checks, as a person sees it before deciding."""
 
     name: str
     version: str
@@ -49,13 +49,13 @@ class Review:
     """The decision that made the present champion."""
     gates: list[Gate]
     gates_from: str
-    """Where their bounds come from."""
+    """Source of their bounds."""
     evidence: dict[str, str]
     """`evaluation` and `comparison` → digest of the checkpoint the gates read."""
 
 
 class ComparisonSpec(NamedTuple):
-    """What a call of the stage kind `compare` takes."""
+    """The arguments of a call of the stage kind `compare`."""
 
     config: dict[str, Any]
     """Fields of an `EvaluationConfig`; its sources name the roles `rewards.N` and `judges.N`."""
@@ -75,10 +75,10 @@ def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str 
     """The stage `compare`: the candidate's evaluation against the champion.
 
     Args:
-        verdicts: sha256 of what people said of replies of these two, who then judge too.
+        verdicts: sha256 of human verdicts on replies of these two; the people then count as a judge.
 
     Raises:
-        NotPromoted: there is no evaluation of the candidate, none that can be repeated, or no champion in the store.
+        NotPromoted: the candidate has no evaluation, or none that can be repeated; or the champion is not in the store.
     """
     evaluation = evaluation_of(graph, candidate.sha256)
     if evaluation is None:
@@ -122,7 +122,7 @@ def review(
     """Audit the candidate and what it is compared with, and check the gates.
 
     Args:
-        gates: those that were set by hand, which win over what `gates_for` finds.
+        gates: gates set by hand, which override those that `gates_for` finds.
 
     Raises:
         NotPromoted: the audit found something, or a gate does not hold.
@@ -154,42 +154,31 @@ def review(
 
 
 def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
-    """Write the decision and move the aliases. Where the candidate is champion already, the aliases follow again.
+    """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
     Args:
-        by: who approves: a claim, recorded as such.
+        by: who approves, as they say.
 
     Raises:
         NotPromoted: another champion was chosen since the review.
     """
     if champion_of(store, seen.name) != seen.champion:
         raise NotPromoted(["another champion was chosen in the meantime; start again"])
+    target = (seen.version, seen.candidate.sha256)
     if seen.champion is None or seen.champion.checkpoint != seen.candidate.sha256:
-        _decide_move(store, "promote", seen.name, (seen.version, seen.candidate.sha256), seen.champion, by, note, seen)
-    _follow(store, seen.name)
+        _move_champion(store, "promote", seen.name, target, seen.champion, by, note, _reviewed(seen))
+    _move_aliases(store, seen.name)
 
 
 def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
-    """Record that a person said no; no alias moves."""
-    decide(
-        store.output,
-        signing_key(store.output),
-        action="decline",
-        name=seen.name,
-        alias=CHAMPION,
-        version=seen.version,
-        checkpoint=seen.candidate.sha256,
-        by=by,
-        note=note,
-        gates=[gate.model_dump() for gate in seen.gates],
-        gates_from=seen.gates_from,
-        evidence=seen.evidence,
-    )
-    _follow(store, seen.name, seen.version)
+    """Record that a person refused; no alias moves."""
+    fields = {"name": seen.name, "alias": CHAMPION, "version": seen.version, "checkpoint": seen.candidate.sha256}
+    decide(store.output, signing_key(store.output), by=by, note=note, action="decline", **fields, **_reviewed(seen))
+    _move_aliases(store, seen.name, seen.version)
 
 
 def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
-    """Make the previous champion champion again; returns the decision it goes back to.
+    """Make the previous champion champion again; returns the decision that had made it so.
 
     Raises:
         ConfigError: there is no previous champion.
@@ -202,8 +191,8 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
     if before.checkpoint not in store.graph.nodes:
         raise NotPromoted([f"the previous champion {before.checkpoint[:12]} is not in the store"])
     _require_sound(store, [store.graph.nodes[before.checkpoint]], public)
-    _decide_move(store, "rollback", name, (before.version, before.checkpoint), present, by, note, None)
-    _follow(store, name)
+    _move_champion(store, "rollback", name, (before.version, before.checkpoint), present, by, note, {})
+    _move_aliases(store, name)
     return before
 
 
@@ -213,7 +202,13 @@ def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) 
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
 
 
-def _decide_move(
+def _reviewed(seen: Review) -> dict[str, Any]:
+    """Fields of a decision that record the review before it."""
+    gates = [gate.model_dump() for gate in seen.gates]
+    return {"gates": gates, "gates_from": seen.gates_from, "evidence": seen.evidence}
+
+
+def _move_champion(
     store: LineageStore,
     action: Action,
     name: str,
@@ -221,30 +216,19 @@ def _decide_move(
     present: Decision | None,
     by: str,
     note: str,
-    seen: Review | None,
+    reviewed: dict[str, Any],
 ) -> None:
+    """Decide `previous` and `champion`; `to`: (version, checkpoint) of the new champion."""
     key = signing_key(store.output)
-    # The champion last: cut short before it, the same command decides both again.
+    # The champion comes last: after a crash before it, the same command decides both again.
     moves = ({PREVIOUS: (present.version, present.checkpoint)} if present else {}) | {CHAMPION: to}
     for alias, (version, sha256) in moves.items():
-        decide(
-            store.output,
-            key,
-            action=action,
-            name=name,
-            alias=alias,
-            version=version,
-            checkpoint=sha256,
-            by=by,
-            note=note,
-            gates=[gate.model_dump() for gate in seen.gates] if seen else [],
-            gates_from=seen.gates_from if seen else "",
-            evidence=seen.evidence if seen else {},
-        )
+        fields = {"name": name, "alias": alias, "version": version, "checkpoint": sha256}
+        decide(store.output, key, by=by, note=note, action=action, **fields, **reviewed)
 
 
-def _follow(store: LineageStore, name: str, *others: str) -> None:
-    """Point MLflow's aliases to what was decided, and write the pages of these versions and of `others`."""
+def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
+    """Point MLflow's aliases where the decisions say, and write the pages of these versions and of `others`."""
     decisions, registry = current(store.output), Registry.open(_uri(store))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
     registry.set_aliases(name, decided)

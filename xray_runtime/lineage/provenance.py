@@ -1,4 +1,4 @@
-"""Facts about where and with what a stage ran: code, packages, hardware, environment variables, outside sources."""
+"""The code, packages, hardware, environment variables and outside sources of a stage's run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.store.identity import digest, file_sha256
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("flows", "tasks", "xray_runtime")
+FOLDERS = {"xray/flows": "flows", "xray/tasks": "tasks", "xray_runtime": "xray_runtime"}
+"""Folder of an installed package → its folder in a checkout."""
 GIT_SECONDS = 60
 
 RELEVANT = re.compile(
@@ -27,23 +28,23 @@ RELEVANT = re.compile(
     r"LD_PRELOAD|MLFLOW_TRACKING_URI|PREFECT_API_URL|PYTHONHASHSEED|PYTHONPATH|RAY_ADDRESS|TOKENIZERS_PARALLELISM|"
     r"XRAY_ALLOWED_IMPORTS|XRAY_HOME"
 )
-"""What can change numbers, and where things were. Of the servers' many variables no others: they hold passwords too."""
+"""Variables that can change numbers, and addresses. No others of the servers' many variables: some hold passwords."""
 SECRET = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|HEADER|PRIVATE", re.IGNORECASE)
 
 
 @cache
 def code() -> tuple[dict[str, str | None], bytes]:
-    """(git commit, digest of uncommitted changes, digest of the package), and the uncommitted changes themselves.
+    """({git commit, digest of uncommitted changes, digest of the package}, the uncommitted changes).
 
     Outside of a git checkout of X-ray there is no commit; the package's digest is always known.
     """
     commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "xray_runtime/__init__.py") else b""
     diff = b""
     if commit:
-        diff = _git("diff", "--binary", "HEAD", "--", *PACKAGES, "pyproject.toml")
-        for path in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *PACKAGES).split(b"\0"):
-            # Other files that lie there are nobody's business.
-            if path.endswith((b".py", b".html")):
+        diff = _git("diff", "--binary", "HEAD", "--", *FOLDERS.values(), "pyproject.toml")
+        for path in _git("ls-files", "-z", "--others", "--exclude-standard", "--", *FOLDERS.values()).split(b"\0"):
+            # Other files may be private.
+            if path.endswith((b".py", b".html", b".md")):
                 diff += _git("diff", "--binary", "--no-index", "--", os.devnull, os.fsdecode(path))
     facts = {
         "git_commit": commit.decode().strip() or None,
@@ -54,22 +55,29 @@ def code() -> tuple[dict[str, str | None], bytes]:
 
 
 def environment() -> dict[str, Any]:
-    """Package versions, hardware and the environment variables that can matter, secrets left out."""
+    """Package versions, hardware and the environment variables that can matter, without secrets."""
+    return _machine() | {"variables": variables(os.environ)}
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    packages = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    # Unlike a call of CUDA, reading the driver's files opens no context in this process.
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
-        "packages": _packages(),
+        "packages": dict(sorted(packages.items())),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu": _cpu(),
+        "cpu": next(iter(_values(Path("/proc/cpuinfo"), "model name")), platform.processor()),
         "cpus": os.cpu_count() or 0,
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
-        "variables": variables(os.environ),
+        "gpus": [model for path in gpus for model in _values(path, "Model:")],
     }
 
 
 def variables(values: Any) -> dict[str, str]:
-    """The variables that can matter: nothing whose name sounds like a secret, addresses without login or query."""
+    """The variables that can matter: none with a name like a secret's, and addresses without login or query."""
     return {
         name: strip_credentials(value)
         for name, value in sorted(values.items())
@@ -78,7 +86,7 @@ def variables(values: Any) -> dict[str, str]:
 
 
 def outside_source(found: OutsideSource) -> dict[str, Any]:
-    """A resource the stage read from outside the store: a file or directory by its bytes, a hub's by its commit."""
+    """A resource from outside the store: a file or directory by its bytes, a hub name by its commit."""
     resource: dict[str, Any] = {
         "name": found.field,
         "uri": found.name,
@@ -93,18 +101,17 @@ def outside_source(found: OutsideSource) -> dict[str, Any]:
 
 @cache
 def package_digest() -> str:
-    """One digest over X-ray's own files."""
-    files = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".html"))
-    return digest([[p.relative_to(ROOT).as_posix(), file_sha256(p)] for p in files])
-
-
-@cache
-def _packages() -> dict[str, str]:
-    return dict(sorted((d.metadata["Name"].lower(), d.version) for d in importlib.metadata.distributions()))
+    """One digest over X-ray's own files, equal for a checkout and an installed package."""
+    found = list[list[str]]()
+    for installed, checkout in FOLDERS.items():
+        folder = ROOT / installed if (ROOT / installed).is_dir() else ROOT / checkout
+        files = (path for path in folder.rglob("*") if path.suffix in (".py", ".html", ".md"))
+        found += [[f"{installed}/{path.relative_to(folder).as_posix()}", file_sha256(path)] for path in files]
+    return digest(sorted(found))
 
 
 def _git(*arguments: str) -> bytes:
-    """What git prints; nothing where there is no git, no repository, or it takes too long."""
+    """The output of git; empty without git or a repository, or if it takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=GIT_SECONDS).stdout
@@ -112,20 +119,10 @@ def _git(*arguments: str) -> bytes:
         return b""
 
 
-@cache
-def _cpu() -> str:
+def _values(path: Path, field: str) -> list[str]:
+    """The values of a field in a file of /proc."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-@cache
-def _gpus() -> list[str]:
-    # Asking the driver's files does not open a CUDA context in this process.
-    found = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text().splitlines()
-        found += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
-    return found
+    except OSError:
+        return []
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith(field)]

@@ -1,5 +1,4 @@
-"""What services, judges and environments answered, out of a ledger: a replay asks nobody again, for they may not answer
-twice alike."""
+"""Answers of services, judges and environments from a ledger: asked again in a replay, they might differ."""
 
 from __future__ import annotations
 
@@ -27,17 +26,18 @@ if TYPE_CHECKING:
 
 
 def servers(config: PPOConfig) -> list[int]:
-    """Which terms of the reward are services and judges."""
+    """Indices of the reward's terms that are services or judges."""
     return [n for n, term in enumerate(config.rewards) if term.service is not None or term.judge is not None]
 
 
-def take_answers(checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, journal: Journal) -> list[str]:
-    """Write what servers and environments answered to `journal`, as an attempt before would have left it; returns their
-    names.
+def restore_answers(
+    checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, journal: Journal
+) -> list[str]:
+    """Write the answers of servers and environments to `journal`, as an earlier attempt would; returns their names.
 
     Args:
-        iteration: up to which the ledger in `checkpoint` has every one, with its tokens, where there are servers. Of an
-            environment what the ledger has is taken.
+        iteration: the last one. If there are servers, the ledger in `checkpoint` must have every iteration up to it,
+            with tokens; the answers of an environment are taken where the ledger has them.
 
     Raises:
         ConfigError: a shard is damaged.
@@ -81,13 +81,13 @@ def _take_scores(
 
 
 def _of_environment(table: pa.Table, number: int, rollout_size: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """The lines of the journal for the episodes of an iteration."""
+    """Lines of the journal for the episodes of an iteration."""
     columns = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
     lines = []
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in columns), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
         said = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
-        for turn, answer in enumerate(json.loads(answers)):  # first to being reset
+        for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
             key = answer_key(rollout, row - attempt * rollout_size, said[:turn])
             lines.append({"key": key, "source": ENVIRONMENT, "step": number, **answer})
     return lines

@@ -1,4 +1,4 @@
-"""REF on the command line → a checkpoint and the store it lies in."""
+"""REF on the command line → a checkpoint and its store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
 from xray_runtime.graph.artifacts import TYPES, Model
-from xray_runtime.lineage.graph import Graph, Node, checkpoint_entries, read_graph
-from xray_runtime.lineage.log import Published, readable_lines
+from xray_runtime.lineage.graph import Graph, Node, checkpoint_paths, read_graph
+from xray_runtime.lineage.log import view
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.registry import registered_checkpoint
 
 ALLOWED = (
@@ -33,35 +34,34 @@ class LineageStore:
 
     @property
     def artifacts(self) -> Path | None:
-        """Where new experiments keep their artifacts; None leaves that to a server."""
+        """Directory of the artifacts of new experiments; None leaves that to a server."""
         own = self.tracking_uri == f"sqlite:///{(self.output / 'mlflow.db').absolute()}"
-        return self.output.absolute() / "mlartifacts" if own else None
+        return self.output.absolute() / ARTIFACTS if own else None
 
 
 def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:
     """The output directory of lifecycles.
 
     Args:
-        tracking_uri: MLflow's address; by default the store inside `output`, else MLFLOW_TRACKING_URI, if there is one.
+        tracking_uri: MLflow's address; by default the store inside `output`, else MLFLOW_TRACKING_URI, if it is set.
 
     Raises:
-        ConfigError: `output` holds no checkpoints, or a login stands in `tracking_uri`.
+        ConfigError: `output` holds no checkpoints, or `tracking_uri` contains a login.
     """
-    uri = _tracking(output, tracking_uri)
-    return LineageStore(output, read_graph(output / CHECKPOINTS), uri)
-
-
-def _tracking(output: Path, tracking_uri: str | None) -> str | None:
     check_tracking_uri(tracking_uri)
     if not (output / CHECKPOINTS).is_dir():
         raise ConfigError(f"--output: {str(output)!r} is not allowed: must be a directory with {CHECKPOINTS}/ in it")
+    uri = tracking_uri or _own_tracking(output) or tracking_address()
+    return LineageStore(output, read_graph(output / CHECKPOINTS), uri)
+
+
+def _own_tracking(output: Path) -> str | None:
     database = output / "mlflow.db"
-    own = f"sqlite:///{database.absolute()}" if database.is_file() else None
-    return tracking_uri or own or tracking_address()
+    return f"sqlite:///{database.absolute()}" if database.is_file() else None
 
 
 def check_tracking_uri(uri: str | None) -> None:
-    """Raises ConfigError where a login stands in an address that was given as an option or parameter."""
+    """Raises ConfigError where an address that was given as an option or parameter contains a login."""
     if uri is not None and has_login(uri):
         raise ConfigError(
             f"--tracking-uri: a login in {strip_credentials(uri)!r} is not allowed: others can read a command "
@@ -70,80 +70,65 @@ def check_tracking_uri(uri: str | None) -> None:
 
 
 def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
-    """What `reference` names. Raises ConfigError with what is allowed when it names nothing, or several things."""
+    """(store, checkpoint) that `reference` names. Raises ConfigError where it names none or several."""
     check_tracking_uri(tracking_uri)
     if _is_directory(reference, output):
         return _by_directory(Path(reference).absolute(), tracking_uri)
     if _is_registered(reference):
-        sha256, output, tracking_uri = _registered(reference, output, tracking_uri)
-        store = open_lineage_store(output, tracking_uri)
-        return store, find(sha256, store)
+        reference, output, tracking_uri = _registered(reference, output, tracking_uri)
     if output is None:
         raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
     store = open_lineage_store(output, tracking_uri)
     return store, find(reference, store)
 
 
-def resolve_in(reference: str, store: LineageStore) -> Node:
-    """As `resolve`, in the manifests of `store`, which are not read again unless `reference` is a directory."""
-    if _is_directory(reference, store.output):
-        return _by_directory(Path(reference).absolute(), store.tracking_uri)[1]
-    if _is_registered(reference):
-        return find(_registered(reference, store.output, store.tracking_uri)[0], store)
-    return find(reference, store)
-
-
 def resolve_history(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, Node]:
-    """As `resolve`, to show where a checkpoint came from: the graph may hold that alone, with few manifests read."""
+    """As `resolve`, for a caller that needs the checkpoint and its ancestors alone.
+
+    Their manifests alone are read where the log names the directory of every checkpoint in the store.
+    """
     check_tracking_uri(tracking_uri)
-    place, name = output, reference
+    name, place, uri = reference, output, tracking_uri
     if _is_directory(reference, output):
         directory = Path(reference).absolute()
-        if directory.parent.name != CHECKPOINTS:
-            return resolve(reference, output, tracking_uri)
-        place, name = directory.parent.parent, directory.name
+        name, place = directory.name, directory.parent.parent if directory.parent.name == CHECKPOINTS else None
     elif _is_registered(reference):
-        name, place, tracking_uri = _registered(reference, output, tracking_uri)
-    if place is None:
+        name, place, uri = _registered(reference, output, tracking_uri)
+    nodes = None if place is None else _read_history(place, name)
+    if place is None or nodes is None:
         return resolve(reference, output, tracking_uri)
-    uri = _tracking(place, tracking_uri)
-    found = _read_history(place, name)
-    if found is not None:
-        return LineageStore(place, found[0], uri), found[1]
-    return resolve(reference, output, tracking_uri)
+    store = LineageStore(place, Graph(nodes), uri or _own_tracking(place) or tracking_address())
+    return store, next(iter(nodes.values()))
 
 
-def _read_history(output: Path, reference: str) -> tuple[Graph, Node] | None:
-    """The checkpoint of this sha256 (or its start), stage or directory name, with all it came from.
+def _read_history(output: Path, reference: str) -> dict[str, Node] | None:
+    """A checkpoint and its ancestors, by digest; None where the log and the store differ or `reference` is not unique.
 
-    The log says where each lies; what is found there counts only if it is the checkpoint that was looked for. None
-    where the log is not of what is there, or `reference` names nothing or several: reading all manifests tells more.
+    A manifest counts only if its digest is the expected one, since the log's signatures are not checked here.
     """
-    entries = [line.entry for line in readable_lines(output) if isinstance(line.entry, Published)]
-    names = {entry.name for entry in checkpoint_entries(output / CHECKPOINTS)}
-    known = {entry.directory: entry.checkpoint for entry in entries if entry.directory in names}
-    if known.keys() != names:
+    logged = {name: entry.checkpoint for name, entry in view(output).published.items()}
+    directories = {sha256: name for name, sha256 in logged.items()}
+    if logged.keys() != {path.name for path in checkpoint_paths(output / CHECKPOINTS)}:
         return None
     if re.fullmatch(r"[0-9a-f]{6,64}", reference):
-        chosen = [sha for sha in known.values() if sha.startswith(reference)]
+        pending = [sha256 for sha256 in logged.values() if sha256.startswith(reference)]
     else:
-        chosen = [sha for name, sha in known.items() if reference in (name, name.rpartition("-")[0])]
-    places = {sha: name for name, sha in known.items()}
-    if len(chosen) != 1 or len(places) != len(known):
+        pending = [sha256 for name, sha256 in logged.items() if reference in (name, name.rpartition("-")[0])]
+    if len(pending) != 1 or len(directories) != len(logged):
         return None
-    nodes, pending = dict[str, Node](), chosen
+    nodes = dict[str, Node]()
     while pending:
         wanted = pending.pop()
         try:
-            directory = output / CHECKPOINTS / places[wanted]
+            directory = output / CHECKPOINTS / directories[wanted]
             manifest, sha256 = read_manifest(directory)
         except (KeyError, ValueError):
             return None
         if sha256 != wanted:
             return None
-        nodes[sha256] = Node(sha256, directory, manifest)
+        nodes[wanted] = Node(wanted, directory, manifest)
         pending += [parent for parent in manifest.parents.values() if parent not in nodes and parent not in pending]
-    return Graph(nodes), next(iter(nodes.values()))
+    return nodes
 
 
 def _is_directory(reference: str, output: Path | None) -> bool:
@@ -166,23 +151,18 @@ def _by_directory(directory: Path, tracking_uri: str | None) -> tuple[LineageSto
         raise ConfigError(f"REF: {error}") from None
     if directory.parent.name == CHECKPOINTS:
         store = open_lineage_store(directory.parent.parent, tracking_uri)
-        return store, next(
-            (n for n in (*store.graph.nodes.values(), *store.graph.duplicates) if n.directory == directory),
-            Node(sha256, directory, manifest),
-        )
-    graph = read_graph(directory.parent)
-    node = Node(sha256, directory, manifest)
-    if sha256 not in graph.nodes:
-        graph.add(node)
-    return LineageStore(directory.parent, graph, tracking_uri), node
+    else:
+        store = LineageStore(directory.parent, read_graph(directory.parent), tracking_uri)
+    listed = (*store.graph.nodes.values(), *store.graph.duplicates)
+    node = next((n for n in listed if n.directory == directory), Node(sha256, directory, manifest))
+    if directory.parent.name != CHECKPOINTS and sha256 not in store.graph.nodes:
+        store.graph.add(node)
+    return store, node
 
 
 def _registered(reference: str, output: Path | None, tracking_uri: str | None) -> tuple[str, Path, str]:
     """(sha256, output directory, MLflow's address) of a registered model's alias or version."""
-    uri = tracking_uri
-    if uri is None and output is not None and (output / "mlflow.db").is_file():
-        uri = f"sqlite:///{(output / 'mlflow.db').absolute()}"
-    uri = uri or tracking_address()
+    uri = tracking_uri or (_own_tracking(output) if output is not None else None) or tracking_address()
     if uri is None:
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
     found = registered_checkpoint(uri, reference)
@@ -211,8 +191,8 @@ def find(reference: str, store: LineageStore) -> Node:
 
 
 def require_language_model(node: Node) -> None:
-    """Raises ConfigError where a checkpoint is no model that replies, by its type; where that is not known here, by
-    its files."""
+    """Raises ConfigError where a checkpoint is not a model that replies: by its type, or by its files where the type is
+    not known in this process."""
     type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
     if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
         raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__}")

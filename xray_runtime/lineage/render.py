@@ -9,20 +9,20 @@ from typing import Any
 from xray_runtime.lineage.graph import Graph, Node
 
 MAX_INDENT = 16
-"""Levels drawn by indentation; deeper ones say their level, so that the text grows with the number of checkpoints."""
+"""Levels shown by indentation; deeper ones show a number, so that the text stays linear in the checkpoints."""
 
 MAX_VALUE_CHARS = 120
 MAX_MERMAID = 150
-"""Boxes of a flowchart: it is laid out in a browser, and has to be read."""
+"""Boxes of a flowchart, which a browser lays out and a person reads."""
 
 
 def printable(text: str) -> str:
-    """`text` without characters that could move the cursor or colour the terminal."""
+    """`text` with control characters escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def lineage_text(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
-    """The ancestor tree, then what was made from it. What stands in several places is expanded in the first."""
+    """The tree of ancestors, then that of descendants. A repeated checkpoint is expanded the first time."""
     yield from _tree(graph, node.sha256, up=True)
     if descendants:
         yield ""
@@ -61,7 +61,7 @@ def _summary(node: Node | None) -> str:
 
 
 def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
-    """The graph as a Mermaid flowchart, as Prefect's pages draw it; of very many checkpoints the nearest alone."""
+    """The graph as a Mermaid flowchart for Prefect's pages; only the nearest MAX_MERMAID checkpoints."""
     chosen = selection(graph, node, descendants)[-MAX_MERMAID:]
     names = {sha: f"n{number}" for number, sha in enumerate(chosen)}
     yield "flowchart LR"
@@ -77,7 +77,7 @@ def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str
 
 
 def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
-    """Digests to show, each after what it was made from."""
+    """Digests to show, parents first."""
     chosen = graph.ancestors([node.sha256])
     if descendants:
         chosen = graph.ancestors([*chosen, *graph.descendants([node.sha256])])
@@ -85,12 +85,12 @@ def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
 
 
 def lineage_json(graph: Graph, node: Node, descendants: bool) -> dict[str, Any]:
-    """`checkpoints` in order of making, each with its parents by role; a missing one has `directory: null`."""
+    """`checkpoints`, parents first, each with its parents by role; a missing one has `directory: null`."""
     return {"of": node.sha256, "checkpoints": [entry(graph, sha) for sha in selection(graph, node, descendants)]}
 
 
 def entry(graph: Graph, sha: str) -> dict[str, Any]:
-    """What is known of a checkpoint, for programs."""
+    """The facts about a checkpoint, for programs."""
     node = graph.nodes.get(sha)
     if node is None:
         return {"sha256": sha, "directory": None}

@@ -1,8 +1,8 @@
-"""Replay: the iterations of a published PPO stage computed again, each held against the ledger.
+"""Replay: the iterations of a published PPO stage computed again, each compared with the ledger.
 
-Snapshots go when a stage is published, so it begins at the stage's inputs, with the stage's own body and config, and
-ends after the iteration that is asked for. Of the weights that come out the ledger has a digest: that of what the next
-iteration sent its generator; of the last iteration there is the checkpoint itself.
+Snapshots are removed when a stage is published, so a replay starts from the stage's inputs, with its body and config,
+and ends after the given iteration. The ledger has a digest of the weights after it, which the next iteration sent to
+its generator; the weights after the last iteration are the checkpoint's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.runtime import RuntimeConfig
@@ -21,7 +22,7 @@ from xray_runtime.graph.answer import Answer
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.recorded_answers import servers, take_answers
+from xray_runtime.lineage.recorded_answers import restore_answers, servers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
 from xray_runtime.lineage.signing import has_signing_key
 from xray_runtime.rewards.journal import Journal
@@ -37,24 +38,24 @@ if TYPE_CHECKING:
     from xray_runtime.store.snapshots import Snapshot
 
 OnProgress = Callable[[int, int, str], None]
-"""(iterations done, of how many, what there is to say)."""
+"""(iterations done, their total, note)."""
 
 
 @dataclass
 class Replay:
-    """What came of it."""
+    """The result of a replay."""
 
     iteration: int
     compared: list[int] = field(default_factory=list)
-    """Iterations whose rollouts were found the same, each to the byte."""
+    """Iterations whose rollouts are equal in every byte."""
     difference: Difference | None = None
-    """The first place where something is not the same."""
+    """The first difference."""
     changed_since: bool = False
-    """Whether what was computed again is what was published: then the file was changed afterwards."""
+    """Whether the replay equals what was published: then the file was changed later."""
     weights: str | None = None
-    """Digest of the trained weights that came out, where they were compared."""
+    """Digest of the trained weights, if they were compared."""
     taken: list[str] = field(default_factory=list)
-    """Sources of reward that are servers: they may not answer twice alike, so their scores are those of the ledger."""
+    """Sources of reward that are servers, whose answers may vary: their scores are taken from the ledger."""
 
     @property
     def is_same(self) -> bool:
@@ -74,7 +75,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Replayable:
-    """A stage that can be replayed, with all that its body takes."""
+    """A stage that can be replayed, with the arguments of its body."""
 
     node: Node
     kind: StageKind
@@ -87,7 +88,7 @@ class Replayable:
         return self.node.directory / LEDGER
 
     def identity(self, memory: Any) -> Identity:
-        """What the stage's key would digest today: code and libraries may be others than those that computed it."""
+        """The stage's identity today: code and libraries may differ from those that computed it."""
         from xray_runtime.graph.stage_identity import identify
 
         manifest = self.node.manifest
@@ -97,11 +98,11 @@ class Replayable:
 
 
 def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
-    """What it takes to replay `iteration` of a checkpoint's stage.
+    """The stage of a checkpoint, ready to replay up to `iteration`.
 
     Raises:
         ConfigError: it has no ledger, or none of that iteration; a parent is missing or damaged; a function cannot be
-            imported; or its rewards come from servers, and the ledger does not say what they answered to what.
+            imported; or its rewards come from servers, and the ledger lacks some of the replies they scored.
     """
     manifest, kind = node.manifest, node.kind
     kept = require_ledger(node)
@@ -139,20 +140,22 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
 def replay(
     stage: Replayable, iteration: int, open_models: OpenModels, scratch: Path, progress: OnProgress = lambda *_: None
 ) -> Replay:
-    """Compute `stage` again up to `iteration`, holding each iteration that the ledger has against it.
+    """Compute `stage` again up to `iteration`, and compare each iteration that the ledger has.
 
     Args:
         open_models: `workers.opening.model_opener`.
-        scratch: an empty directory, for what comes out of it.
+        scratch: an empty directory for its output.
 
     Raises:
-        Exception: whatever the body raises.
+        Exception: any error of the body.
     """
-    # What it keeps beside its parents is sealed as a run's is: an audit names what is not.
+    # An audit reports kept files that are not sealed, so a replay seals those beside its parents as a run does.
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)
-    result = Replay(iteration, taken=take_answers(stage.node.directory, stage.config, stage.inputs, iteration, journal))
+    result = Replay(
+        iteration, taken=restore_answers(stage.node.directory, stage.config, stage.inputs, iteration, journal)
+    )
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
@@ -176,11 +179,11 @@ def replay(
 
 
 class _Done(Exception):
-    """There is no more to be found out."""
+    """Ends the body: the comparison is complete."""
 
 
 class _ReplayRecorder:
-    """The recorder of a replay: compares each iteration as soon as its shard is there."""
+    """The recorder of a replay: compares each iteration as soon as its shard is written."""
 
     def __init__(self, stage: Replayable, result: Replay, out: Path, progress: OnProgress) -> None:
         self.log_dir = out.parent / "logs" / stage.node.manifest.stage
@@ -194,7 +197,7 @@ class _ReplayRecorder:
             self._compare(step)
             self._result.compared.append(step)
         if step > self._result.iteration:
-            # No digest says what the weights were; this iteration, which began with them, is the same.
+            # There is no digest of the weights; but this iteration, which started from them, is equal.
             raise _Done
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
@@ -214,7 +217,7 @@ class _ReplayRecorder:
         self._end(found or Difference(step, None, name, "other bytes for the same values", "those of the values"))
 
     def sent(self, version: int, digest: str | None) -> None:
-        """The policy after `version` updates is on its way to the generator."""
+        """Compare the policy after `version` updates, as it is sent to the generator."""
         if version in self._kept:
             path = shard_path(self._stage.ledger, version)
             try:
@@ -228,7 +231,7 @@ class _ReplayRecorder:
                 raise _Done
 
     def published(self) -> None:
-        """The body is at its end: what it made are the checkpoint's files."""
+        """Compare the files of the body, which has ended, with the checkpoint's."""
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
         for entry in self._stage.node.manifest.files:
@@ -250,7 +253,7 @@ class _ReplayRecorder:
     def figure(self, name: str, figure: Any) -> None: ...
 
     def ask(self, question: str) -> Answer | None:
-        # What a person was asked then is on record; nobody is asked twice.
+        # The person's answers are on record.
         return self._answers.pop(0) if self._answers else None
 
     def resume(self) -> Snapshot | None:
@@ -263,25 +266,16 @@ class _ReplayRecorder:
 
 
 class _WatchedGenerator:
-    """A generator, with `sent` told of each version that it takes over and the digest of its weights."""
+    """A generator that calls `sent` with each version it receives and the digest of its weights."""
 
     def __init__(self, generator: ModelHandle, sent: Callable[[int, str | None], None]) -> None:
         self._generator, self._sent = generator, sent
+        self.follow = SimpleNamespace(remote=self._follow)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
-    @property
-    def follow(self) -> _Follow:
-        return _Follow(self._generator, self._sent)
-
-
-@dataclass(frozen=True)
-class _Follow:
-    generator: ModelHandle
-    sent: Callable[[int, str | None], None]
-
-    def remote(self, policy: ModelHandle, version: int) -> Ref[str | None]:
-        digest = get(self.generator.follow.remote(policy, version))
-        self.sent(version, digest)
+    def _follow(self, policy: ModelHandle, version: int) -> Ref[str | None]:
+        digest = get(self._generator.follow.remote(policy, version))
+        self._sent(version, digest)
         return Ready(digest)

@@ -1,7 +1,7 @@
-"""Retention: what may go without breaking a chain.
+"""Retention: which checkpoints may be removed without breaking a chain.
 
-Kept is what a registered alias points to, what is asked for, what people judged, all their ancestors, all evaluations
-of what is kept and all comparisons among it; the rest may go. What goes is renamed first, then deleted, children before
+Checkpoints stay that a registered alias points to, that the caller names or that people judged, with their ancestors,
+evaluations and the comparisons among them. The others may be removed: each is renamed, then deleted, children before
 parents, so that a crash never leaves a checkpoint without its parents.
 """
 
@@ -22,7 +22,7 @@ from xray_runtime.lineage.signing import signing_key
 
 @dataclass(frozen=True)
 class Prune:
-    """What would go, children before parents, and how many bytes that frees."""
+    """Checkpoints to remove, children before parents, and the bytes that frees."""
 
     remove: list[Node]
     keep: list[Node]
@@ -33,7 +33,7 @@ class Prune:
 
 
 def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
-    """What to remove so that `keep`, every decided alias, every judgement of people and all behind them stay whole."""
+    """The checkpoints that neither `keep`, nor an alias, nor human judgements need."""
     graph = store.graph
     wanted = {node.sha256 for node in keep}
     wanted |= {sha for sha, node in graph.nodes.items() if node.is_a(Judgements)}
@@ -47,17 +47,17 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
 
 
 def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
-    """`starts`, all they came from, evaluations of and comparisons among them; each before what was made from it."""
+    """`starts`, their ancestors, and the evaluations of and comparisons among them; parents first."""
     chosen = graph.ancestors(starts)
     return graph.ancestors([*chosen, *sorted(_judgements(graph, set(chosen)))])
 
 
 def prune(store: LineageStore, plan: Prune) -> None:
-    """Remove what `plan` says. Each removal is a signed decision, so that no audit takes it for a loss."""
+    """Carry out `plan`. Each removal is a signed decision, so that an audit does not report a loss."""
     key = signing_key(store.output)
     for node in plan.remove:
         decide(store.output, key, action="prune", checkpoint=node.sha256, note=node.name)
-        # A name that no reader takes for a checkpoint, should the deletion be cut short.
+        # Readers ignore this name if a crash cuts the deletion short.
         aside = node.directory.with_name(f"{node.directory.name}.damaged-pruned-{os.getpid()}")
         os.rename(node.directory, aside)
         shutil.rmtree(aside)
@@ -66,7 +66,7 @@ def prune(store: LineageStore, plan: Prune) -> None:
 
 def _judgements(graph: Graph, kept: set[str]) -> set[str]:
     judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
-    # A comparison with a champion that is not kept would hold on to all champions there ever were.
+    # Comparisons with champions that are not kept would keep every former champion.
     return {
         node.sha256
         for node in judged

@@ -1,4 +1,4 @@
-"""The rollouts in a checkpoint's ledger, for people: what was asked for, as text."""
+"""The rollouts in a checkpoint's ledger that match a query, as text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from xray_runtime.store.identity import file_sha256
 
 @dataclass
 class Found:
-    """What a query found."""
+    """The result of a query."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """`data.ledger.readable`; no more than were asked for."""
+    """`data.ledger.readable`, up to the limit."""
     total: int = 0
     """Rows that match."""
     changed: list[str] = field(default_factory=list)
-    """Files of the ledger that are not those that were published."""
+    """Files of the ledger that were changed since they were published."""
 
 
 def require_ledger(node: Node) -> list[int]:

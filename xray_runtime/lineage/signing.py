@@ -1,7 +1,7 @@
 """Signatures by the `model-signing` package with a local elliptic-curve key.
 
-What is signed is a small directory or file (the attestation), which lists every weight file by its sha256: the
-signature covers the whole checkpoint, and no weights are read twice.
+The signed directory (the attestation) lists every weight file by its sha256: the signature covers the whole checkpoint,
+and no weights are read twice.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.seal import new_private_key, public_half
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,7 +32,7 @@ PRIVATE, PUBLIC = "signing.pem", "signing.pub"
 
 
 class SignatureProblem(ValueError):
-    """A signature that does not hold; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
+    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -41,11 +42,11 @@ class SignatureProblem(ValueError):
 def signing_key(output: Path) -> Path:
     """The private key: XRAY_SIGNING_KEY (a PEM file), or `output/keys/signing.pem`, made on first use.
 
-    Its public half is kept as `output/keys/signing.pub`, which is all that checking needs.
+    Its public half is kept as `output/keys/signing.pub`, which is enough to check signatures.
 
     Raises:
-        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's; or others
-            than its owner can read the key, or put another in its place.
+        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's; or users
+            other than its owner can read or replace the key.
     """
     keys = output / "keys"
     keys.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,20 +70,19 @@ def signing_key(output: Path) -> Path:
 
 
 def exposed_keys(output: Path, given: Path | None = None) -> list[str]:
-    """What lets others than its owner read the private key, or put another in its place: path, mode and remedy.
+    """Why users other than its owner can read or replace the private key: path, mode and remedy.
 
     Args:
-        given: a private key kept elsewhere: its mode counts, and the directory it lies in is the owner's business.
+        given: a private key kept elsewhere, whose own mode counts and not that of its directory.
     """
     private = output / "keys" / PRIVATE
-    # Where there is no private key, there is nothing to hide.
     paths = [given] if given is not None else [private.parent, private] if os.path.lexists(private) else []
     found = []
     for path in paths:
         try:
             mode = (os.stat if path == given else os.lstat)(path).st_mode
         except OSError:
-            # Whoever reads the key says why it cannot be read.
+            # Reading the key gives the reason.
             continue
         allowed = 0o700 if stat.S_ISDIR(mode) else 0o600
         if stat.S_ISLNK(mode):
@@ -96,7 +96,7 @@ def exposed_keys(output: Path, given: Path | None = None) -> list[str]:
 
 
 def has_signing_key(output: Path) -> bool:
-    """Whether `signing_key` would give a key that is there already."""
+    """Whether `signing_key` finds a key and need not make one."""
     return bool(os.environ.get(KEY_VARIABLE)) or (output / "keys" / PRIVATE).exists()
 
 
@@ -106,7 +106,7 @@ class TrustedKey:
 
     path: Path
     until: datetime | None = None
-    """When another took over from it: nothing made later may be signed with it."""
+    """When another key replaced it; it signs nothing made later."""
 
     @cached_property
     def sha256(self) -> str:
@@ -120,7 +120,7 @@ class TrustedKey:
 
 
 def public_key(output: Path) -> Path:
-    """Where the public key of an output directory lies."""
+    """The path of the public key of an output directory."""
     return output / "keys" / PUBLIC
 
 
@@ -128,7 +128,7 @@ def fingerprint(public: Path) -> str:
     """sha256 of a public key as model-signing names it.
 
     Raises:
-        ValueError: it is not there, or no elliptic-curve public key.
+        ValueError: it is missing, or not an elliptic-curve public key.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -152,7 +152,7 @@ def _load_public(public: Path) -> ec.EllipticCurvePublicKey:
 
 
 def key_digest(pem: bytes) -> str:
-    """As `fingerprint`, of what `public_bytes` gives."""
+    """`fingerprint` of the PEM that `public_bytes` gives."""
     return hashlib.sha256(pem).hexdigest()
 
 
@@ -164,7 +164,7 @@ def sign(what: Path, signature: Path, private: Path) -> None:
 
 
 def envelope(payload: bytes, payload_type: str, private: Path) -> str:
-    """A DSSE envelope in one line of JSON, signed with ECDSA over SHA-256: what in-toto's own tools read.
+    """A DSSE envelope in one line of JSON, signed with ECDSA over SHA-256, as in-toto's own tools read it.
 
     See https://github.com/secure-systems-lab/dsse, protocol.md.
     """
@@ -189,7 +189,7 @@ def _signed_bytes(payload: bytes, payload_type: str) -> bytes:
 
 
 def signer_of(signature: Path) -> str:
-    """The `fingerprint` of the key that a signature names; only `Verifier` says whether it holds.
+    """The `fingerprint` of the key that a signature names; only `Verifier` checks it.
 
     Raises:
         ValueError: it cannot be read.
@@ -216,27 +216,23 @@ class Verifier:
         """The digest of the key that signed `what`.
 
         Args:
-            made: when `what` says it was made (ISO 8601): a retired key vouches only for what was made before.
+            made: when `what` says it was made (ISO 8601): a retired key only signs what was made before.
 
         Raises:
-            SignatureProblem: `signature` is not a trusted key's, or does not cover every byte of `what`.
+            SignatureProblem: `signature` is not by a trusted key, or does not cover every byte of `what`.
         """
         from model_signing import verifying
 
         try:
-            bundle = json.loads(read_bounded(signature))
-            hint = bundle["verificationMaterial"]["publicKey"]["hint"]
-        except FileNotFoundError:
-            raise SignatureProblem("missing", "there is no signature") from None
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
-            code = "malformed" if signature.is_symlink() or signature.exists() else "missing"
-            raise SignatureProblem(code, f"the signature cannot be read ({type(error).__name__})") from None
-        if not isinstance(hint, str) or hint not in self._keys:
-            raise SignatureProblem("foreign", f"it was signed with another key ({str(hint)[:12]}…)")
-        key = self._keys[hint]
+            hint = signer_of(signature)
+        except (ValueError, OSError) as error:
+            code = "malformed" if os.path.lexists(signature) else "missing"
+            text = f"the signature cannot be read ({type(error).__name__})"
+            raise SignatureProblem(code, text if code == "malformed" else "there is no signature") from None
+        key = self._key(hint)
         try:
             verifying.Config().use_elliptic_key_verifier(public_key=key.path).verify(what, signature)
-        # The library lets whatever its parsers raise through; each means the same here.
+        # The library lets through what its parsers raise; each error means the same here.
         except Exception as error:
             lines = str(error).splitlines()
             raise SignatureProblem("invalid", lines[0] if lines else "the signature is not valid") from None
@@ -244,7 +240,7 @@ class Verifier:
         return hint
 
     def check_envelope(self, text: bytes, made: str | None = None) -> str:
-        """As `check`, of a DSSE envelope as `envelope` writes it."""
+        """As `check`, for a DSSE envelope as `envelope` writes it."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -256,9 +252,7 @@ class Verifier:
             payload, given = base64.b64decode(content["payload"]), base64.b64decode(signature["sig"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SignatureProblem("malformed", f"the signature cannot be read ({type(error).__name__})") from None
-        if hint not in self._keys:
-            raise SignatureProblem("foreign", f"it was signed with another key ({hint[:12]}…)")
-        key = self._keys[hint]
+        key = self._key(hint)
         try:
             key.public.verify(given, _signed_bytes(payload, payload_type), ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
@@ -266,9 +260,14 @@ class Verifier:
         _check_retired(key, made)
         return hint
 
+    def _key(self, hint: str) -> TrustedKey:
+        if hint not in self._keys:
+            raise SignatureProblem("foreign", f"it was signed with another key ({hint[:12]}…)")
+        return self._keys[hint]
+
 
 def _check_retired(key: TrustedKey, made: str | None) -> None:
-    """Raises SignatureProblem where the key had been taken over from when this was made."""
+    """Raises SignatureProblem where the key had been replaced when this was made."""
     if key.until is not None and not _not_after(made, key.until):
         text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
         raise SignatureProblem("retired", text)
@@ -283,14 +282,8 @@ def _not_after(made: str | None, until: datetime) -> bool:
 
 
 def make_key(private: Path) -> None:
-    """Write a new private key for its owner alone, unless there is one."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    content = ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    _write_new(private, content, 0o600)
+    """Write a new private key, readable by its owner only, unless there is one."""
+    _write_new(private, new_private_key(), 0o600)
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
@@ -306,15 +299,8 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
 
 def public_bytes(private: Path) -> bytes:
     """The public half of a private key, in PEM. Raises ConfigError where it cannot be used."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     try:
-        key = serialization.load_pem_private_key(private.read_bytes(), password=None)
+        return public_half(private.read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not an unencrypted PEM private key"
+        reason = error.strerror if isinstance(error, OSError) else "not an unencrypted elliptic-curve private key"
         raise ConfigError(f"{KEY_VARIABLE}: {str(private)!r} cannot be used: {reason}") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{KEY_VARIABLE}: {str(private)!r} is not an elliptic-curve key")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return key.public_key().public_bytes(serialization.Encoding.PEM, form)

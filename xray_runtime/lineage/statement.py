@@ -1,7 +1,7 @@
 """The statement beside every checkpoint: an in-toto Statement v1 with SLSA provenance of how it was made.
 
-The manifest says what a checkpoint is and follows from the inputs alone; the statement says how this copy of it came
-to be: which run, which code, which machine. It may differ between two machines that computed the same checkpoint.
+The manifest says what a checkpoint is and follows from the inputs alone. The statement says how this copy was made: by
+which run, code and machine. Two machines that computed the same checkpoint may write different statements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = TypeVar("P", bound=BaseModel)
 
 
 class _Model(BaseModel):
-    # Else pydantic writes null for NaN, which then nobody refuses.
+    # Otherwise pydantic writes null for NaN, and no later check sees it.
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants")
 
 
@@ -38,6 +38,10 @@ class Subject(_Model):
     name: str
     digest: Digests
 
+    @classmethod
+    def of(cls, name: str, sha256: str) -> Self:
+        return cls(name=name, digest=Digests(sha256=sha256))
+
 
 class Resource(_Model):
     """One thing a stage used: a parent checkpoint (named by its role), an outside source."""
@@ -49,20 +53,20 @@ class Resource(_Model):
 
 
 class InTotoRecord(_Model, Generic[P]):
-    """An in-toto Statement v1 about something else than a checkpoint; each such record names its type of predicate."""
+    """An in-toto Statement v1; each kind of record names its type of predicate."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
     subject: list[Subject]
     predicate: P
 
-    def to_text(self) -> str:
+    def to_bytes(self) -> bytes:
         """The one text of this record."""
         content = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        return (json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 class External(_Model):
-    """What the user asked for."""
+    """The user's input."""
 
     stage: str
     kind: str
@@ -94,13 +98,13 @@ class OutsideSource(_Model):
 class Code(_Model):
     git_commit: str | None
     diff_sha256: Sha256 | None
-    """Of attestation/code.diff: what was changed and not committed."""
+    """Digest of attestation/code.diff, the changes that were not committed."""
     package_sha256: Sha256
-    """Over the files of flows, tasks and xray_runtime as installed."""
+    """Digest of the files of flows, tasks and xray_runtime as installed."""
 
 
 class Internal(_Model):
-    """What X-ray and the machine added to it."""
+    """Facts that X-ray and the machine added."""
 
     checkpoint: Sha256
     key: Sha256
@@ -112,7 +116,7 @@ class Internal(_Model):
     origins: dict[str, list[str]]
     """`base_models` and `datasets` this goes back to, by their own names."""
     sources: list[OutsideSource] = Field(default_factory=list)
-    """All that it and what it was made from read from outside the store."""
+    """Everything that it and its ancestors read from outside the store."""
 
 
 class Build(_Model):
@@ -133,10 +137,10 @@ class RunFacts(_Model):
     mlflow_run_id: str | None = None
     mlflow_parent_run_id: str | None = None
     outside: list[OutsideSource] = Field(default_factory=list)
-    """What the stage read from outside the store, under the names the user wrote: in the statement they stand among
-    the dependencies."""
+    """Sources outside the store that the stage read, by the names the user wrote; the statement lists them among the
+    dependencies."""
     gates: dict[str, Any] | None = None
-    """Of an evaluation: the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
+    """For an evaluation, the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
 
 
 class Metadata(_Model):
@@ -156,18 +160,10 @@ class Predicate(_Model):
     details: Details = Field(alias="runDetails")
 
 
-class Statement(_Model):
+class Statement(InTotoRecord[Predicate]):
     """See https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1."""
 
-    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
-    subject: list[Subject]
     predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(PREDICATE_TYPE, alias="predicateType")
-    predicate: Predicate
-
-    def to_bytes(self) -> bytes:
-        """The one text of this statement."""
-        value = self.model_dump(mode="json", by_alias=True)
-        return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -1,4 +1,4 @@
-"""Under what terms everything may be used that a model was made from: licences along the lineage."""
+"""The licences of all sources that a model was made from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Conflict(NamedTuple):
-    """A source whose licence is not allowed, and how it came into a model."""
+    """A source whose licence is not allowed, and its path to the model."""
 
     source: str
     license: str | None
@@ -24,12 +24,12 @@ class Conflict(NamedTuple):
     """Checkpoints from the one that read it to the model."""
 
     def __str__(self) -> str:
-        said = f"has the licence {self.license}" if self.license else "has no licence on record"
-        return f"{self.source} {said}: {' → '.join(self.path)}"
+        licence = f"has the licence {self.license}" if self.license else "has no licence on record"
+        return f"{self.source} {licence}: {' → '.join(self.path)}"
 
 
 def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
-    """What was declared; the licence and name of a package where nothing was."""
+    """The declared terms, completed with the licence and name of a package."""
     terms = declared or SourceTerms()
     if outside.kind != "package":
         return terms
@@ -44,9 +44,9 @@ def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
 
 
 def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[Conflict]:
-    """Every source behind `model` (a sha256) whose licence is none of `allowed`; one without a licence conflicts.
+    """Every source behind `model` (a sha256) without a licence in `allowed`.
 
-    What a reward model was made from counts too: the policy learned from its scores.
+    The sources of a reward model count too: the policy learned from its scores.
     """
     names = {name.casefold() for name in allowed}
     for sha in graph.ancestors([model]):
@@ -62,14 +62,14 @@ def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[Conflict
 
 
 def _own(graph: Graph, sha: str, statement: Statement) -> list[OutsideSource]:
-    """What a checkpoint itself read from outside the store, and none it was made from."""
+    """Outside sources that a checkpoint read itself, without those of its parents."""
     parents = [graph.nodes[parent].statement for _, parent in graph.parents(sha) if parent in graph.nodes]
     inherited = [found for parent in parents if parent for found in parent.predicate.build.internal.sources]
     return [found for found in statement.predicate.build.internal.sources if found not in inherited]
 
 
 def _path(graph: Graph, start: str, end: str) -> list[str]:
-    """A shortest way from a checkpoint to what was made from it."""
+    """A shortest path from a checkpoint to a descendant."""
     before: dict[str, str] = {}
     pending, wanted = deque([start]), set(graph.ancestors([end]))
     while pending:

@@ -1,7 +1,7 @@
 """All evaluations and benchmarks of a graph side by side: a row for each policy, a column for each number.
 
-What was measured in the same way of several policies stands in one column: the same kind with the same config against
-the same inputs. Where two ways give numbers of one name, each is named after its first stage too.
+Numbers of several policies share a column if they were measured in the same way: by the same kind with the same config
+against the same inputs. If two ways give numbers of one name, each also has the name of its first stage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xray_runtime.graph.kind import StageKind
+from xray_runtime.report.figures import COLORS, PANEL_INCHES, panel_grid
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import digest
 
@@ -23,7 +24,7 @@ INTERVAL = "_ci95"
 
 
 class Number(NamedTuple):
-    """What was measured, with its 95% interval where it has one."""
+    """A measured value, with its 95% interval if it has one."""
 
     value: float
     low: float | None = None
@@ -46,12 +47,12 @@ class Measured:
     policy: str
     """sha256."""
     way: str
-    """Alike where two were measured in the same way."""
+    """Equal for two that were measured in the same way."""
     numbers: Mapping[str, Number]
 
 
 def measured(kind: StageKind, directory: Path) -> Measured:
-    """What the checkpoint of an evaluation in `directory` holds. Raises OSError or ValueError where it is damaged."""
+    """The results in the checkpoint of an evaluation. Raises OSError or ValueError where it is damaged."""
     manifest, _ = read_manifest(directory)
     assert kind.sides is not None
     assert kind.results is not None
@@ -59,7 +60,7 @@ def measured(kind: StageKind, directory: Path) -> Measured:
     others = {role: sha for role, sha in manifest.parents.items() if role != policy}
     found = json.loads((directory / kind.results).read_text(encoding="utf-8"))
     judges = found.get("judges") or {}
-    # Of who wins each judge has its own column.
+    # Each judge has its own column of wins.
     left_out = {"samples", "win_rate"} if judges else {"samples"}
     numbers = {
         f"win_rate by {judge}": Number(said["win_rate"], *said["win_rate_ci95"]) for judge, said in judges.items()
@@ -85,11 +86,7 @@ class SideBySide:
 
 
 def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
-    """The table of what was found, in order of the stages.
-
-    Args:
-        names: sha256 of a policy → what people call it.
-    """
+    """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
     first: dict[str, str] = {}
     for one in found:
         first.setdefault(one.way, one.stage)
@@ -112,10 +109,6 @@ def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideByS
 
 def figure(table: SideBySide) -> Figure | None:
     """A panel for each column that several policies have, with 95% intervals; None where there is none."""
-    from matplotlib.figure import Figure
-
-    from xray_runtime.report.figures import COLORS, PANEL_INCHES, style
-
     shown = [
         (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
         for place, name in enumerate(table.columns)
@@ -123,23 +116,18 @@ def figure(table: SideBySide) -> Figure | None:
     shown = [(name, points) for name, points in shown if len(points) > 1]
     if not shown:
         return None
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    # A line for each policy, so that names of any length and number stay apart.
+    # One line for each policy keeps names of any length and number apart.
     policies = [policy for policy, _ in table.rows]
     height = max(PANEL_INCHES[1], 0.7 + LINE_INCHES * len(policies))
-    drawn = Figure(figsize=(PANEL_INCHES[0] * columns, height * rows), layout="constrained")
-    drawn.patch.set_alpha(0.0)
-    for number, (name, points) in enumerate(shown):
-        axes = drawn.add_subplot(rows, columns, number + 1)
-        style(axes, name)
+    drawn, grid = panel_grid([name for name, _ in shown], height, "constrained")
+    for number, (axes, (_, points)) in enumerate(zip(grid, shown, strict=True)):
         for policy, found in points:
             assert found is not None
             place = policies.index(policy)
             axes.plot(found.value, place, "o", color=COLORS[0], markersize=4)
             if found.low is not None and found.high is not None:
                 axes.plot([found.low, found.high], [place, place], color=COLORS[0], linewidth=1.6)
-        axes.set_yticks(range(len(policies)), policies if number % columns == 0 else [""] * len(policies))
+        axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
         axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, GRID = "#7d8694", "#8b94a366"
-"""Read on light pages and on Prefect's dark ones alike."""
+"""Legible on light pages and on Prefect's dark ones."""
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 
 FIGURE = ".svg"
-"""The suffix under which the curves of a stage are kept beside its metrics."""
+"""Suffix of a stage's curves beside its metrics."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class StageRecord:
 
     @property
     def panels(self) -> Panels:
-        """What its kind shows; nothing where nobody registered that in this process."""
+        """The panels of its kind; none where the kind is not registered in this process."""
         kind = find_kind(self.kind)
         return kind.panels if kind is not None else ()
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Metric → its (step, value) points; nothing where the file is missing, damaged lines left out."""
+    """Metric → its (step, value) points; empty without the file; damaged lines are left out."""
     series: dict[str, list[tuple[int, float]]] = {}
     if not path.is_file():
         return series
@@ -57,45 +58,24 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) -> Figure | None:
     """Curves of one stage; None where it recorded none of the metrics."""
-    from matplotlib.figure import Figure
-
     shown = [(title, [n for n in names if n in series]) for title, names in panels]
     shown = [(title, names) for title, names in shown if names]
     if not shown:
         return None
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    width, height = PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows
-    # Margins as they are: measuring every label for a layout takes twice as long as drawing them.
-    figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(
-        left=0.55 / width,
-        right=1 - 0.1 / width,
-        bottom=0.3 / height,
-        top=1 - 0.3 / height,
-        wspace=0.22,
-        hspace=0.33,
-    )
-    figure.patch.set_alpha(0.0)
-    for number, (title, names) in enumerate(shown):
-        axes = figure.add_subplot(rows, columns, number + 1)
-        style(axes, title)
+    figure, grid = panel_grid([title for title, _ in shown], PANEL_INCHES[1])
+    width, height = figure.get_size_inches()
+    # Fixed margins: measuring every label for a layout takes twice as long as drawing them.
+    figure.subplots_adjust(0.55 / width, 0.3 / height, 1 - 0.1 / width, 1 - 0.3 / height, 0.22, 0.33)
+    for axes, (title, names) in zip(grid, shown, strict=True):
         if title.startswith("seconds"):
             _stack(axes, names, series)
         else:
             for color, name in zip(itertools.cycle(COLORS), names, strict=False):
                 steps, values = zip(*series[name], strict=True)
                 marker = "o" if len(steps) < 15 else ""
-                label = _label(name) if len({n.split("/")[0] for n in names}) == 1 else name.replace("/", " ", 1)
-                axes.plot(
-                    steps,
-                    values,
-                    color=color,
-                    linewidth=1.6,
-                    marker=marker,
-                    markersize=3,
-                    label=label.replace("_", " "),
-                )
+                one_group = len({n.split("/")[0] for n in names}) == 1
+                label = _label(name) if one_group else name.replace("/", " ", 1).replace("_", " ")
+                axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
         if len(names) > 1:
             axes.legend(fontsize=7, frameon=False, labelcolor=INK)
     return figure
@@ -113,6 +93,20 @@ def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float
 
 def _label(name: str) -> str:
     return name.split("/", 1)[1].replace("_", " ")
+
+
+def panel_grid(titles: Sequence[str], row_inches: float, layout: Any = None) -> tuple[Figure, list[Axes]]:
+    """A figure with one styled panel for each title, three in a row."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(PANEL_INCHES[0] * columns, row_inches * rows), layout=layout)
+    figure.patch.set_alpha(0.0)
+    grid = [figure.add_subplot(rows, columns, number) for number in range(1, len(titles) + 1)]
+    for axes, title in zip(grid, titles, strict=True):
+        style(axes, title)
+    return figure, grid
 
 
 def style(axes: Any, title: str) -> None:

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
+from xray_runtime.report.rendering import template
 from xray_runtime.report.stages import computed_text, run_text
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["StageRecord", "write_report"]
 
 MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
 MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
-"""Of a stage's name in a box; the rest is shown where a pointer rests on it."""
+"""Longest name in a box; the pointer shows the whole name."""
 
 
 def write_report(
@@ -39,14 +39,13 @@ def write_report(
     Args:
         lifecycle: the content of lifecycle.json.
         records: where each stage's metrics lie; a stage without any is left out.
-        samples: prompt, before, after, and their scores.
+        samples: prompt, replies before and after, and their scores.
         config_yaml: the resolved config.
-        evaluations: all that was measured of the policies.
+        evaluations: all results of the policies.
     """
     drawn = [(record.name, _drawn(record)) for record in records]
     compared = figure(evaluations) if evaluations is not None else None
-    environment = Environment(loader=PackageLoader("xray_runtime.report", "templates"), autoescape=True)
-    html = environment.get_template("report.html").render(
+    html = template("report.html").render(
         run=lifecycle,
         ended=run_text(lifecycle),
         computed=[computed_text(stage) for stage in lifecycle["stages"]],
@@ -64,7 +63,7 @@ def write_report(
 
 
 def _drawn(record: StageRecord) -> Markup:
-    """The curves of a stage, empty where it has none. Drawing them takes most of a second: they are kept beside it."""
+    """The curves of a stage, empty if it has none; kept beside its metrics, as drawing them takes most of a second."""
     kept = record.metrics_path.with_suffix(FIGURE)
     if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
         return Markup(kept.read_text(encoding="utf-8"))
@@ -77,7 +76,7 @@ def _drawn(record: StageRecord) -> Markup:
 
 
 def _rollouts(record: StageRecord) -> dict[str, Any] | None:
-    """Rows of a stage's ledger that it showed, {"columns", "rows"}; None where it showed none."""
+    """Rows of a stage's ledger that it showed, {"columns", "rows"}; None if it showed none."""
     path = record.metrics_path.with_name(f"{SHOWN_ROLLOUTS}.json")
     try:
         table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +88,7 @@ def _rollouts(record: StageRecord) -> dict[str, Any] | None:
 def _svg(figure: Figure) -> Markup:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
-    # What precedes the element belongs to a file of its own.
+    # The header before the element is only for a file of its own.
     text = buffer.getvalue()
     return Markup(text[text.index("<svg") :])
 
@@ -99,7 +98,7 @@ def _shortened(name: str) -> str:
 
 
 def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Places of boxes and arrows: each stage right of its parents.
+    """Positions of boxes and arrows: each stage is right of its parents.
 
     Returns {"width", "height", "nodes": [{"x", "y", "name", "sha", "cached"}], "edges": [SVG path]}.
     """
@@ -131,7 +130,7 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
             x1, y1 = nodes[p]["x"] + node_width, nodes[p]["y"] + NODE_HEIGHT / 2
             x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
             bend = max((x2 - x1) / 2, 12)
-            # An arrow over several columns bows below the boxes between.
+            # An arrow over several columns passes below the boxes between.
             sag = 22 * max(depth[i] - depth[p] - 1, 0) + (12 if depth[i] - depth[p] > 1 else 0)
             # A cubic comes three quarters of the way to its control points.
             lowest = max(lowest, max(y1, y2) + 0.75 * sag)

@@ -1,4 +1,4 @@
-"""What a report and a summary say about when a stage was computed."""
+"""Texts about the time that stages and runs took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def computed_text(stage: Mapping[str, Any]) -> str:
-    """How long an entry of lifecycle.json took to compute, and when it was where that was another run."""
+    """The seconds of an entry of lifecycle.json, and the day if another run computed it."""
     seconds = f"{stage['computed_seconds']:.1f} s"
     if not stage["cached"]:
         return seconds
@@ -16,7 +16,7 @@ def computed_text(stage: Mapping[str, Any]) -> str:
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """How a run ended and what it took: a run whose stages were cached says what they took then."""
+    """How a run ended and its seconds, with those of the cached stages when they were computed."""
     cached = [stage for stage in run["stages"] if stage["cached"]]
     text = f"{run['status']} in {run['seconds']:.0f} s"
     if cached:

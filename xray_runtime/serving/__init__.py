@@ -1,4 +1,4 @@
-"""Models behind an OpenAI-compatible server: which one, whether it may be served, and how another takes its place."""
+"""An OpenAI-compatible server: which model it serves, whether that is allowed, and how another one replaces it."""
 
 
 class NotServedError(RuntimeError):

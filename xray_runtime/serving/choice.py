@@ -1,4 +1,4 @@
-"""Which checkpoint REF asks for, whether it follows the champion, and whether what it names may be served."""
+"""The checkpoint that REF names, whether it follows the champion, and whether it may be served."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from xray_runtime.lineage.reference import LineageStore, open_lineage_store, req
 from xray_runtime.serving import NotServedError
 
 SETTLE_SECONDS = 20.0
-"""A promotion writes its decisions and the aliases one after the other, and is no offence in between."""
+"""Time that a promotion may take between writing its decisions and the aliases."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
-"""Between two audits of the same champion: it may be mended, and reading all its bytes has a price."""
+"""Between two audits of a refused champion: it may be repaired, and an audit reads all its bytes."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint, and what requests may call it."""
+    """A checkpoint, and the names by which requests may call it."""
 
     store: LineageStore
     node: Node
     names: tuple[str, ...]
-    """Answers carry the first, which means this checkpoint and no other."""
+    """Answers carry the first, which names only this checkpoint."""
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Its name for people."""
         return self.node.name if self.names[0] in self.node.name else f"{self.names[0]} ({self.node.name})"
 
 
 def followed(reference: str, output: Path | None) -> str | None:
-    """The registered model whose champion `reference` follows, or None: it names one checkpoint.
+    """The registered model whose champion `reference` follows; None if it names one checkpoint.
 
     Raises:
         ConfigError: there is no champion, or `champion` could be that of several models.
@@ -60,7 +60,7 @@ def followed(reference: str, output: Path | None) -> str | None:
 
 
 def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
-    """The one checkpoint `reference` names. Raises ConfigError where it names none, or no language model."""
+    """The checkpoint that `reference` names. Raises ConfigError where that is not a language model."""
     store, node = resolve(reference, output, tracking_uri)
     require_language_model(node)
     own = () if Path(reference).exists() else (reference,)
@@ -68,7 +68,7 @@ def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choi
 
 
 def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
-    """What the last signed decision made champion of `name`; MLflow's alias can be moved by anybody.
+    """The champion of `name` by the last signed decision; MLflow's alias can be moved by anybody.
 
     Raises:
         NotServedError: that is not in the store, or there is none.
@@ -83,18 +83,14 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
 
 
 def require_sound(choice: Choice, public: Path | None) -> None:
-    """Audit the checkpoint and all it came from.
-
-    Raises:
-        NotServedError: something was found.
-    """
+    """Audit the checkpoint and its ancestors. Raises NotServedError: something was found."""
     broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
 
 
 def require_splittable(choice: Choice, tensor_parallel: int) -> None:
-    """Raises ConfigError where the model's attention heads cannot be split over so many devices."""
+    """Raises ConfigError where the model's attention heads cannot be split over `tensor_parallel` devices."""
     heads = json.loads((choice.node.directory / "config.json").read_bytes()).get("num_attention_heads", 1)
     if heads % tensor_parallel:
         raise ConfigError(
@@ -106,7 +102,7 @@ class Follower:
     """Notices when another checkpoint becomes champion of `name`, and audits it.
 
     Args:
-        serving: sha256 of the one that is served; to be changed by who serves another.
+        serving: sha256 of the checkpoint that is served; the caller changes it.
         public: the public key to trust; by default the output directory's.
     """
 
@@ -124,11 +120,11 @@ class Follower:
         self._clock = clock
         self._seen: str | None = None
 
-    def news(self) -> Choice | None:
-        """Another champion, if there is one and its audit is sound: the same again after a while, until it is served.
+    def next_champion(self) -> Choice | None:
+        """Another champion with a sound audit, if there is one; repeated after a while until it is served.
 
         Raises:
-            NotServedError: another is champion and stays refused; once for each.
+            NotServedError: the audit of another champion is not sound; raised once for each.
         """
         decision = current(self._output).get((self._name, CHAMPION))
         if decision is None or decision.checkpoint == self.serving:

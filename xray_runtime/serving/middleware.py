@@ -1,4 +1,4 @@
-"""What every answer of a served model goes through: the key is checked, the answer says which model it comes from."""
+"""Checks the key of every request, and adds the model's digest to every answer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 SHA256_HEADER = "x-xray-model-sha256"
 PROXY_HEADER = "x-xray-front"
 OPEN_PATHS = ("/health",)
-"""Load balancers ask them, and have no key."""
+"""Load balancers ask them without a key."""
 MAX_BODY_BYTES = 4 * 2**20
-"""Of a request: a million tokens of text, which no served context holds."""
+"""Largest request: a million tokens of text, more than any served context."""
 
 
 def key_digest(key: str) -> str:
-    """What a replica is given instead of the key."""
+    """The digest that a replica has instead of the key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Tagged:
-    """ASGI middleware. vLLM's own check of a key leaves every path open that does not begin with /v1.
+    """ASGI middleware. vLLM's own check of a key covers only paths that begin with /v1.
 
     Args:
-        sha256: the model's; sent with every answer, errors too.
-        key: `key_digest` of the key that requests must carry (`Authorization: Bearer KEY`); None lets everybody in.
-        secret: what the front sends along (`PROXY_HEADER`): nobody else is answered, on whatever port this listens.
+        sha256: of the model; sent with every answer, errors included.
+        key: `key_digest` of the key that requests must carry (`Authorization: Bearer KEY`); None: they need none.
+        secret: the reverse proxy's `PROXY_HEADER`; other requests are refused.
     """
 
     def __init__(self, app: App, sha256: str, key: str | None, secret: str) -> None:
@@ -40,7 +40,7 @@ class Tagged:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            # No text model answers there.
+            # Text models have no websockets.
             await send({"type": "websocket.close"})
             return
         if scope["type"] != "http":
@@ -52,7 +52,7 @@ class Tagged:
         async def tagged(message: Message) -> None:
             nonlocal begun
             if refused:
-                # The application says that its client has left.
+                # The application reports that the client has left.
                 return
             if message["type"] == "http.response.start":
                 begun = True
@@ -74,7 +74,7 @@ class Tagged:
         if not (allowed and secrets.compare_digest(headers.get(PROXY_HEADER.encode(), b""), self._secret)):
             await _refuse(tagged, 401, "Unauthorized", "the API key is missing or not the right one")
             return
-        # HAProxy lets no length through that is none.
+        # HAProxy refuses a length that is not a number.
         refused = int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES
         if not refused:
             await self._app(scope, bounded, tagged)

@@ -1,4 +1,4 @@
-"""One replica of a served model: a Ray actor with vLLM's server in it, on a port of its own."""
+"""One replica of a served model: a Ray actor with vLLM's server on a port of its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from xray_runtime.store.checkpoints import verify
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 3600
-"""Longer than the front keeps a connection: were it closed here, a request could be on its way."""
+"""Longer than the reverse proxy keeps a connection: closing it here could lose a request."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """All a replica must know."""
+    """The settings of a replica."""
 
     directory: Path
     sha256: str
     names: tuple[str, ...]
-    """By which requests may call it; answers carry the first."""
+    """Names in requests; answers carry the first."""
     tensor_parallel: int
     """Devices it is split over."""
     runtime: RuntimeConfig
@@ -40,21 +40,17 @@ class ServedModel:
 
 
 class Replica:
-    """Answers what comes through the front."""
+    """Answers the requests of the reverse proxy."""
 
     def __init__(self, model: ServedModel, secret: str, front_node: str) -> None:
         self._model, self._secret, self._front_node = model, secret, front_node
         self._engine: VLLMServer | None = None
 
     async def start(self) -> tuple[str, int]:
-        """Load the model; returns (host, port).
-
-        Raises:
-            NotServedError: its files are not those that were audited.
-        """
+        """Load the model; returns (host, port). Raises NotServedError: its files are not those that were audited."""
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
-        # A replica may be started long after the audit, when another has died.
+        # A replica that replaces another may start long after the audit.
         damages = verify(model.directory, model.sha256)
         if damages:
             raise NotServedError(f"{model.directory.name}: {damages[0]}")
@@ -73,13 +69,13 @@ class Replica:
         return host, int(listening.getsockname()[1])
 
     async def check(self) -> None:
-        """Raises where the engine has died, or nothing listens any more."""
-        assert self._engine is not None, "it is asked only once it has started"
+        """Raises an error where the engine or its HTTP server has stopped."""
+        assert self._engine is not None, "check() follows start()"
         await self._engine.check()
         if self._serving.done():
             raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
-        """End the engine, which is a process of its own; a model that was refused has none."""
+        """Stop the engine, a process of its own; a refused model has none."""
         if self._engine is not None:
             self._engine.stop()

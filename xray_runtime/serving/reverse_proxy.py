@@ -1,11 +1,11 @@
-"""The port that clients know: an HAProxy with a config of our own in front of the replicas.
+"""The clients' port: an HAProxy in front of the replicas.
 
-Replicas stand in two back ends that take turns. While one is asked, the next model's replicas are entered into the
-other; then one entry of a map changes, and every request that comes after goes there, also on connections that are
-open, while those under way end where they began. HAProxy reads it for each request, so nothing is started anew.
+Two back ends take turns. While one gets the requests, the next model's replicas are entered into the other; then one
+entry of a map changes, and every later request goes there, also on open connections, while requests under way finish
+where they started. HAProxy reads the map for each request, so nothing is restarted.
 
-A request whose replica dies before the first byte of its answer is sent again, to another one or to the one that is
-started in its place.
+A request whose replica dies before the first byte of its answer is sent again, to another replica or to the one that
+replaces it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Address = tuple[str, int]
 
 BACKENDS = ("a", "b")
 NOWHERE = ("127.0.0.1", 1)
-"""In place of a replica that is not there: what takes its port next must not be asked."""
+"""Address of a missing replica: another process may get its old port."""
 NONE = "none"
-"""In the map, while no model is served: requests are answered with 503."""
+"""In the map while no model is served: requests are answered with 503."""
 START_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
 RETRIES = 120
-"""Of a request whose replica cannot be reached: one a second where there is no other, so as long as one may load."""
+"""For a request whose replica cannot be reached: one a second without another replica, as long as one may load."""
 
 CONFIG = """\
 global
@@ -50,11 +50,11 @@ defaults
     mode http
     log global
     balance leastconn
-    # Each token goes out when it comes.
+    # Send each token at once.
     option http-no-delay
-    # A client that leaves ends its request.
+    # When a client leaves, end its request.
     option abortonclose
-    # Only a request that is here as a whole can be sent again; up to 16 KB are.
+    # Only a buffered request can be sent again; up to 16 KB are.
     option http-buffer-request
     option redispatch 1
     retries {retries}
@@ -62,7 +62,7 @@ defaults
     timeout connect 5s
     timeout http-request 60s
     timeout http-keep-alive 10m
-    # An answer, or its next token, may take as long as it takes.
+    # An answer, or its next token, may take long.
     timeout client 24h
     timeout server 24h
 frontend front
@@ -73,11 +73,11 @@ frontend front
 
 
 class ReverseProxy:
-    """One HAProxy, which ends with this process when a reaper is there (`processes.start_reaper`).
+    """One HAProxy, which ends with this process if there is a reaper (`processes.start_reaper`).
 
     Args:
         num_replicas: of each model.
-        log: file to which it appends what it says.
+        log: file of its output.
     """
 
     def __init__(self, host: str, port: int, num_replicas: int, log: Path) -> None:
@@ -91,13 +91,8 @@ class ReverseProxy:
         self._start()
 
     def _start(self) -> None:
-        lines = CONFIG.format(
-            host=self._host,
-            port=self._port,
-            header=PROXY_HEADER,
-            secret=self.secret,
-            retries=RETRIES,
-        ).splitlines()
+        values = {"host": self._host, "port": self._port, "header": PROXY_HEADER, "secret": self.secret}
+        lines = CONFIG.format(retries=RETRIES, **values).splitlines()
         for name, addresses in self._replicas.items():
             lines.append(f"backend {name}")
             lines += [f"    server {number} {host}:{port}" for number, (host, port) in enumerate(addresses)]
@@ -110,7 +105,7 @@ class ReverseProxy:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # Ctrl-C is for the command alone, which then stops this one gently
+                start_new_session=True,  # Ctrl-C reaches only the command, which then stops HAProxy gently
             )
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -123,7 +118,7 @@ class ReverseProxy:
             time.sleep(0.02)
 
     def restart_if_dead(self) -> bool:
-        """Start it again as it was where it has died; returns whether it had."""
+        """Start it again with its state if it has died; returns whether it had."""
         dead = self._process.poll() is not None
         if dead:
             self._start()
@@ -131,39 +126,39 @@ class ReverseProxy:
 
     @property
     def other(self) -> str:
-        """The back end that is not asked."""
+        """The back end without requests."""
         return BACKENDS[self._served == BACKENDS[0]]
 
     def enter(self, backend: str, number: int, address: Address | None) -> None:
-        """Replica `number` of `backend` is at `address` from now on; None: it is not there."""
-        place = address or NOWHERE
-        if place == self._replicas[backend][number]:
+        """Set the address of replica `number` of `backend`; None: it is missing."""
+        host, port = address or NOWHERE
+        if (host, port) == self._replicas[backend][number]:
             return
-        said = self._ask(f"set server {backend}/{number} addr {place[0]} port {place[1]}")
-        if not re.search("changed|no need to change", said):
-            raise RuntimeError(f"HAProxy: {said}")
-        self._replicas[backend][number] = place
+        answer = self._ask(f"set server {backend}/{number} addr {host} port {port}")
+        if not re.search("changed|no need to change", answer):
+            raise RuntimeError(f"HAProxy: {answer}")
+        self._replicas[backend][number] = (host, port)
 
     def move(self, addresses: Sequence[Address]) -> str:
-        """Send every request from now on to the replicas at `addresses`; returns their back end.
+        """Send every later request to the replicas at `addresses`; returns their back end.
 
-        Nothing of what stood there before may be under way (`num_requests`).
+        Its previous replicas must have no requests under way (`num_requests`).
         """
         backend = self.other
         for number, address in enumerate(addresses):
             self.enter(backend, number, address)
-        if said := self._ask(f"set map map served {backend}"):
-            raise RuntimeError(f"HAProxy: {said}")
+        if error := self._ask(f"set map map served {backend}"):
+            raise RuntimeError(f"HAProxy: {error}")
         self._served = backend
         return backend
 
     def num_requests(self, backend: str) -> int:
-        """How many requests are under way there."""
+        """Requests under way in a back end."""
         rows = csv.DictReader(self._ask(f"show stat {backend} 2 -1").removeprefix("# ").splitlines())
         return sum(int(row["scur"]) for row in rows)
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests, and finish those under way within `grace_s`."""
+        """Accept no more requests, and finish those under way within `grace_s`."""
         self._process.send_signal(signal.SIGUSR1)
         try:
             self._process.wait(grace_s)

@@ -1,8 +1,8 @@
-"""A model behind one port, and another in its place without a request lost.
+"""Serves one model on one port, and replaces it with another without losing a request.
 
-Replicas are Ray actors (`replica`), HAProxy is in front of them (`front`). Another model is loaded beside the one that
-answers; when all its replicas are up, all requests go to it at once, and the old ones end with their last answer. A
-replica that dies or hangs is replaced.
+Replicas are Ray actors (`replica`) behind HAProxy (`reverse_proxy`). The next model is loaded while the present one
+answers; when all its replicas are up, all requests go to it at once, and the old replicas end after their last answer.
+A replica that dies or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 DRAIN_SECONDS = 600.0
-"""What the last answers of a model that was replaced may take."""
+"""Time for the last answers of a model that was replaced."""
 STOP_SECONDS = 60.0
-"""What the last answers may take when the command is told to stop."""
+"""Time for the last answers when the command stops."""
 END_SECONDS = 10.0
 HEALTH_SECONDS = 180.0
-"""A replica that says nothing for so long is replaced."""
+"""A replica that does not answer for this long is replaced."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
-"""Before a replica is replaced, and the one that replaced it, and so on."""
+"""Wait before a replica is replaced: doubled for each replacement in a row."""
 
 
 class Server:
@@ -48,30 +48,30 @@ class Server:
 
     def __init__(self, host: str, port: int, num_replicas: int, log_dir: Path) -> None:
         self._num_replicas = num_replicas
-        self._front = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
+        self._proxy = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
         self._served: _Replicas | None = None
         self._drained: _Replicas | None = None
-        """The model before, while it finishes what it has begun."""
+        """The previous model, while it finishes its answers."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
     def deploy(self, model: ServedModel) -> None:
-        """Serve `model`, in place of the one before, which goes on answering until this one can.
+        """Replace the present model with `model` once that can answer.
 
         Raises:
-            NotServedError: it cannot be loaded; the one before goes on.
+            NotServedError: it cannot be loaded; the present one continues.
         """
-        # Memory is for two models, not for three.
+        # There is memory for two models, not for three.
         while self._drained is not None:
             time.sleep(WATCH_SECONDS)
-        replicas = _Replicas(model, self._num_replicas, self._front)
+        replicas = _Replicas(model, self._num_replicas, self._proxy)
         try:
             while not replicas.all_up():
                 time.sleep(WATCH_SECONDS)
             with self._lock:
-                self._front.restart_if_dead()
-                replicas.backend = self._front.move(replicas.addresses())
+                self._proxy.restart_if_dead()
+                replicas.backend = self._proxy.move(replicas.addresses())
                 self._served, self._drained = replicas, self._served
                 self._drained_until = time.monotonic() + DRAIN_SECONDS
         except BaseException:
@@ -79,10 +79,10 @@ class Server:
             raise
 
     def stop(self) -> None:
-        """Take no more requests, and finish those at hand (within a minute)."""
+        """Accept no more requests, and finish those under way within STOP_SECONDS."""
         self._ended.set()
         self._watching.join()
-        self._front.stop(STOP_SECONDS)
+        self._proxy.stop(STOP_SECONDS)
         for replicas in (self._served, self._drained):
             if replicas is not None:
                 replicas.end()
@@ -91,44 +91,44 @@ class Server:
         while not self._ended.wait(WATCH_SECONDS):
             try:
                 with self._lock:
-                    self._tend()
+                    self._check()
             except Exception:
-                log.exception("serving goes on, and this will be tried again")
+                log.exception("serving continues, and this is tried again")
 
-    def _tend(self) -> None:
-        if self._front.restart_if_dead():
+    def _check(self) -> None:
+        if self._proxy.restart_if_dead():
             log.warning("HAProxy stopped; it was restarted")
         if self._served is not None:
-            self._served.tend()
+            self._served.replace_dead()
         drained = self._drained
         if drained is not None:
             assert drained.backend is not None
-            if self._front.num_requests(drained.backend) == 0 or time.monotonic() > self._drained_until:
+            if self._proxy.num_requests(drained.backend) == 0 or time.monotonic() > self._drained_until:
                 drained.end()
                 self._drained = None
 
 
 class _Replicas:
-    """Those of one model."""
+    """The replicas of one model."""
 
-    def __init__(self, model: ServedModel, num_replicas: int, front: ReverseProxy) -> None:
+    def __init__(self, model: ServedModel, num_replicas: int, proxy: ReverseProxy) -> None:
         self.backend: str | None = None
-        """Where the front has them, once they are asked."""
-        self._front = front
-        self._replicas = [_Life(model, front.secret) for _ in range(num_replicas)]
+        """Their back end, once they get requests."""
+        self._proxy = proxy
+        self._replicas = [_Lifetime(model, proxy.secret) for _ in range(num_replicas)]
 
     def all_up(self) -> bool:
-        """Raises NotServedError where one of them cannot be loaded."""
+        """Whether all can answer. Raises NotServedError where one cannot be loaded."""
         for replica in self._replicas:
             replica.poll()
         return all(replica.address is not None for replica in self._replicas)
 
     def addresses(self) -> list[Address]:
-        """Of those that are up."""
+        """Addresses of the replicas that are up."""
         return [replica.address for replica in self._replicas if replica.address is not None]
 
-    def tend(self) -> None:
-        """Replace those that died, and tell the front where they are."""
+    def replace_dead(self) -> None:
+        """Replace those that died, and tell HAProxy their addresses."""
         assert self.backend is not None
         for number, replica in enumerate(self._replicas):
             try:
@@ -136,16 +136,16 @@ class _Replicas:
             except NotServedError as error:
                 log.warning("a replica is replaced: %s", error)
                 replica.end()
-            self._front.enter(self.backend, number, replica.address)
+            self._proxy.enter(self.backend, number, replica.address)
 
     def end(self) -> None:
-        """All at once."""
+        """End all replicas."""
         for replica in self._replicas:
             replica.end()
 
 
-class _Life:
-    """One replica, and after it the one that takes its place.
+class _Lifetime:
+    """One replica, and after it the one that replaces it.
 
     Attributes:
         address: where it listens; None while it loads.
@@ -159,7 +159,7 @@ class _Life:
         model = self._model
         options: dict[str, Any] = {"num_cpus": model.runtime.cpus_per_workhorse * model.tensor_parallel}
         if model.device == "cuda":
-            # Of several GPUs Ray gives no parts.
+            # Ray cannot give parts of several GPUs.
             whole = model.tensor_parallel > 1
             options["num_gpus"] = model.tensor_parallel if whole else model.runtime.gpu_memory_fraction
         node = ray.get_runtime_context().get_node_id()
@@ -172,10 +172,10 @@ class _Life:
         self._call, self._deadline = call, time.monotonic() + limit_s
 
     def poll(self) -> None:
-        """Go on where the last call was answered, or it is time to replace one that ended.
+        """Continue if the last call was answered, or replace a replica that ended.
 
         Raises:
-            NotServedError: it died, hangs, or there is no room for it.
+            NotServedError: it died, hangs, or no device is free for it.
         """
         late = time.monotonic() > self._deadline
         if self._actor is None:
@@ -192,7 +192,7 @@ class _Life:
         except ray.exceptions.RayError as error:
             raise NotServedError(error_summary(error)) from error
         if not self._placed:
-            # Loading takes as long as it takes.
+            # Loading has no time limit.
             self._placed = True
             self._ask(self._actor.start.remote(), math.inf)
             return
@@ -203,11 +203,11 @@ class _Life:
         self._ask(self._actor.check.remote(), HEALTH_SECONDS)
 
     def end(self) -> None:
-        """End it; if it is polled again, another takes its place after a while."""
+        """End it; `poll` replaces it after a while."""
         if self._actor is None:
             return
         if self._placed:
-            # The engine is a process of its own. One that loads does not listen.
+            # The engine is a process of its own; while it loads, it does not listen.
             ray.wait([self._actor.stop.remote()], timeout=END_SECONDS if self.address else 0)
         ray.kill(self._actor)
         self._actor = self.address = None

@@ -1,16 +1,17 @@
 """The store: immutable checkpoint directories, published whole or not at all.
 
-A checkpoint is built in a temporary directory in `NAME.building-/` beside its place, its manifest is written last,
-everything is fsynced, and one rename publishes it. A crash leaves a temporary directory that nobody reads and the next
-build sweeps.
+A checkpoint is built in a temporary directory in `NAME.building-/` next to its final place. Its manifest is written
+last, everything is fsynced, and one rename publishes it. A crash leaves a temporary directory that no reader opens and
+the next build removes.
 
-With a shared store, what is published is brought there too, and what is not here, or not sound, is fetched from there.
+With a shared store, every published checkpoint is copied there, and one that is missing or damaged here is fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -26,54 +27,70 @@ from pydantic import ValidationError
 
 from xray_runtime.files import sync
 from xray_runtime.store.identity import Identity, file_sha256
-from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, FileEntry, Manifest
+from xray_runtime.store.manifest import (
+    ATTESTATION,
+    CARD,
+    MANIFEST,
+    SIGNATURE,
+    STATEMENT,
+    FileEntry,
+    Manifest,
+    file_entries,
+)
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Where they lie in an output directory, and in a shared store."""
+"""Their directory in an output directory, and in a shared store."""
 MAX_RECORD_BYTES = 16 * 2**20
 """A manifest, statement or signature larger than this is refused unread."""
 
+CheckRecord = Callable[[Path, Manifest, str], str | None]
+"""(directory, manifest, sha256) → what is wrong with the record beside a checkpoint, None where it is sound."""
+
 
 class Store:
-    """Checkpoints below one directory, one a stage key; with `shared`, that directory is a cache of what lies there."""
+    """Checkpoints below one directory, one for each stage key.
 
-    def __init__(self, root: Path, shared: SharedStore | None = None) -> None:
-        self.root, self.shared = root, shared
+    Args:
+        shared: where copies are kept; the directory is then a cache of it.
+        check_record: checks the signed record of a checkpoint that is here (`attestation.open_store`).
+    """
+
+    def __init__(self, root: Path, shared: SharedStore | None = None, check_record: CheckRecord | None = None) -> None:
+        self.root, self.shared, self._check_record = root, shared, check_record
         self._damaged: set[str] = set()
-        """Names under which the shared store was found to hold something damaged."""
+        """Names under which the shared store holds a damaged copy."""
 
     def directory(self, stage: str, key: str) -> Path:
-        """Where the checkpoint of `stage` under `key` is, or would be."""
+        """The directory of the checkpoint of `stage` under `key`, whether it exists or not."""
         return self.root / f"{stage}-{key[:12]}"
 
     def find(self, stage: str, key: str) -> CheckpointRef | None:
-        """The sound checkpoint of `stage` under `key`, if there is one: here, or in the shared store, from where it is
-        then brought here."""
-        place = self.directory(stage, key)
-        if (place.exists() and not verify(place)) or self.fetch(place):
-            manifest, sha256 = read_manifest(place)
+        """The sound checkpoint of `stage` under `key`, fetched from the shared store if need be; None without one."""
+        directory = self.directory(stage, key)
+        if (directory.exists() and self._problem(directory) is None) or self.fetch(directory):
+            manifest, sha256 = read_manifest(directory)
             if manifest.key == key:
-                return reference_to(place, manifest, sha256)
+                return manifest.reference(directory, sha256)
         return None
 
-    def fetch(self, place: Path) -> bool:
-        """Bring the shared store's checkpoint of this name to `place`; a damaged one that lies there is moved aside.
+    def fetch(self, directory: Path) -> bool:
+        """Fetch the shared store's checkpoint of this name; a damaged one that is here is moved aside.
 
-        False where there is none, or none that is sound. Raises StorageError where the store stays away.
+        Returns whether the shared store has a sound copy. Raises StorageError where it cannot be reached.
         """
-        name = f"{CHECKPOINTS}/{place.name}"
+        name = f"{CHECKPOINTS}/{directory.name}"
         if self.shared is None or name in self._damaged:
             return False
-        with self._building(place) as temporary:
+        with self._building(directory) as temporary:
             try:
                 index = self.shared.get(name, temporary)
                 if index is None:
                     return False
-                # Every byte is the index's; the manifest must say the same.
+                # Every byte agrees with the index; the manifest must agree too.
                 problems = [damage.text for damage in inspect(temporary, hashing=False)]
                 if not problems:
                     entries = load_manifest(temporary).files
@@ -84,12 +101,12 @@ class Store:
                 log.warning("%s; the copy there is not used", error)
                 self._damaged.add(name)
                 return False
-            self._put_in_place(temporary, place)
-            log.info("%s: fetched from %s", place.name, self.shared.url)
+            self._put_in_place(temporary, directory)
+            log.info("%s: fetched from %s", directory.name, self.shared.url)
         return True
 
-    def bring(self, ref: CheckpointRef) -> None:
-        """Have the files of `ref` lie where it says, on this machine; what lies there already is taken as it is.
+    def ensure_local(self, ref: CheckpointRef) -> None:
+        """Fetch the files of `ref` unless its directory exists on this machine.
 
         Raises:
             RuntimeError: neither this machine nor the shared store has them.
@@ -98,7 +115,7 @@ class Store:
             raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
 
     def share(self, ref: CheckpointRef) -> None:
-        """Bring a checkpoint of this store to the shared one, unless a copy is there. Raises StorageError."""
+        """Copy a checkpoint to the shared store unless a copy is there. Raises StorageError."""
         name = f"{CHECKPOINTS}/{ref.path.name}"
         if self.shared is None:
             return
@@ -111,13 +128,13 @@ class Store:
 
     @contextlib.contextmanager
     def building(self, stage: str, key: str) -> Iterator[Path]:
-        """A fresh directory to build in; gone afterwards unless it was published."""
+        """A fresh directory to build in, removed afterwards unless it was published."""
         with self._building(self.directory(stage, key)) as temporary:
             yield temporary
 
     @contextlib.contextmanager
-    def _building(self, place: Path) -> Iterator[Path]:
-        folder = building_folder(place)
+    def _building(self, directory: Path) -> Iterator[Path]:
+        folder = building_folder(directory)
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -126,7 +143,7 @@ class Store:
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            # Another build of this key may be at work.
+            # Another process may be building under this key.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -140,20 +157,20 @@ class Store:
         dataset: str | None,
         attest: Callable[[Path, Manifest, str], None] | None = None,
     ) -> CheckpointRef:
-        """Make `built` the checkpoint of the stage `identity`; returns the reference to what is then there.
+        """Make `built` the checkpoint of the stage `identity`; returns the reference to what is then in its place.
 
-        `attest(directory, manifest, sha256)` writes the record beside the files before anybody can see them.
+        A sound checkpoint that is already there, or that another machine has put into the shared store, stays, with a
+        warning if its bytes differ: equal keys should mean equal bytes. A damaged one is moved aside, never deleted.
 
-        A sound checkpoint that is already there, or that another machine has brought to the shared store, stays (with a
-        warning, should its bytes differ: equal keys should mean equal bytes). A damaged one is moved aside, never
-        deleted.
+        Args:
+            attest: writes the record of the checkpoint before any reader can see it.
 
         Raises:
             StorageError: the shared store did not take it; it is published here.
         """
         key = identity.key
         manifest = Manifest(
-            **identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=_entries(built)
+            **identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=file_entries(built)
         )
         content = manifest.to_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
@@ -162,84 +179,70 @@ class Store:
             attest(built, manifest, sha256)
         for path in (built, *built.rglob("*")):
             sync(path)
-        place = self.directory(identity.stage, key)
-        if not self.fetch(place):
-            self._put_in_place(built, place)
-        there = file_sha256(place / MANIFEST)
-        if there != sha256:
-            log.warning("%s: computed again with other bytes (%s, kept %s)", place, sha256, there)
-        ref = CheckpointRef(
-            uri=str(place), sha256=there, stage=identity.stage, kind=identity.kind, type=type, step=step
-        )
+        directory = self.directory(identity.stage, key)
+        if not self.fetch(directory):
+            self._put_in_place(built, directory)
+        actual = file_sha256(directory / MANIFEST)
+        if actual != sha256:
+            log.warning("%s: computed again with other bytes (%s, kept %s)", directory, sha256, actual)
+        ref = manifest.reference(directory, actual)
         self.share(ref)
         return ref
 
-    def _put_in_place(self, built: Path, place: Path) -> None:
-        """Give a whole directory its name, where no sound checkpoint has it."""
-        if place.exists():
-            if not verify(place):
+    def _problem(self, directory: Path) -> str | None:
+        """Why a checkpoint is not used; None where it is sound."""
+        problem = next(iter(verify(directory)), None)
+        if problem is None and self._check_record is not None:
+            problem = self._check_record(directory, *read_manifest(directory))
+            if problem is not None:
+                log.warning("%s: %s; it is not used", directory, problem)
+        return problem
+
+    def _put_in_place(self, built: Path, directory: Path) -> None:
+        """Give a whole directory its name, unless a sound checkpoint has it."""
+        if directory.exists():
+            if self._problem(directory) is None:
                 return
-            _move_aside(place)
-        os.rename(built, place)
+            _move_aside(directory)
+        os.rename(built, directory)
         sync(self.root)
 
 
-def building_folder(place: Path) -> Path:
-    """Where what will be `place` is built: one folder a key, to be swept without a look at all that lies beside."""
-    return place.with_name(f"{place.name}.building-")
-
-
-def reference_to(directory: Path, manifest: Manifest, sha256: str) -> CheckpointRef:
-    """The reference to a checkpoint that was read."""
-    return CheckpointRef(
-        uri=str(directory),
-        sha256=sha256,
-        stage=manifest.stage,
-        kind=manifest.kind,
-        type=manifest.type,
-        step=manifest.step,
-    )
+def building_folder(directory: Path) -> Path:
+    """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
+    return directory.with_name(f"{directory.name}.building-")
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong with a checkpoint's files."""
+    """One fault in a checkpoint's files."""
 
     code: str
     """checkpoint-missing, manifest-malformed, manifest-replaced, unsafe-path, file-added, file-missing, file-changed or
     file-link."""
     path: str
-    """Of the file, relative to the checkpoint."""
+    """Relative to the checkpoint."""
     text: str
 
 
 def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
-    """The bytes of a small file of ours.
-
-    Raises:
-        ValueError: it is a link, no ordinary file, or larger than `limit`.
-        OSError: it cannot be read.
-    """
+    """The bytes of a small file. Raises ValueError for a link, a special file or more than `limit` bytes; OSError."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
         raise ValueError(f"{path}: a link, not a file, or larger than {limit} bytes")
-    # What has become a link or a pipe meanwhile is not followed, and not waited for.
+    # A link or a pipe put there meanwhile is neither followed nor waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         return file.read(limit + 1)
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory.
-
-    Raises:
-        ValueError: it is missing, too large, or not a manifest.
-    """
+    """The manifest of a checkpoint directory. Raises ValueError as `read_manifest`."""
     return read_manifest(directory)[0]
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint directory, and its sha256. Raises as `load_manifest`."""
+    """(manifest of a checkpoint directory, its sha256). Raises ValueError where it is missing, too large or damaged."""
     path = directory / MANIFEST
     try:
         content = read_bounded(path)
@@ -251,16 +254,12 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 
 def verify(directory: Path, sha256: str | None = None) -> list[str]:
-    """What is wrong with a checkpoint, in plain words; nothing when every byte is what it was.
-
-    Args:
-        sha256: what the checkpoint's digest must be, where it is known.
-    """
+    """The faults of a checkpoint as text, none when every byte is unchanged; `sha256`: its digest, where known."""
     return [damage.text for damage in inspect(directory, sha256)]
 
 
 def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True) -> list[Damage]:
-    """As `verify`, with a code and a path for each. Without `hashing`, contents are judged by their size alone."""
+    """As `verify`, each with a code and a path. Without `hashing` only the sizes of files are compared."""
     if directory.is_symlink() or not directory.is_dir():
         return [Damage("checkpoint-missing", "", f"{directory} is missing (or a link)")]
     try:
@@ -287,7 +286,7 @@ def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True)
 
 
 def _present(directory: Path) -> set[str]:
-    """Whatever lies in a checkpoint besides its manifest and its attestation; links are not followed."""
+    """Files and links in a checkpoint besides its manifest and its attestation; links are not followed."""
     present = set()
     for here, folders, files in os.walk(directory):
         relative = Path(here).relative_to(directory)
@@ -314,35 +313,23 @@ def _check_file(directory: Path, entry: FileEntry, hashing: bool) -> Damage | No
     return None
 
 
-def _entries(directory: Path) -> list[FileEntry]:
-    paths = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda path: file_sha256(directory / path), paths)
-    return [
-        FileEntry(path=path, sha256=sha256, size=(directory / path).stat().st_size)
-        for path, sha256 in zip(paths, hashes, strict=True)
-    ]
-
-
 def _sweep(folder: Path) -> None:
-    """Remove what builds left whose process is gone."""
+    """Remove what builds left behind whose process is gone."""
     for left in folder.iterdir():
         pid = left.name.partition("-")[0]
         if not (pid.isdigit() and psutil.pid_exists(int(pid))):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _move_aside(place: Path) -> None:
-    number = 1
-    while place.with_name(f"{place.name}.damaged-{number}").exists():
-        number += 1
-    aside = place.with_name(f"{place.name}.damaged-{number}")
-    os.rename(place, aside)
-    log.warning("%s was damaged; it is kept as %s", place, aside)
+def _move_aside(directory: Path) -> None:
+    names = (directory.with_name(f"{directory.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    os.rename(directory, aside)
+    log.warning("%s was damaged; it is kept as %s", directory, aside)
 
 
 def statement_sha256(directory: Path) -> str | None:
-    """Digest of the statement, where there is one."""
+    """Digest of the statement beside a checkpoint; None without one."""
     path = directory / ATTESTATION / STATEMENT
     if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
         return None

@@ -1,9 +1,9 @@
-"""Digests of what a config names outside: files, directories, names on a hub, data that a package carries.
+"""Digests of what a config names outside: files, directories, names on a hub, data in an installed package.
 
-A key holds what was read and not where it lay: the same bytes elsewhere give the same digest. Of a directory count the
-relative path and the bytes of every file, links followed. What begins with a dot and `__pycache__` do not count, at
-any depth: no reader of models or data sets opens them, and version control, downloads and desktops write there (`.git`,
-`.cache`, `.DS_Store`). Empty directories, times and permissions do not count either.
+A key covers bytes and not their place. The digest of a directory covers the relative path and the bytes of every file,
+links followed. Names that begin with a dot and `__pycache__` are left out at any depth: readers of models and data sets
+do not open them, and version control, downloads and desktops write there (`.git`, `.cache`, `.DS_Store`). Empty
+directories, times and permissions do not count either.
 """
 
 from __future__ import annotations
@@ -19,44 +19,34 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
-from xray_runtime.store.hub import PACKAGED_DATA, OutsideError, commit, is_hub_name
+from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError as OutsideChangedError
+from xray_runtime.store.hub import PACKAGED_DATA, Holds, OutsideError as OutsideError, commit, is_hub_name
 from xray_runtime.store.location import PACKAGED_MODELS
 
-__all__ = [
-    "DigestMemory",
-    "Outside",
-    "OutsideChangedError",
-    "OutsideError",
-    "check_unchanged",
-    "directory_digest",
-    "file_digest",
-    "outside_digest",
-]
-
+Kind = Literal["file", "directory", "hub", "package"]
 BESIDE_GGUF = re.compile(
     r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|tekken|tiktoken).*|.*\.jinja|.*config\.json"
 )
-"""Files next to a .gguf file that transformers reads with it: a tokenizer.json there replaces the tokenizer in it."""
+"""Files that transformers reads with a .gguf file next to them: a tokenizer.json replaces the tokenizer in it."""
 
 
 class Outside(BaseModel):
-    """Something a config names, and what it was when its digest was made."""
+    """Something that a config names, and its digest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["file", "directory", "hub", "package"]
+    kind: Kind
     name: str
     """As the config has it."""
     digest: str
-    """sha256 of the bytes; of a hub name the commit; of a package `name==version`."""
+    """sha256 of the bytes; the commit of a hub name; `name==version` of a package."""
     field: str
-    """Where the config names it."""
-    holds: Literal["model", "dataset"]
+    """The config's field that names it."""
+    holds: Holds
 
     @property
     def identity(self) -> dict[str, str]:
-        """What belongs into a key: not the name, so that the same bytes elsewhere are the same."""
+        """The part that a key covers: not the name, so that the same bytes elsewhere are equal."""
         return {"kind": self.kind, "digest": self.digest}
 
 
@@ -84,21 +74,19 @@ def directory_digest(path: Path, memory: DigestMemory) -> str:
     return _digest_of_all(sorted(_files_below(path, path, ())), memory)
 
 
-def outside_digest(
-    value: str, memory: DigestMemory, *, field: str, holds: Literal["model", "dataset"] = "dataset"
-) -> Outside:
-    """What `value` names, looked up in the order in which it is read: a package's, a file, a directory, a hub.
+def outside_digest(value: str, memory: DigestMemory, *, field: str, holds: Holds = "dataset") -> Outside:
+    """The digest of what `value` names: in a package, else a file, else a directory, else on a hub.
 
     Args:
         field: where the config names it; errors begin with it.
-        holds: what is meant. `smollm2-135m` is a model, `chitchat` a data set, and a hub keeps the two apart.
+        holds: a packaged name and a hub distinguish models from data sets.
 
     Raises:
         OutsideError: there is nothing of this name, or it cannot be read.
         OutsideChangedError: a file changed while it was read.
     """
 
-    def found(kind: Literal["file", "directory", "hub", "package"], digest: str) -> Outside:
+    def found(kind: Kind, digest: str) -> Outside:
         return Outside(kind=kind, name=value, digest=digest, field=field, holds=holds)
 
     packaged = PACKAGED_DATA.get(value) if holds == "dataset" else PACKAGED_MODELS.get(value, (None,))[0]
@@ -121,7 +109,7 @@ def outside_digest(
 
 
 def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
-    """Look again, after it was read: files that did not change are not read again.
+    """Compare again after it was read; unchanged files are not read again.
 
     Raises:
         OutsideChangedError: it is no longer what it was.

@@ -1,7 +1,8 @@
-"""The digest of a function that lies in no module: of a notebook, a script or a closure. Its source is what it is.
+"""The digest of a function outside of any module: in a notebook, a script or a closure.
 
-With the source go the values it was made with: defaults, the variables around it, and the globals it reads, as far as
-they are plain constants or functions of the same sort. Classes and functions of modules count as those modules.
+It covers the source and the values the function was made with: its defaults, the variables around it, and the globals
+it reads. They must be plain constants or functions of the same sort; classes and functions of modules count as those
+modules.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import linecache
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,49 +28,43 @@ SCALARS = (bool, int, float, str, bytes, type(None))
 REMEDY = "put the function into a module and name it as 'module:function'"
 
 
-@dataclass(frozen=True)
-class FunctionCode:
-    """What a function computes by."""
+def digest_function(function: Any) -> tuple[dict[str, str], set[str]]:
+    """(`module:name` → digest of source and values, modules reached) of a function.
 
-    digests: dict[str, str]
-    """`module:name` → digest of source and values; empty for a function that its module holds under its name."""
-    modules: set[str]
-    """Modules it reaches."""
-
-
-def digest_function(function: Any) -> FunctionCode:
-    """What `function` computes by.
+    There is no digest where a module holds the function under its name.
 
     Raises:
-        CodeDigestError: its source cannot be had, or it reads a value that is no plain constant and no function.
+        CodeDigestError: its source is not available, or it reads a value that is neither a constant nor a function.
     """
-    walk = _Walk()
-    description = walk.value(function, "the function", getattr(function, "__qualname__", repr(function)))
-    digests = {}
-    if walk.parts:
-        text = json.dumps([description, walk.parts])
-        digests[f"{function.__module__}:{function.__qualname__}"] = hashlib.sha256(text.encode()).hexdigest()
-    return FunctionCode(digests, walk.modules)
+    walk, description = _walked(function)
+    if not walk.parts:
+        return {}, walk.modules
+    digest = hashlib.sha256(json.dumps([description, walk.parts]).encode()).hexdigest()
+    return {f"{function.__module__}:{function.__qualname__}": digest}, walk.modules
 
 
 def function_sources(function: Any) -> dict[str, str]:
-    """File name → text that `digest_function` reads of it, for `remember_sources` in a process that lacks the file.
+    """File name → text that `digest_function` reads, for `remember_sources` in a process that lacks the file.
 
-    Of a notebook's cell there is no file but in the process that ran it; a script may lie on one node alone.
+    A notebook's cell has a file only in the process that ran it; a script may lie on one node alone.
 
     Raises:
         CodeDigestError: as `digest_function`.
     """
-    walk = _Walk()
-    walk.value(function, "the function", getattr(function, "__qualname__", repr(function)))
+    walk, _ = _walked(function)
     return {file: "".join(linecache.getlines(file)) for file in sorted(walk.files)}
 
 
 def remember_sources(sources: Mapping[str, str]) -> None:
-    """Have the files of `function_sources` read as they were there."""
+    """Make the files of `function_sources` readable in this process."""
     for file, text in sources.items():
-        # Without a time of change it is never looked for on disk.
+        # An entry without a modification time is never looked for on disk.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
+def _walked(function: Any) -> tuple[_Walk, Any]:
+    walk = _Walk()
+    return walk, walk.value(function, "the function", getattr(function, "__qualname__", repr(function)))
 
 
 class _Walk:
@@ -124,18 +118,18 @@ class _Walk:
         if id(function) in self._numbers:
             return ["function", self._numbers[id(function)]]
         number = self._numbers[id(function)] = len(self.parts)
-        self.parts.append(None)  # its place, should it call itself
+        self.parts.append(None)  # filled in below; it may call itself
         where, code = function.__qualname__, function.__code__
         node = _source(function)
         self.files.add(code.co_filename)
         module = ast.Module([node if isinstance(node, ast.stmt) else ast.Expr(node)], [])
         syntax = syntax_of(module, where)
         if syntax.unreadable_line is not None:
-            raise CodeDigestError(f"{where}: imports a module by a name only known at run time; {REMEDY}")
+            raise CodeDigestError(f"{where}: imports a module by a name made at run time; {REMEDY}")
         for statement in syntax.imports:
-            if statement.level:
+            if statement.module.startswith("."):
                 raise CodeDigestError(f"{where}: a relative import; {REMEDY}")
-            self.modules.update(t for t in targets(statement, where, False, self._finder) if self._is_module(t))
+            self.modules.update(t for t in targets(statement, "", self._finder) if self._is_module(t))
         for part in ast.walk(node):
             if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
                 held = function.__globals__.get(part.value.id)
@@ -161,7 +155,7 @@ def _source(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | 
     """The syntax tree of one function."""
     name = function.__qualname__
     try:
-        # Of the code, not of the function: a decorated function would answer with what it decorates.
+        # A decorated function would give the source of what it decorates; its code gives its own.
         source = inspect.getsource(function.__code__)
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError) as error:

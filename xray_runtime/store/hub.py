@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: whether it can be reached, and which commit a name stands for."""
+"""Names on the Hugging Face hub: whether it can be reached, and the commit of a name."""
 
 from __future__ import annotations
 
@@ -15,42 +15,31 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.location import PACKAGED_MODELS
 
 CONNECT_S = 8.0
-"""To look up the hub's address and connect to it. Answers, and downloads, may take as long as they need."""
+"""Time limit to look up the hub's address and connect to it; downloads have none."""
 ANSWER_S = 60.0
 HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 PACKAGED_DATA = {"chitchat": "chitchat_dataset"}
-"""Data sources that an installed package carries."""
-FILES = (
-    ".jsonl",
-    ".parquet",
-    ".gguf",
-    ".safetensors",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".arrow",
-    ".gz",
-    ".zst",
-    ".jinja",
+"""Data sources in an installed package."""
+FILES = frozenset(
+    {".jsonl", ".parquet", ".gguf", ".safetensors", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".jinja"}
 )
-"""Endings by which files are told from names on a hub, which is not asked for them."""
+"""Suffixes of files, which the hub is not asked for."""
 
 Holds = Literal["model", "dataset"]
 
 
 class OutsideError(ConfigError):
-    """What a config names cannot be found or read; one line that names the field."""
+    """Something that a config names cannot be found or read; one line that names the field."""
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether `value`, which is neither a file nor a directory, may be a name on a hub."""
+    """Whether `value`, which is not a file or directory, may be a name on a hub."""
     return bool(HUB_NAME.fullmatch(value)) and not value.startswith(".") and Path(value).suffix not in FILES
 
 
 @lru_cache(maxsize=64)
 def check_on_hub(value: str, field: str, holds: Holds) -> None:
-    """Have a name found on the hub, or in its cache where HF_HUB_OFFLINE is set, before anything is computed.
+    """Check before anything is computed that a name is on the hub, or in its cache where HF_HUB_OFFLINE is set.
 
     Raises:
         OutsideError: it is not there, or the hub cannot be reached; one line.
@@ -70,7 +59,7 @@ def check_on_hub(value: str, field: str, holds: Holds) -> None:
 
 
 def commit(name: str, field: str, holds: Holds) -> str:
-    """The commit a hub name stands for: as the hub says, or where it cannot be asked, as it was last downloaded.
+    """The commit of a hub name: from the hub, or if it cannot be asked, of the last download.
 
     Raises:
         OutsideError: the hub has no such name, or cannot be asked and nothing was downloaded.
@@ -91,7 +80,7 @@ def commit(name: str, field: str, holds: Holds) -> str:
             f"{field}: {name!r} is neither a file nor a directory, and the hub has no such {holds} "
             f"({_first_line(error)})"
         ) from error
-    except Exception as error:  # every transport below the hub's client has exceptions of its own
+    except Exception as error:  # each transport below the hub's client has its own exceptions
         reason = _first_line(error)
     folder = "--".join([f"{holds}s", *name.split("/")])
     main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
@@ -104,7 +93,7 @@ def commit(name: str, field: str, holds: Holds) -> str:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why nothing answers there, or at the proxy on the way there; None where something does."""
+    """Why neither the endpoint nor the proxy before it answers; None if one does."""
     address = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(address.scheme)
     if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
@@ -119,12 +108,12 @@ def _unreachable(endpoint: str) -> str | None:
         except OSError as error:
             found.append(error.strerror or _first_line(error))
 
-    # By itself, since looking up a name knows no time limit.
+    # In a thread, since looking up a name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(CONNECT_S)
-    said = found[0] if found else f"no answer in {CONNECT_S:.0f} s"
-    return None if said is None else f"{address.hostname}: {said}"
+    reason = found[0] if found else f"no answer in {CONNECT_S:.0f} s"
+    return None if reason is None else f"{address.hostname}: {reason}"
 
 
 def _first_line(error: Exception) -> str:

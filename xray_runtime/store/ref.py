@@ -1,4 +1,4 @@
-"""A reference to a published checkpoint: all that travels between stages; weights never do."""
+"""A reference to a published checkpoint: stages pass references, never weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class CheckpointRef(BaseModel):
-    """Where a checkpoint is and what it must be."""
+    """The place and the digest of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -19,7 +19,7 @@ class CheckpointRef(BaseModel):
     stage: str
     kind: str
     type: str
-    """Of the artifact: Model, Dataset, …"""
+    """Type of the artifact: Model, Dataset, …"""
     step: int
     mlflow_model_id: str | None = None
 

@@ -1,7 +1,7 @@
-"""Seals: what a run keeps and reads again is signed, so that nothing planted or edited is read.
+"""Seals: files that a run keeps and reads again are signed, so that planted or edited ones are not read.
 
 A digest beside a file proves nothing: an intruder who can write one can write both. A seal is a signature (ECDSA over
-SHA-256, deterministic after RFC 6979) of the output directory's key over what the content is for and its sha256.
+SHA-256, deterministic after RFC 6979) by the output directory's key over a content's purpose and sha256.
 
     sft-1-ab12…/answers.json         a file
     sft-1-ab12…/answers.json.seal    its seal, for a file of this name in a directory of this name
@@ -25,7 +25,7 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
 SEALED = ".seal"
-"""Ending of a seal's file."""
+"""Suffix of a seal's file."""
 MAX_SEAL_BYTES = 4096
 
 
@@ -43,13 +43,13 @@ class Seal:
         self._trusted = [key for key in keys if isinstance(key, ec.EllipticCurvePublicKey)]
 
     def sign(self, purpose: str, sha256: str) -> str:
-        """The seal of a content: its sha256, and what it is for."""
+        """The seal of a content with this sha256 for this purpose."""
         assert isinstance(self._private, ec.EllipticCurvePrivateKey)
         algorithm = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
         return base64.b64encode(self._private.sign(_signed(purpose, sha256), algorithm)).decode()
 
     def holds(self, purpose: str, sha256: str, seal: object) -> bool:
-        """Whether `seal` is a trusted key's over this content for this purpose."""
+        """Whether `seal` is by a trusted key, for this content and this purpose."""
         try:
             signature = base64.b64decode(str(seal), validate=True)
         except ValueError:
@@ -63,13 +63,13 @@ class Seal:
         return False
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
-        """Write the seal of the file `path`, which as yet is `written`."""
+        """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
         write_atomic(_seal_path(path), self.sign(_purpose(path), file_sha256(written or path)))
 
     def is_sealed(self, path: Path) -> bool:
-        """Whether a file is what was sealed under its name; reads all of it."""
+        """Whether a file is unchanged since it was sealed under its name; reads all of it."""
         try:
-            # No link is followed, and nothing waits for a pipe.
+            # Links are not followed, and pipes are not waited for.
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 return False
             seal = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
@@ -80,16 +80,25 @@ class Seal:
 
 @functools.cache
 def process_seal() -> Seal:
-    """A seal of this process alone, for stages outside of a run: nothing that another process wrote is read."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    private = key.private_bytes(
+    """A seal of this process alone, for stages outside of a run: it trusts no file of another process."""
+    private = new_private_key()
+    return Seal(private, [public_half(private)])
+
+
+def new_private_key() -> bytes:
+    """A new elliptic-curve private key in PEM."""
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Seal(private, [public_pem(key.public_key())])
 
 
-def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+def public_half(private: bytes) -> bytes:
+    """The public half of a private key, both in PEM. Raises ValueError where that is no elliptic-curve key."""
+    key = serialization.load_pem_private_key(private, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("not an elliptic-curve private key")
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_key().public_bytes(serialization.Encoding.PEM, form)
 
 
 def _seal_path(path: Path) -> Path:

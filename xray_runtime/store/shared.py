@@ -1,13 +1,13 @@
-"""The shared store: directories under any URL that fsspec knows (S3, GCS, SFTP, a mounted disk), whole or not there.
+"""The shared store: directories under any URL that fsspec knows (S3, GCS, SFTP, a mounted disk), whole or absent.
 
-    URL/NAME/INDEX          which copy counts, and the sha256 and size of every file of it
+    URL/NAME/INDEX          which copy counts, and the sha256 and size of each of its files
     URL/NAME/COPY/FILE…     one copy, named by its files' digests
 
-An object store cannot rename, so the index is written last, in one object: a torn upload has none, and is never taken
-for whole. Uploading the same directory again goes to the same place. Whoever fetches hashes every byte.
+An object store cannot rename, so the index is written last, in one object: an upload that was cut short has none and
+does not count. Uploading the same directory again writes to the same place. Every byte that is fetched is hashed.
 
-Whatever fails for a while (a server that is away, a request it turned down) is tried again for PATIENCE_S; what another
-attempt cannot help (no bucket, no permission, no room) is raised at once. Credentials come from the environment.
+Errors that pass (a server that is away, a refused request) are retried for PATIENCE_S. Errors that do not (no bucket,
+no permission, no space) are raised at once. Credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.files import sync
 from xray_runtime.store.identity import digest, file_sha256
-from xray_runtime.store.manifest import FileEntry
+from xray_runtime.store.manifest import FileEntry, file_entries
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +38,25 @@ R = TypeVar("R")
 
 INDEX = "index.json"
 PATIENCE_S = 600.0
-"""How long a store that fails is asked again."""
+"""How long a failing request is repeated."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 TRANSFERS = 8
-"""Files on their way at the same time."""
+"""Files transferred at the same time."""
 FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "NoRegionError"}
-"""Errors of botocore, which is not always there, that another attempt cannot help."""
+"""Errors of botocore, which need not be installed, that another attempt cannot help."""
 
 
 class StorageError(RuntimeError):
-    """The store cannot be used (any more); the message is one line with its URL and the reason."""
+    """The store cannot be used; the message is one line with its URL and the reason."""
 
 
 class DamagedError(RuntimeError):
-    """What lies in the store is not what was put there; the message names the object."""
+    """An object in the store differs from what was put there; the message names it."""
 
 
 class Index(BaseModel):
-    """What a directory in the store consists of."""
+    """The files of a directory in the store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,16 +70,12 @@ class Index(BaseModel):
 
 @functools.cache
 def open_shared(url: str | None) -> SharedStore | None:
-    """The store at `url`, one a process; None where none is configured. Raises StorageError."""
+    """The store at `url`, one for each process; None where none is configured. Raises StorageError."""
     return None if url is None else SharedStore(url)
 
 
 class SharedStore:
-    """Directories and small objects below one URL.
-
-    Raises:
-        StorageError: nothing here can open such a URL; says which package is missing where that is the reason.
-    """
+    """Directories and small objects below one URL. Raises StorageError: no installed package can open such a URL."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         self.url, self._patience_s = url.rstrip("/"), patience_s
@@ -116,7 +112,7 @@ class SharedStore:
         self._patiently(f"writing {name}", lambda: self._write(self._path(name), content))
 
     def names(self, folder: str) -> list[str]:
-        """What lies directly in `folder`, sorted; nothing where it does not exist."""
+        """Names directly in `folder`, sorted; empty where it does not exist."""
 
         def listed() -> list[str]:
             self._fs.invalidate_cache()
@@ -130,7 +126,7 @@ class SharedStore:
         return self._patiently(f"listing {folder}", listed)
 
     def remove(self, name: str) -> None:
-        """Remove a directory; its index first, so that what is half removed is not there."""
+        """Remove a directory, its index first, so that one that is half removed does not count."""
 
         def removed() -> None:
             self._fs.invalidate_cache()
@@ -141,7 +137,7 @@ class SharedStore:
         self._patiently(f"removing {name}", removed)
 
     def index(self, name: str) -> Index | None:
-        """The index of a directory; None where no whole one was ever put there."""
+        """The index of a directory; None where no whole directory was put there."""
         content = self.read(f"{name}/{INDEX}")
         try:
             return None if content is None else Index.model_validate_json(content)
@@ -150,20 +146,16 @@ class SharedStore:
             return None
 
     def put(self, name: str, directory: Path) -> None:
-        """Bring a directory here, in place of what was there under this name. Its files must not change meanwhile."""
-        paths = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-        files = [
-            FileEntry(path=p, sha256=sha256, size=(directory / p).stat().st_size)
-            for p, sha256 in zip(paths, _together(lambda p: file_sha256(directory / p), paths, True), strict=True)
-        ]
+        """Upload a directory in place of the one of this name. Its files must not change meanwhile."""
+        files = file_entries(directory)
         copy = digest([[entry.path, entry.sha256] for entry in files])[:12]
 
         def send(path: str) -> None:
             target = self._path(f"{name}/{copy}/{path}")
-            self._make_room(target)
+            self._make_folder(target)
             self._patiently(f"writing {name}/{path}", lambda: self._fs.put_file(str(directory / path), target))
 
-        _together(send, paths, not self._has_directories)
+        _together(send, [entry.path for entry in files], not self._has_directories)
         self.write(f"{name}/{INDEX}", Index(copy_name=copy, files=files).model_dump_json().encode())
 
     def get(self, name: str, into: Path) -> Index | None:
@@ -171,7 +163,7 @@ class SharedStore:
 
         Raises:
             DamagedError: a file is missing or not what the index says.
-            StorageError: the store stayed away.
+            StorageError: the store cannot be reached.
         """
         index = self.index(name)
         if index is None:
@@ -198,15 +190,15 @@ class SharedStore:
         return f"{self._root}/{name}"
 
     def _write(self, path: str, content: bytes) -> None:
-        self._make_room(path)
+        self._make_folder(path)
         self._fs.pipe_file(path, content)
 
-    def _make_room(self, path: str) -> None:
+    def _make_folder(self, path: str) -> None:
         if self._has_directories:
             self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """`call()`, again and again while the store is away."""
+        """`call()`, repeated while the store is away."""
         wait, deadline = FIRST_WAIT_S, time.monotonic() + self._patience_s
         while True:
             try:
@@ -223,7 +215,7 @@ class SharedStore:
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """Small objects in one folder of a store. Raises what the store's own methods raise."""
+    """Small objects in one folder of a store. Raises StorageError."""
 
     store: SharedStore
     name: str

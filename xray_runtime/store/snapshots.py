@@ -1,13 +1,13 @@
-"""Snapshots of a stage at work: from the newest whole one another attempt goes on as if nothing had happened.
+"""Snapshots of a stage at work: another attempt continues from the newest whole one as if nothing had happened.
 
-They lie under the stage's key, so only the same computation ever finds them. A snapshot is written beside its place,
-fsynced, its list of digests and the seal over it last, and renamed; the one before goes only then. One that is not as
-it was sealed is skipped. Each attempt takes the directory over with a token of its own: what an older attempt still
-does (on a lost node, say) is refused.
+They lie under the stage's key, so only the same computation finds them. A snapshot is written to a temporary directory,
+its list of digests and the seal over it last, fsynced and renamed; only then is the previous one removed. One that
+differs from its seal is skipped. Each attempt takes the directory over with its own token: later writes of an older
+attempt (on a lost node, say) are refused.
 
-With a shared store every snapshot is brought there too, before the one before goes in either place, and an attempt on
-any machine goes on from the newest one it finds, here or there; the token lies there as well. What else a stage keeps
-from attempt to attempt goes to `kept`, and with the snapshots.
+With a shared store every snapshot is copied there before the previous one is removed in either place, and an attempt on
+any machine continues from the newest one here or there; the token is there too. Other files that a stage keeps between
+attempts go to `kept` and are removed with the snapshots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from typing import Any
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import file_entries
 from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import DamagedError, SharedFolder, SharedStore
 
@@ -41,11 +41,11 @@ OWNER = "owner"
 SNAPSHOTS = "snapshots"
 KEPT = "kept"
 MAX_SHARE = 0.04
-"""Largest share of a stage's time that periodic snapshots may take."""
+"""Largest part of a stage's time that periodic snapshots may take."""
 
 
 class FencedError(RuntimeError):
-    """Another attempt at the same stage has begun; this one must not write any more."""
+    """Another attempt at the same stage has started; this one must stop writing."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Snapshots:
 
     Args:
         every: steps between periodic snapshots.
-        seal: makes snapshots, and says which are read.
-        shared: where they are kept too, below `snapshots/` and the name of `directory`.
+        seal: signs snapshots; only those with its signature are read.
+        shared: keeps copies below `snapshots/` and the name of `directory`.
     """
 
     def __init__(self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None) -> None:
@@ -107,7 +107,7 @@ class Snapshots:
         return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
 
     def _sound(self) -> Iterator[Path]:
-        """The whole snapshots that lie here, newest first."""
+        """The whole snapshots here, newest first."""
         for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
             problem = snapshot_problem(place, self._purpose(place.name), self._seal)
             if problem is None:
@@ -116,10 +116,10 @@ class Snapshots:
                 log.warning("%s: %s; the snapshot before it is used", place, problem)
 
     def _fetch(self, newer_than: str) -> Path | None:
-        """The newest whole snapshot of the shared store, brought here, where it is newer than what lies here."""
+        """Fetch the newest whole snapshot of the shared store that is newer than `newer_than`."""
         tried: set[str] = set()
         while self._shared is not None:
-            # Listed again each time: an attempt that has yet to notice this one may just have replaced it.
+            # Listed again each time: an older attempt that still runs may just have replaced it.
             names = [name for name in self._shared.names(self._folder) if name.startswith("step-")]
             name = max((name for name in names if name > newer_than and name not in tried), default=None)
             if name is None:
@@ -145,7 +145,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """A directory to write the snapshot after `step` steps into; published when the block ends well.
+        """A directory for the snapshot after `step` steps, published when the block ends without an error.
 
         Raises:
             OSError: it cannot be written (a full disk); the snapshot before is whole.
@@ -159,16 +159,14 @@ class Snapshots:
             temporary.mkdir()
             yield temporary
             write_atomic(temporary / STATE, json.dumps(state))
-            paths = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-            with ThreadPoolExecutor() as pool:
-                digests = list(pool.map(lambda path: _synced_sha256(temporary / path), paths))
-            listed = json.dumps(dict(zip(paths, digests, strict=True))).encode()
+            entries = file_entries(temporary, _synced_sha256)
+            listed = json.dumps({entry.path: entry.sha256 for entry in entries}).encode()
             write_atomic(temporary / FILES, listed)
             seal = self._seal.sign(self._purpose(place.name), hashlib.sha256(listed).hexdigest())
             write_atomic(temporary / SEAL, seal)
             self.check()
             if place.exists():
-                # The same steps were done before, by an attempt whose snapshot did not pass.
+                # An earlier attempt's snapshot of the same step was not sound.
                 shutil.rmtree(place)
             os.rename(temporary, place)
             sync(self.directory)
@@ -185,7 +183,7 @@ class Snapshots:
         self._spent += time.monotonic() - start
 
     def clear(self) -> None:
-        """The stage is published: nothing here is needed any more."""
+        """Remove everything: the stage is published."""
         if self._shared is not None:
             self._shared.remove(self._folder)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -199,19 +197,19 @@ class Snapshots:
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
         self._shared.put(f"{self._folder}/{place.name}", place)
-        # Not the later ones: an attempt that took over since the check may have written them.
+        # Later ones stay: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
             if name.startswith("step-") and name < place.name:
                 self._shared.remove(f"{self._folder}/{name}")
 
 
 def snapshot_purpose(place: Path) -> str:
-    """What a snapshot is sealed for: its step, in the directory of its stage and key."""
+    """The purpose of a snapshot's seal: its step, in the directory of its stage and key."""
     return f"{SNAPSHOTS}/{place.parent.name}/{place.name}"
 
 
 def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:
-    """Why a snapshot is not to be gone on from; None where every byte is what was sealed for this purpose."""
+    """Why a snapshot must not be used; None where every byte was sealed for this purpose."""
     try:
         listed = read_bounded(place / FILES)
         if not seal.holds(purpose, hashlib.sha256(listed).hexdigest(), read_bounded(place / SEAL).decode()):

@@ -1,11 +1,10 @@
-"""One Python file as it computes: the digest of its syntax tree, what it imports, and whether all of that can be read.
+"""The code of one Python file: the digest of its syntax tree, and the modules it imports.
 
-Comments, line numbers and docstrings are not part of the digest; imports inside functions are part of what is
-imported; a block `if TYPE_CHECKING:` is not, since it never runs.
+The digest leaves out comments, line numbers and docstrings. Imports inside functions count; a block
+`if TYPE_CHECKING:` does not, since it never runs.
 
-A module that imports by a name made at run time (`importlib.import_module(name)`) must say what it may reach, in a
-line of its own at module level: `USES = ("package.module", ...)`. The empty tuple says: nothing that is not digested
-in another way.
+A module that imports by a name made at run time (`importlib.import_module(name)`) must declare what it may import at
+module level: `USES = ("package.module", ...)`. An empty tuple means that everything is digested in another way.
 """
 
 from __future__ import annotations
@@ -13,103 +12,98 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 IMPORTERS = ("import_module", "__import__")
 DECLARATION = "USES"
 
 
 class CodeDigestError(ValueError):
-    """What code computes cannot be told from its source; one line that names the place and the remedy."""
+    """Code cannot be digested from its source; one line that names the place and the remedy."""
 
 
-@dataclass(frozen=True)
-class Import:
-    """One import as it stands in a file."""
+class Import(NamedTuple):
+    """One import as a file writes it."""
 
     module: str
+    """With its leading dots."""
     names: tuple[str, ...] = ()
-    """What follows `import` in `from module import ...`; `*` included."""
-    level: int = 0
-    """Leading dots."""
+    """The names after `import` in `from module import ...`, `*` included."""
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """What a file says, whatever the module is called."""
+    """The syntax of a file, whatever the module is called."""
 
     digest: str
     imports: tuple[Import, ...]
     exports: tuple[str, ...]
-    """Strings in `__all__`: what `from package import *` imports where they are modules."""
+    """Strings in `__all__`: `from package import *` imports those that are modules."""
     uses: tuple[str, ...] | None
     """Modules declared in USES; None without a declaration."""
     unreadable_line: int | None
-    """First line that imports a name only known at run time."""
-
-
-_KNOWN: dict[str, tuple[tuple[int, int, int], Syntax]] = {}
+    """First line that imports by a name made at run time."""
 
 
 def read_syntax(path: Path) -> Syntax:
-    """What `path` says, parsed again only after the file changed.
+    """The syntax of a file, parsed again only after the file changed.
 
     Raises:
-        CodeDigestError: it cannot be read or parsed, or declares USES in another form than a tuple of strings.
+        CodeDigestError: it cannot be read or parsed, or USES is not a tuple of strings.
     """
     try:
         stat = path.stat()
-        version = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        known = _KNOWN.get(str(path))
-        if known is None or known[0] != version:
-            known = _KNOWN[str(path)] = (version, syntax_of(ast.parse(path.read_bytes()), str(path)))
+        return _read(path, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    except CodeDigestError:
+        raise
     except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, CodeDigestError):
-            raise
         raise CodeDigestError(f"{path}: cannot be read as Python ({' '.join(str(error).split())})") from error
-    return known[1]
+
+
+@cache
+def _read(path: Path, version: tuple[int, int, int]) -> Syntax:
+    return syntax_of(ast.parse(path.read_bytes()), str(path))
 
 
 def syntax_of(tree: ast.Module, where: str) -> Syntax:
-    """What `tree` says; its docstrings are removed from it.
-
-    Raises:
-        CodeDigestError: it declares USES in another form than a tuple of strings.
-    """
+    """The syntax of a tree, whose docstrings are removed. Raises CodeDigestError: USES is not a tuple of strings."""
     nodes = list(_running(tree))
-    imports = [Import(alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    imports += [
-        Import(node.module or "", tuple(alias.name for alias in node.names), node.level)
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-    ]
-    # `import p` and then `p.q` reaches the module p.q, where it is one: packages may import it when it is asked for.
-    bound = {
-        a.asname or a.name.partition(".")[0]: a for node in nodes if isinstance(node, ast.Import) for a in node.names
-    }
-    imports += [
-        Import(f"{bound[node.value.id].name if bound[node.value.id].asname else node.value.id}.{node.attr}")
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound
-    ]
-    literal, unreadable_line = _imports_by_call(nodes)
-    return Syntax(
-        digest=tree_digest(tree),
-        imports=tuple(dict.fromkeys([*imports, *literal])),
-        exports=_exports(tree),
-        uses=_uses(tree, where),
-        unreadable_line=unreadable_line,
-    )
+    importers = {"__import__"}
+    bound = dict[str, str]()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module == "importlib":
+            importers |= {alias.asname or alias.name for alias in node.names if alias.name in IMPORTERS}
+        elif isinstance(node, ast.Import):
+            bound |= {a.asname: a.name for a in node.names if a.asname}
+            bound |= {top: top for a in node.names if not a.asname for top in [a.name.partition(".")[0]]}
+    imports, called, unreadable = dict[Import, None](), set[int](), list[int]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imports |= {Import(alias.name): None for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            imports[Import("." * node.level + (node.module or ""), names)] = None
+        elif isinstance(node, ast.Call) and _imports(node.func, importers) and (literal := _literal_import(node)):
+            imports[literal] = None
+            called.add(id(node.func))
+        elif isinstance(node, ast.expr) and _imports(node, importers) and id(node) not in called:
+            unreadable.append(node.lineno)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+            # `p.q` reaches the module p.q, where it is one: a package may import it on access.
+            imports[Import(f"{bound[node.value.id]}.{node.attr}")] = None
+    return Syntax(tree_digest(tree), tuple(imports), _exports(tree), _uses(tree, where), min(unreadable, default=None))
 
 
 def tree_digest(tree: ast.AST) -> str:
-    """sha256 of a syntax tree without places and, unless the code reads `__doc__`, without docstrings.
+    """sha256 of a syntax tree without line numbers and, unless the code reads `__doc__`, without docstrings.
 
-    Every statement that is only a string is taken for one: those below an attribute document it.
+    Every statement that is only a string is a docstring: those below an attribute document it.
     """
-    if not any(_reads_docstrings(node) for node in ast.walk(tree)):
+    if not any("__doc__" in _names(node) for node in ast.walk(tree)):
         for node in ast.walk(tree):
             for field in ("body", "orelse", "finalbody"):
                 statements = getattr(node, field, None)
@@ -118,83 +112,53 @@ def tree_digest(tree: ast.AST) -> str:
     return hashlib.sha256(ast.dump(tree, include_attributes=False).encode("utf-8", "backslashreplace")).hexdigest()
 
 
+def _names(node: ast.AST) -> tuple[object, ...]:
+    return getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)
+
+
 def _is_docstring(statement: ast.AST) -> bool:
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def _reads_docstrings(node: ast.AST) -> bool:
-    return "__doc__" in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None))
-
-
 def _running(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those that only a type checker reads."""
+    """Every node except those that only a type checker reads, each before its children."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, ast.If):
-            waiting.extend(ast.iter_child_nodes(node))
-        elif _is_type_checking(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in _names(node.test):
             waiting.extend(node.orelse)
         else:
             waiting.extend(ast.iter_child_nodes(node))
 
 
-def _is_type_checking(test: ast.AST) -> bool:
-    return "TYPE_CHECKING" in (getattr(test, "id", None), getattr(test, "attr", None))
-
-
-def _imports_by_call(nodes: list[ast.AST]) -> tuple[list[Import], int | None]:
-    """(imports by calls with a literal name, first line of any other use of the functions that import)."""
-    names = {"__import__"}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module == "importlib":
-            names |= {alias.asname or alias.name for alias in node.names if alias.name in IMPORTERS}
-    found: list[Import] = []
-    read: set[int] = set()
-    for node in nodes:
-        if isinstance(node, ast.Call) and _imports(node.func, names) and (literal := _literal_import(node)):
-            found.append(literal)
-            read.add(id(node.func))
-    lines = [n.lineno for n in nodes if isinstance(n, ast.expr) and _imports(n, names) and id(n) not in read]
-    return found, min(lines, default=None)
-
-
-def _imports(node: ast.AST, names: Iterable[str]) -> bool:
+def _imports(node: ast.AST, importers: Collection[str]) -> bool:
+    """Whether an expression is a function that imports."""
     if isinstance(node, ast.Name):
-        return node.id in names and isinstance(node.ctx, ast.Load)
+        return node.id in importers and isinstance(node.ctx, ast.Load)
     return isinstance(node, ast.Attribute) and node.attr in IMPORTERS
 
 
 def _literal_import(call: ast.Call) -> Import | None:
-    if call.keywords or len(call.args) not in (1, 2):
-        return None
-    name, *more = call.args
-    if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
-        return None
-    if not name.value.startswith("."):
-        return Import(name.value) if not more else None
-    package = more[0] if more else None
-    if isinstance(package, ast.Name) and package.id == "__package__":
-        rest = name.value.lstrip(".")
-        return Import(rest, level=len(name.value) - len(rest))
-    if isinstance(package, ast.Constant) and isinstance(package.value, str):
-        return Import(importlib.util.resolve_name(name.value, package.value))
+    """The import of a call with literal names; None where a name is made at run time."""
+    match call.args if not call.keywords else []:
+        case [ast.Constant(value=str(name))] if not name.startswith("."):
+            return Import(name)
+        case [ast.Constant(value=str(name)), ast.Name(id="__package__")] if name.startswith("."):
+            return Import(name)
+        case [ast.Constant(value=str(name)), ast.Constant(value=str(package))] if name.startswith("."):
+            return Import(importlib.util.resolve_name(name, package))
     return None
 
 
 def _assigned(tree: ast.Module, name: str) -> Iterator[ast.expr]:
-    """What is assigned to `name` at module level."""
+    """Every value assigned to `name` at module level."""
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-            targets = [node.target]
-        else:
-            continue
-        if node.value is not None and any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            yield node.value
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if value is not None and any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            yield value
 
 
 def _exports(tree: ast.Module) -> tuple[str, ...]:

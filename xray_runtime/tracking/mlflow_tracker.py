@@ -1,15 +1,13 @@
 """MLflow behind one adapter: runs, metrics, tables, checkpoints as LoggedModels, datasets, the registry.
 
-A lifecycle is a parent run with one child run a stage. A checkpoint is a LoggedModel whose *params* hold its identity
-(params cannot be changed afterwards; tags can); it is an output of the run that made it and an input of every run that
-used it, so MLflow's own pages show what came from what.
+A lifecycle is a parent run with one child run for each stage. A checkpoint is a LoggedModel whose *params* hold its
+identity (params cannot be changed later; tags can). It is an output of the run that made it and an input of every run
+that used it, so MLflow's own pages show the lineage.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.store.checkpoints import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.registry import TRAINING, Registry
+from xray_runtime.tracking.registry import TRAINING, Registry, open_client
 
 ARTIFACTS = "mlartifacts"
-"""Where an output directory's own MLflow keeps artifacts, by run."""
+"""Directory of the artifacts of an output directory's own MLflow, by run."""
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 900
 """Metrics in one request (MLflow allows 1,000)."""
@@ -30,7 +28,7 @@ PARENT_TAG = "mlflow.parentRunId"
 KEY_TAG = "xray.key"
 STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG = "xray.stage", "xray.cached", "xray.attempts"
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""Which artifacts of a run MLflow's pages show as tables."""
+"""Lists the artifacts of a run that MLflow's pages show as tables."""
 
 
 class Tracker:
@@ -43,15 +41,12 @@ class Tracker:
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        self.client = open_client(uri)
         import mlflow
         from mlflow.exceptions import MlflowException
 
-        # Registering a model resolves its source through the process-wide store, whatever the client was made with.
+        # Registering a model resolves its source through the process-wide store, whatever the client's is.
         mlflow.set_tracking_uri(uri)
-        self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = self.client.get_experiment_by_name(experiment)
         if found is None:
             location = artifact_root.absolute().as_uri() if artifact_root is not None else None
@@ -64,7 +59,7 @@ class Tracker:
             self.experiment_id = found.experiment_id
         self.registry = Registry(self.client)
         self.experiment = experiment
-        # People see it: on Prefect's pages.
+        # Prefect's pages show it.
         self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None
 
     def start_lifecycle(
@@ -73,7 +68,7 @@ class Tracker:
         """A parent run with the resolved config as params and as an artifact; returns its id.
 
         Args:
-            run_id: the run of a lifecycle that was interrupted; it goes on where this store knows it.
+            run_id: the run of an interrupted lifecycle, which is resumed if this store knows it.
         """
         if run_id is not None and self._reopen(run_id):
             self.tag(run_id, tags)
@@ -102,7 +97,7 @@ class Tracker:
             self.client.log_artifact(run_id, str(path))
 
     def run(self, run_id: str) -> StageRun:
-        """A run that there is already, to log into."""
+        """An existing run, to log into."""
         return StageRun(self, run_id)
 
     def stage_run(
@@ -127,16 +122,16 @@ class Tracker:
         return StageRun(self, run.info.run_id)
 
     def address(self, run_id: str) -> str:
-        """Where people see the run; without a server, what follows the address of `mlflow ui`."""
+        """Address of the run's page; without a server, the part after the address of `mlflow ui`."""
         page = f"#/experiments/{self.experiment_id}/runs/{run_id}{TRAINING}"
         return f"{self._shown}/{page}" if self._shown else page
 
     def page(self, run_id: str) -> str | None:
-        """Where people see the run; None where no server shows it."""
+        """Address of the run's page; None without a server."""
         return self.address(run_id) if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
-        """Address of a figure of the run; None where no server shows it."""
+        """Address of a figure of the run; None without a server."""
         return f"{self._shown}/get-artifact?path={name}.png&run_uuid={run_id}" if self._shown else None
 
     def has_model(self, model_id: str) -> bool:
@@ -195,25 +190,15 @@ class StageRun:
     def log_checkpoint(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> CheckpointRef:
         """Make `ref` a LoggedModel and link it to its parents; returns `ref` with its `mlflow_model_id`."""
         client = self._tracker.client
-        params = {
-            "sha256": ref.sha256,
-            "uri": ref.uri,
-            "key": manifest.key,
-            "config_digest": manifest.config_digest,
-            "code_digest": manifest.code_digest,
-            "seed": str(manifest.seed),
-            "dataset_sha256": manifest.dataset or "",
-            "statement_sha256": statement_sha256(ref.path) or "",
-        } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
         made = client.search_logged_models([self._tracker.experiment_id], f"source_run_id = '{self.run_id}'")
-        # An attempt before this one may have come as far as here.
+        # An earlier attempt may have logged it.
         model = next((m for m in made if m.params.get("sha256") == ref.sha256), None)
         if model is None:
             model = client.create_logged_model(
                 self._tracker.experiment_id,
                 name=f"{self._tracker.experiment}-{ref.stage}",
                 source_run_id=self.run_id,
-                params=params,
+                params=model_params(manifest, ref.sha256, ref.path) | {"uri": ref.uri},
                 model_type=ref.kind,
             )
         client.finalize_logged_model(model.model_id, "READY")
@@ -244,7 +229,7 @@ class StageRun:
             client.log_outputs(self.run_id, [LoggedModelOutput(ref.mlflow_model_id, ref.step)])
 
     def link_cached(self, ref: CheckpointRef, manifest: Manifest, parents: list[CheckpointRef]) -> None:
-        """Nothing was computed in this run: it shows the model that was there, with the same parents."""
+        """Show an existing model with its parents in this run, which computed nothing."""
         self._tracker.client.set_tag(self.run_id, CACHED_TAG, "true")
         self.link(ref, manifest, parents)
 
@@ -256,15 +241,26 @@ class StageRun:
 
 def abandon_run(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
     """Set FAILED a run whose process was lost, and its stages that were at work; `tags`: of the run."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri)
+    client = open_client(uri)
     query = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
     stages = client.search_runs([client.get_run(run_id).info.experiment_id], filter_string=query)
     for name, value in tags.items():
         client.set_tag(run_id, name, value)
     for lost in (*(run.info.run_id for run in stages), run_id):
         client.set_terminated(lost, "FAILED")
+
+
+def model_params(manifest: Manifest, sha256: str, directory: Path) -> dict[str, str]:
+    """The params of a LoggedModel that name its checkpoint."""
+    return {
+        "sha256": sha256,
+        "key": manifest.key,
+        "config_digest": manifest.config_digest,
+        "code_digest": manifest.code_digest,
+        "seed": str(manifest.seed),
+        "dataset_sha256": manifest.dataset or "",
+        "statement_sha256": statement_sha256(directory) or "",
+    } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, str]:

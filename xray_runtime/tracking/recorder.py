@@ -1,8 +1,8 @@
-"""Where a stage's reports go: files under the output directory, the stage's MLflow run, whoever watches progress.
+"""The recorder of a stage: files under the output directory, the stage's MLflow run, and reports of progress.
 
-The file of metrics is the record; MLflow gets what a snapshot (or the published checkpoint) has made final, each point
-with the time of the file. So an attempt that goes on from a snapshot neither doubles a point nor leaves one out, and a
-tracking server that is away for a while only gets its points later.
+The file of metrics is the record. MLflow gets the points that a snapshot or the published checkpoint has made final,
+each with its time in the file. So a resumed attempt neither doubles a point nor leaves one out, and a tracking server
+that was away gets its points later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECORDS = "records"
 
 
 def records_directory(output: Path, stage: str, key: str) -> Path:
-    """Where the records of a stage lie: metrics.jsonl, tables, figures. Nothing in there enters a checkpoint."""
+    """Directory of a stage's records: metrics.jsonl, tables, figures. None of them enters a checkpoint."""
     return output / RECORDS / f"{stage}-{key[:12]}"
 
 
@@ -49,7 +49,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
-    """Where the snapshots of a stage at work lie."""
+    """Directory of the snapshots of a stage at work."""
     return output / SNAPSHOTS / f"{stage}-{key[:12]}"
 
 
@@ -58,9 +58,9 @@ class StageRecorder:
 
     Args:
         every: steps between periodic snapshots.
-        seal: what was kept is read only where it is sealed with it.
-        shared: where snapshots are kept too.
-        ask: puts a question to a person; None where nobody can be asked.
+        seal: kept files are read only if it sealed them.
+        shared: keeps copies of snapshots.
+        ask: asks a person a question; None where there is nobody to ask.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class StageRecorder:
         self.metrics_path = self._directory / METRICS
         self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, seal, shared)
         self.kept = self._snapshots.directory
-        """A directory that stays from attempt to attempt until the stage is published."""
+        """A directory that lasts from attempt to attempt until the stage is published."""
         self.kept_shared = self._snapshots.kept
         """The same for attempts on any machine."""
         self._metrics = self.metrics_path.open("ab")
         self.attempt = self._count_attempt()
-        """How many times this stage has been begun under its key, this one included."""
+        """Number of this attempt under the stage's key, from 1."""
         self._newest: Snapshot | None = None
         self._sent = 0
         self._reported = 0.0
@@ -109,7 +109,7 @@ class StageRecorder:
         self._snapshots.check()
         line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
         self._metrics.write(json.dumps(line).encode() + b"\n")
-        # Whoever watches the stage reads this file.
+        # Others read this file while the stage runs.
         self._metrics.flush()
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
@@ -131,15 +131,15 @@ class StageRecorder:
         return self._ask(question)
 
     def interrupt(self, error: type[StageInterruptedError | WorkerEndedError] = StageInterruptedError) -> None:
-        """Have the stage stop after the step at hand, with a snapshot and `error`. From any thread or signal handler.
+        """Stop the stage after the current step, with a snapshot and `error`; from any thread or signal handler.
 
-        Who asks the run to stop means this stage too; a worker that is asked to end speaks for itself alone.
+        A request to stop the run takes precedence over one to end this worker.
         """
         if self._interrupted is not StageInterruptedError:
             self._interrupted = error
 
     def begin(self) -> None:
-        """Start or go on: points recorded after the newest snapshot are forgotten."""
+        """Start or resume: points recorded after the newest snapshot are dropped."""
         self._newest = self._snapshots.latest()
         self._metrics.truncate(0)
         if self._newest is not None:
@@ -154,7 +154,7 @@ class StageRecorder:
 
     def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
         with self._snapshots.writing(step, state) as directory:
-            # With the snapshot, the points so far go wherever it goes.
+            # The points so far are part of the snapshot.
             self._secure()
             shutil.copyfile(self.metrics_path, directory / METRICS)
             save(directory)
@@ -166,7 +166,7 @@ class StageRecorder:
             raise self._interrupted(f"{self._stage}: stopped after step {step}; run it again to continue from there")
 
     def send(self) -> None:
-        """Send MLflow the points it has not had from this attempt. Points it has from an earlier one do no harm."""
+        """Send MLflow the points that this attempt has not sent; repeating those of an earlier one is harmless."""
         self._secure()
         if self._run is None:
             return
@@ -177,7 +177,7 @@ class StageRecorder:
         self._sent += sum(map(len, lines))
 
     def finished(self) -> None:
-        """The stage is published: its snapshots have done their work."""
+        """Remove the snapshots: the stage is published."""
         self._snapshots.clear()
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,14 +16,24 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 SHA256_TAG = "xray.sha256"
-"""Of a registered version: the checkpoint it is."""
+"""Tag of a registered version: its checkpoint."""
 URI_TAG = "xray.uri"
-"""Of a registered version: the checkpoint's directory when it was registered."""
+"""Tag of a registered version: the checkpoint's directory at that time."""
 LOG_TAG = "xray.log"
-"""Of a registered version and of a run: which log, and its head when this was written."""
+"""Tag of a registered version and of a run: the log's mark at that time."""
 TRAINING = "?workflowType=machine_learning"
-"""Ends the address of an experiment or a run on MLflow's pages. Without it they open on a dashboard of traces, of which
-we have none, whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
+"""Ends the address of an experiment or a run on MLflow's pages. Without it they open on an empty dashboard of traces,
+whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
+
+
+def open_client(uri: str) -> MlflowClient:
+    """A client of the MLflow store at `uri`, without telemetry and without notes in the log."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 class Registry:
@@ -32,9 +44,7 @@ class Registry:
 
     @classmethod
     def open(cls, uri: str) -> Self:
-        import mlflow
-
-        return cls(mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri))
+        return cls(open_client(uri))
 
     def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
         """Register `ref` as a version of `name` and set `alias` to it; returns the version.
@@ -44,7 +54,7 @@ class Registry:
         from mlflow.exceptions import MlflowException
 
         version = self.version_of(name, ref.sha256)
-        # MLflow reads all versions of a name to say that it is there.
+        # Asking for the model itself would make MLflow read all its versions.
         if version is None and not self._client.search_model_versions(f"name = '{name}'", max_results=1):
             try:
                 self._client.create_registered_model(name)
@@ -66,9 +76,9 @@ class Registry:
     def version_of(self, name: str, sha256: str) -> str | None:
         """The version of the registered model `name` that is the checkpoint `sha256`."""
         if "'" in name:
-            # MLflow's filter cannot quote it; our names have no quote.
+            # MLflow's filter cannot quote a quote; our names have none.
             return None
-        # By its tag: a name may have thousands of versions, more than one answer holds.
+        # By tag: a name may have more versions than one answer holds.
         versions = self._client.search_model_versions(f"name = '{name}' and tags.`{SHA256_TAG}` = '{sha256}'")
         return next((str(v.version) for v in versions), None)
 
@@ -108,9 +118,7 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
 
     with contextlib.suppress(MlflowException, OSError, ValueError):
         check_sqlite(uri)
-        import mlflow
-
-        client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client = open_client(uri)
         name, _, alias = reference.rpartition("@")
         if name:
             version = client.get_model_version_by_alias(name, alias)

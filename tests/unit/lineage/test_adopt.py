@@ -16,7 +16,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
 from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.bundle import take_in
+from xray_runtime.lineage.bundle import import_checkpoints
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.store.checkpoints import load_manifest, verify
 
@@ -137,7 +137,7 @@ def test_a_link_is_not_read_through_where_it_is_brought(fresh: Callable[[], Path
     (elsewhere / "secret").write_text("not of this checkpoint")
     (directory(source, "base") / "more").symlink_to(elsewhere)
     place, node = resolve("base", source, None)
-    take_in(place, place.graph.ancestors([node.sha256]), output, tracking_uri=None, experiment="")
+    import_checkpoints(place, place.graph.ancestors([node.sha256]), output, tracking_uri=None, experiment="")
     assert (directory(output, "base") / "more").readlink() == elsewhere
     assert [text.split()[0] for text in broken(output)] == ["file-added"]
 

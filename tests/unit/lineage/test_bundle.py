@@ -22,7 +22,7 @@ from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import COUNT, flip
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, opened
+from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, open_bundle
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.manifest import ATTESTATION
 
@@ -110,7 +110,7 @@ def test_what_was_signed_elsewhere_is_sound_in_the_next_bundle(fresh: Callable[[
 
 
 def test_to_see_what_is_in_it_manifests_are_enough(unpacked: Path, tmp_path: Path) -> None:
-    with opened(packed(unpacked, tmp_path / "policy.tar"), manifests_only=True) as store:
+    with open_bundle(packed(unpacked, tmp_path / "policy.tar"), manifests_only=True) as store:
         assert len(store.graph.nodes) == 8
         assert {path.name for path in store.output.rglob("*") if path.is_file()} == {"manifest.json"}
 

@@ -17,8 +17,8 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.evaluation.human_verdicts import judged_by_people
+from xray_runtime.feedback.comparison import of_dataset
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
-from xray_runtime.feedback.prompts import of_dataset
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
 from xray_runtime.graph.artifacts import Dataset, Judgements

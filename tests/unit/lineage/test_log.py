@@ -16,7 +16,7 @@ import pytest
 from xray_runtime.lineage import log
 from xray_runtime.lineage.audit.files import check_files
 from xray_runtime.lineage.audit.log import LogView, read_log
-from xray_runtime.lineage.decisions import current, decide, pruned
+from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import (
@@ -27,9 +27,9 @@ from xray_runtime.lineage.log import (
     RunEnded,
     append,
     digests,
-    leave,
     listed,
     log_checkpoints,
+    log_files,
     mark,
     readable_lines,
     run_lock,
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_logged_once_and_again_after_it_was_pruned(tmp_path: Pat
     assert len(chain(tmp_path)) == 2
     decide(tmp_path, key, action="prune", checkpoint=one)
     assert set(viewed(tmp_path).published) == {"b-1"}
-    assert viewed(tmp_path).pruned == pruned(tmp_path) == {one}
+    assert viewed(tmp_path).pruned == {one}
     log_checkpoints(tmp_path, key, {"a-1": one}, here=False)
     assert set(viewed(tmp_path).published) == {"a-1", "b-1"}
     assert viewed(tmp_path).pruned == set()
@@ -209,7 +209,7 @@ def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> N
     page.parent.mkdir()
     for text in ("one", "one", "two"):
         page.write_text(text)
-        leave(tmp_path, signing_key(tmp_path), [page], "lineage")
+        log_files(tmp_path, signing_key(tmp_path), [page], "lineage")
     assert len(chain(tmp_path)) == 2
 
 

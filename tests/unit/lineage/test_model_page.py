@@ -172,7 +172,7 @@ def test_a_version_of_an_older_release_has_no_page_and_may_not_claim_one(tmp_pat
 def test_a_page_of_another_release_is_a_note(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     output = fresh()
     monkeypatch.setattr("xray_runtime.lineage.model_page.FORM", 2)
-    monkeypatch.setattr("xray_runtime.lineage.audit.pages.FORM", 2)
+    monkeypatch.setattr("xray_runtime.lineage.audit.registry.FORM", 2)
     found = audit(open_lineage_store(output, None))
     assert found.is_sound
     assert "registry-page-unchecked" in {finding.code for finding in found.findings}

@@ -60,30 +60,30 @@ def test_a_champion_that_moves_is_followed_once_it_is_sound(fresh: Callable[[], 
     first = champion(NAME, output, None)
     require_sound(first, None)
     follower = Follower(NAME, output, None, None, first.node.sha256, clock=lambda: now)
-    assert follower.news() is None
+    assert follower.next_champion() is None
     stage = second_candidate(output)
-    assert follower.news() is None
+    assert follower.next_champion() is None
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.2)
     weights = resolve(stage, output, None)[1].directory / "model.safetensors"
     sound = weights.read_bytes()
     weights.write_bytes(sound[::-1])
     # A promotion may still be at work.
-    assert follower.news() is None
+    assert follower.next_champion() is None
     now = SETTLE_SECONDS
     with pytest.raises(NotServedError, match=r"ppo-3 .*: the audit found file-changed \(ppo-3"):
-        follower.news()
+        follower.next_champion()
     for _ in range(20):
         now += LONGEST_WAIT_S
-        assert follower.news() is None
+        assert follower.next_champion() is None
     weights.write_bytes(sound)
-    assert follower.news() is None
+    assert follower.next_champion() is None
     now += LONGEST_WAIT_S
-    news = follower.news()
+    news = follower.next_champion()
     assert news is not None
     assert news.names[0] == f"{NAME}/2"
     follower.serving = news.node.sha256
     now += LONGEST_WAIT_S
-    assert follower.news() is None
+    assert follower.next_champion() is None
 
 
 def command(output: Path, *arguments: str) -> tuple[int, str]:

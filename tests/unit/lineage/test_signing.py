@@ -209,10 +209,10 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
     )
-    with pytest.raises(ConfigError, match=r"key\.pem' is not an elliptic-curve key$"):
+    with pytest.raises(ConfigError, match=r"key\.pem' cannot be used: not an unencrypted elliptic-curve private key$"):
         public_bytes(path)
     path.write_text("no key")
-    with pytest.raises(ConfigError, match=r"cannot be used: not an unencrypted PEM private key$"):
+    with pytest.raises(ConfigError, match=r"cannot be used: not an unencrypted elliptic-curve private key$"):
         public_bytes(path)
     with pytest.raises(ConfigError, match=r"cannot be used: No such file or directory$"):
         public_bytes(tmp_path / "none.pem")

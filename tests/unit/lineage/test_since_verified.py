@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -14,16 +15,16 @@ import pytest
 
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle
-from tests.unit.lineage.tampering import CASES, checkpoints as falsifiable
+from tests.unit.lineage.tampering import CASES
 from xray_runtime.lineage.audit import checkpoints, verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.verified import RECORD, SIGNATURE
+from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.keys import rotate
 from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.retention import plan_prune, prune
-from xray_runtime.lineage.signing import Verifier, make_key, sign, signing_key
+from xray_runtime.lineage.signing import Verifier, envelope, make_key, signing_key
 
 NOT_READ_AGAIN = {
     "a_param_of_a_model",
@@ -50,7 +51,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Checkpoints inspected, and files or folders whose signature was checked."""
     done: list[str] = []
-    inspect, check = checkpoints.inspect, Verifier.check
+    inspect, check, check_envelope = checkpoints.inspect, Verifier.check, Verifier.check_envelope
 
     def inspected(directory: Path, *arguments: Any, **options: Any) -> Any:
         done.append(directory.name)
@@ -61,7 +62,14 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return check(self, what, *arguments)
 
     monkeypatch.setattr(checkpoints, "inspect", inspected)
+
+    def opened(self: Verifier, text: bytes, made: str | None = None) -> str:
+        # The log's entries have a time, the record has none.
+        done.extend([RECORD] if made is None else [])
+        return check_envelope(self, text, made)
+
     monkeypatch.setattr(Verifier, "check", checked)
+    monkeypatch.setattr(Verifier, "check_envelope", opened)
     return done
 
 
@@ -150,27 +158,27 @@ def test_what_has_just_changed_is_read_the_next_time(
     assert result.is_sound
 
 
-def _rewritten(output: Path) -> None:
+def _rewritten(output: Path, key: Path | None = None) -> None:
+    """Other states in the record; signed with `key`, else under the signature it had."""
     content = json.loads((output / RECORD).read_text())
-    for entry in content["checkpoints"].values():
+    record = json.loads(base64.b64decode(content["payload"]))
+    for entry in record["checkpoints"].values():
         entry[1] = "0" * 64
-    (output / RECORD).write_text(json.dumps(content))
-
-
-def _signed(output: Path, key: Path) -> None:
-    _rewritten(output)
-    sign(output / RECORD, output / SIGNATURE, key)
+    payload = json.dumps(record).encode()
+    content["payload"] = base64.b64encode(payload).decode()
+    text = json.dumps(content) if key is None else envelope(payload, content["payloadType"], key)
+    (output / RECORD).write_text(text)
 
 
 def _by_a_stranger(output: Path) -> None:
     make_key(output / "stranger.pem")
-    _signed(output, output / "stranger.pem")
+    _rewritten(output, output / "stranger.pem")
 
 
 def _by_a_retired_key(output: Path) -> None:
     shutil.copy(signing_key(output), output / "kept.pem")
     rotate(output, by="a person", note="")
-    _signed(output, output / "kept.pem")
+    _rewritten(output, output / "kept.pem")
 
 
 def _a_pipe(output: Path) -> None:
@@ -185,20 +193,17 @@ def _a_link(output: Path) -> None:
 
 RECORDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda output: (output / RECORD).unlink(), "nothing was verified before"),
-    "not signed": (lambda output: (output / SIGNATURE).unlink(), ""),
+    "not signed": (lambda output: (output / RECORD).write_text(json.dumps({"payload": ""})), "cannot be read"),
     "rewritten": (_rewritten, ""),
     "empty": (lambda output: (output / RECORD).write_bytes(b""), ""),
     "a pipe": (_a_pipe, "not a file"),
     "a link": (_a_link, "a link"),
-    "a signature of nonsense": (lambda output: (output / SIGNATURE).write_text("[]"), "the signature cannot be read"),
+    "nonsense": (lambda output: (output / RECORD).write_text("[]"), "the signature cannot be read"),
     "signed by a stranger": (_by_a_stranger, "another key"),
     "signed with a retired key": (_by_a_retired_key, "retired"),
-    "a signed statement": (
-        lambda output: [
-            shutil.copy(falsifiable(output)[0] / old, output / new)
-            for old, new in (("attestation/statement.json", RECORD), ("attestation.sig", SIGNATURE))
-        ],
-        "",
+    "a signed entry of the log": (
+        lambda output: (output / RECORD).write_bytes((output / LOG).read_bytes().splitlines()[0]),
+        "not written by an audit",
     ),
 }
 
@@ -238,12 +243,11 @@ def test_a_record_of_another_directory_version_or_key_does_not_count(
 def test_an_older_record_makes_it_read_more(fresh: Callable[[], Path]) -> None:
     output = fresh()
     since(output)
-    kept = {name: (output / name).read_bytes() for name in (RECORD, SIGNATURE)}
+    kept = (output / RECORD).read_bytes()
     Lifecycle(output).add("late", "ppo", {"x": b"late"}, {})
     since(output)
     assert since(output).unchanged == 9
-    for name, content in kept.items():
-        (output / name).write_bytes(content)
+    (output / RECORD).write_bytes(kept)
     result = since(output)
     assert (result.is_sound, result.unchanged) == (True, 8)
 

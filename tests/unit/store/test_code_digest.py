@@ -235,7 +235,7 @@ def with_every_module(folder: Path, edit: Callable[[Path], None]) -> dict[str, P
 
 def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(copied)
-    roots = [f"xray_copy.stages.{name}" for name in ("prepare", "sft", "ppo")]
+    roots = [f"xray_copy.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
 
     def digests() -> dict[str, dict[str, str]]:
         return {root: module_digests([root], ["xray_copy"]) for root in roots}
@@ -257,7 +257,7 @@ def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monk
 
 def test_nothing_python_itself_imports_is_missed() -> None:
     """Python's own import is the independent witness."""
-    roots = ["xray_runtime.preparation.prepare", "xray_runtime.planning.auto", "xray_runtime.lineage.graph"]
+    roots = ["xray_runtime.preparation.prepare", "xray_runtime.planning.auto", "xray_runtime.store.checkpoints"]
     code = f"import sys, {', '.join(roots)}; print(*(m for m in sys.modules if m.startswith('xray_runtime')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())

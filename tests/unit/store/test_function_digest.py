@@ -125,7 +125,7 @@ def test_lambdas() -> None:
         ("class A: ...\ndef reward(p, r): return A()", "reward: global 'A' is a type"),
         ("def reward(p, r, x=object()): return x", "reward: the defaults is a object"),
         ("def reward(p, r): return missing", "reward: global 'missing' is not defined"),
-        ("def reward(p, r): return __import__(p)", "reward: imports a module by a name only known at run time"),
+        ("def reward(p, r): return __import__(p)", "reward: imports a module by a name made at run time"),
         ("class Reward:\n    def __call__(self, p, r): ...\nreward = Reward()", "the function is a Reward"),
         ("import functools\nreward = functools.partial(max)", "the function is a partial"),
     ],

@@ -220,7 +220,7 @@ def test_a_checkpoint_goes_from_one_directory_to_another(shared: SharedStore, tm
     assert (found.sha256, found.path.parent) == (made.sha256, tmp_path / "b")
     assert verify(found.path, made.sha256) == []
     assert [p.name for p in (tmp_path / "b").iterdir()] == [found.path.name]
-    Store(tmp_path / "c", shared).bring(made.model_copy(update={"uri": str(tmp_path / "c" / found.path.name)}))
+    Store(tmp_path / "c", shared).ensure_local(made.model_copy(update={"uri": str(tmp_path / "c" / found.path.name)}))
     assert verify(tmp_path / "c" / found.path.name, made.sha256) == []
     assert Store(tmp_path / "d", shared).find("sft", "cd" * 32) is None
 

@@ -11,7 +11,7 @@ import pytest
 
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
-from xray_runtime.lineage.log import leave
+from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.identity import Identity
@@ -225,7 +225,7 @@ def test_a_result_that_somebody_changed_is_not_used(
 def signed(path: Path) -> None:
     """As if X-ray had written it."""
     output = path.parent.parent
-    leave(output, signing_key(output), [path], "results")
+    log_files(output, signing_key(output), [path], "results")
 
 
 def test_a_store_that_cannot_be_written_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

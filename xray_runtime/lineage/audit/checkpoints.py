@@ -1,7 +1,7 @@
 """The audit: is every byte, every record and every pointer still what it was when it was made?
 
-Nothing is loaded as a model and nothing outside of the store is opened. Weights are hashed as they stream by, on all
-cores. Whatever an intruder may have written into the store gives a finding, never an exception.
+No model is loaded. Weights are hashed as they are read, on all cores. Anything an intruder may have written into the
+store gives a finding, never an exception.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
-from xray_runtime.lineage.audit.files import check_files, check_record
+from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.kept import check_kept
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
-from xray_runtime.lineage.audit.verified import RECORD, Since, last_head, read_since, write_since
+from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
@@ -37,25 +36,30 @@ from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
 WORKERS = 8
-"""Checkpoints looked at side by side: much of it is waiting."""
+"""Checkpoints checked at the same time: much of it is waiting."""
 
 RECORD_FILES = {STATEMENT, DIFF, EVALUATED_CARD}
 
 
 @dataclass
 class Audit:
-    """What was audited and what was found."""
+    """The result of an audit."""
 
     checkpoints: int = 0
     files: int = 0
     bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     unchanged: int = 0
-    """Checkpoints that were not read, since they are as they were when they were last verified."""
+    """Checkpoints that were skipped because they have not changed since they were last verified."""
     log: Head = EMPTY
-    """Where the signed log ends: whoever keeps this can tell later whether anything was taken off it."""
+    """The end of the signed log: with a copy of it one can tell later whether the log was cut short."""
     notes: list[str] = field(default_factory=list)
-    """What was left out and why, in words; only of an audit that may leave something out."""
+    """Skipped checkpoints, and the reason."""
+
+    def count(self, nodes: list[Node], changed: list[Node]) -> None:
+        sizes = [entry.size for node in nodes for entry in node.manifest.files]
+        self.checkpoints, self.files, self.bytes = len(nodes), len(sizes), sum(sizes)
+        self.unchanged = len(nodes) - len(changed)
 
     @property
     def is_sound(self) -> bool:
@@ -63,7 +67,7 @@ class Audit:
 
     @property
     def broken(self) -> list[str]:
-        """What is not as recorded, in words: code and subject, each once."""
+        """Code and subject of each finding that breaks the audit, each once."""
         return sorted({f"{finding.code} ({finding.subject})" for finding in self.findings if finding.is_broken})
 
     def to_json(self) -> dict[str, Any]:
@@ -92,85 +96,81 @@ def audit(
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
 
     Args:
-        starts: None audits everything in the store, and looks for records of what is no longer there.
+        starts: None audits everything in the store, and looks for records of checkpoints that are gone.
         public: the public key to trust; by default the one in the output directory's `keys/`.
-        hashing: False judges weights by their size alone.
-        since_verified: read what changed since such an audit found everything sound, and record that this one did; see
-            `verified`. Of everything, with hashing.
-        expect: where the log ended once, from somebody who kept that.
+        hashing: False compares only the sizes of files.
+        since_verified: skip what has not changed since such an audit found everything sound, and record a sound result
+            (see `verified`); only with `starts=None` and hashing.
+        expect: a head of the log that somebody kept.
         on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
-    graph, result = store.graph, Audit()
-    everything = starts is None
+    graph, result, everything = store.graph, Audit(), starts is None
     chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
     if not everything:
         chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation, Benchmark)]
-    order = graph.ancestors(chosen)
-    found = result.findings
+    order, found = graph.ancestors(chosen), result.findings
     found += _structure(store, order, everything)
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
-    since = read_since(store.output, graph, trusted) if since_verified else None
+    baseline = read_baseline(store.output, graph, trusted) if since_verified else None
     view, broken = read_log(store.output, verifier)
     found += broken
     result.log = view.head
-    heads = {"--expect": expect, RECORD: since.head if since is not None else last_head(store.output, trusted)}
+    heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)
-    prompts = Prompts(graph)
-    commits: set[str] = set()
     nodes = [graph.nodes[sha] for sha in order if sha in graph.nodes]
-    changed = [node for node in nodes if since is None or node.sha256 not in since.unchanged]
-    result.unchanged = len(nodes) - len(changed)
+    changed = [node for node in nodes if baseline is None or node.sha256 not in baseline.unchanged]
+    result.count(nodes, changed)
     with ThreadPoolExecutor(WORKERS) as pool:
         for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
             found += findings
             on_progress(done, len(changed))
-    for node in nodes:
-        result.checkpoints += 1
-        result.files += len(node.manifest.files)
-        result.bytes += sum(entry.size for entry in node.manifest.files)
-    spans = Spans(graph, [node for node in changed if hashing and node.sides])
-    for node in changed:
-        if node.statement is not None and node.statement.predicate.build.internal.code.git_commit:
-            commits.add(node.statement.predicate.build.internal.code.git_commit)
-        if hashing:
-            found += check_dataset(node, prompts)
-            found += check_evaluation(node, graph, prompts, spans)
-    found += _commits(sorted(commits))
+    if hashing:
+        found += _contamination(store, changed)
+    found += _commits({node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement})
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
         found += [Finding("keys", "key-exposed", text) for text in exposed_keys(store.output)]
         found += check_record(store, view)
         found += check_files(store, view)
-        found += check_kept(store.output, trusted, hashing and since is None)
+        found += check_kept(store.output, trusted, hashing and baseline is None)
     from xray_runtime.lineage.audit.tracking import check_tracking
 
     found += check_tracking(store, view, nodes, everything, changed)
     result.findings = sorted(set(found))
-    if since is not None:
-        result.notes = _since_notes(store, result, trusted, since)
+    if baseline is not None:
+        result.notes = _baseline_notes(store, result, trusted, baseline)
     return result
 
 
-def _since_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], since: Since) -> list[str]:
-    """What was left out; and what is recorded for the next audit, where all is sound."""
-    notes = [f"everything was read: {since.reason}"] if since.reason else []
-    if not since.reason:
-        notes.append(
+def _contamination(store: LineageStore, nodes: list[Node]) -> Iterator[Finding]:
+    prompts = Prompts(store.graph)
+    spans = Spans(store.graph, [node for node in nodes if node.sides])
+    for node in nodes:
+        yield from check_dataset(node, prompts)
+        yield from check_evaluation(node, store.graph, prompts, spans)
+
+
+def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], baseline: Baseline) -> list[str]:
+    """Notes on skipped checkpoints; writes a record for the next audit where all is sound."""
+    if baseline.reason:
+        notes = [f"everything was read: {baseline.reason}"]
+    else:
+        notes = [
             f"{result.unchanged} of {result.checkpoints} checkpoints are unchanged in size, inode and times since they "
             "were verified; neither they nor their runs in MLflow were read again. "
-            f"Everything was last read {since.whole}"
-        )
-    kept = "something was found"
+            f"Everything was last read {baseline.whole}"
+        ]
+    problem = "something was found"
     if result.is_sound:
-        kept = write_since(store.output, store.graph, trusted, since, result.log)
-    return [*notes, *([f"nothing is recorded for the next audit: {kept}"] if kept else [])]
+        problem = write_record(store.output, store.graph, trusted, baseline, result.log)
+    return [*notes, *([f"nothing is recorded for the next audit: {problem}"] if problem else [])]
 
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
-    """What one checkpoint's own files say."""
+    """Findings about one checkpoint's own files."""
     damages = inspect(node.directory, node.sha256, hashing=hashing)
     found = [Finding(node.name, damage.code, damage.text) for damage in damages]
     found += _identity(node)
@@ -221,7 +221,7 @@ def _identity(node: Node) -> Iterator[Finding]:
     try:
         key = manifest.identity.key
     except (ValueError, RecursionError):
-        # No JSON that we write: NaN, half a character.
+        # X-ray writes no such JSON: NaN, half a character.
         key = None
     if key != manifest.key:
         yield Finding(node.name, "manifest-inconsistent", "its key does not follow from its content")
@@ -277,12 +277,12 @@ def _code(node: Node, statement: Statement) -> Iterator[Finding]:
 def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Finding]:
     path = node.directory / CARD
     allowed = {subject.digest.sha256 for subject in statement.subject if subject.name == CARD}
-    # A link to nothing is there too.
+    # lexists: a dangling link counts as a card.
     if not allowed and not os.path.lexists(path):
         return
     for _, child in store.graph.children.get(node.sha256, []):
         card = store.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
-        # An evaluation of whatever kind holds the card of the policy it judged, and of no other of its parents.
+        # An evaluation of any kind holds the card of the policy it judged, and of none of its other parents.
         with contextlib.suppress(OSError, ValueError):
             content = b"" if card.parent.is_symlink() else read_bounded(card)
             if CHECKPOINT_LINE.format(node.sha256).encode() in content:
@@ -294,7 +294,7 @@ def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Fin
 
 
 def _sources(node: Node) -> Iterator[Finding]:
-    """Local files the stage read, where they are still there. Only what a sound signature vouches for is opened."""
+    """Local files that the stage read, if they still exist; only those that a sound signature names are opened."""
     if node.statement is None:
         return
     for dependency in node.statement.predicate.build.dependencies:
@@ -302,7 +302,7 @@ def _sources(node: Node) -> Iterator[Finding]:
             continue
         path = Path(dependency.uri)
         if path.suffix == ".gguf":
-            # Its digest is of the files beside it too.
+            # Its digest also covers files next to it.
             continue
         if path.is_absolute() and path.is_file() and not path.is_symlink():
             try:
@@ -313,10 +313,8 @@ def _sources(node: Node) -> Iterator[Finding]:
                 yield Finding(node.name, "source-changed", f"{dependency.name} {dependency.uri}")
 
 
-def _commits(commits: list[str]) -> Iterator[Finding]:
-    if not (ROOT / ".git").exists():
-        return
-    for commit in commits:
+def _commits(commits: set[str | None]) -> Iterator[Finding]:
+    for commit in sorted(filter(None, commits)) if (ROOT / ".git").exists() else []:
         if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
             yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
             continue

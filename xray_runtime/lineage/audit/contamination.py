@@ -1,8 +1,8 @@
 """Was a policy judged on held-out prompts that neither it nor any model it came from was trained on?
 
-The same is asked of the policy it is held against. Equal prompts break an audit; prompts that share a span of 13 words
-with what was trained on, or all their words, are worth knowing; so is that this cannot be known. What was trained on is
-the training side of every dataset, and of people's verdicts those that no dataset beside them holds out.
+The policy it is compared with is checked too. Equal prompts break an audit. Prompts that share a span of 13 words, or
+all their words, with the training data are a note, and so is training data that cannot be read. Training data is the
+training side of every dataset, and the human verdicts whose prompts no dataset beside them holds out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xray_runtime.store.checkpoints import read_bounded
 
 
 class Prompts:
-    """Prompts of what was trained on or held out, each file read once; in memory are 16 bytes a prompt."""
+    """Prompts of training and held-out data, each file read once; takes 16 bytes of memory for each prompt."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -43,7 +43,7 @@ class Prompts:
         return self._read[key]
 
     def texts(self, dataset: str, side: str) -> Iterator[str]:
-        """The same one by one. Raises OSError or ValueError where they cannot be read."""
+        """The same prompts one by one. Raises OSError or ValueError where they cannot be read."""
         node = self._graph.nodes.get(dataset)
         if node is None:
             raise ValueError(f"{dataset[:12]} is not in the store")
@@ -53,7 +53,7 @@ class Prompts:
 
 
 class Spans:
-    """Spans of the prompts of several evaluations, each dataset read once for all of them."""
+    """Spans of the prompts of several evaluations; each dataset is read once for all of them."""
 
     def __init__(self, graph: Graph, evaluations: Iterable[Node]) -> None:
         self._graph = graph
@@ -61,8 +61,8 @@ class Spans:
         self._found: dict[str, Hashes] = {}
 
     def overlapping(self, prompts: Iterable[str], dataset: str) -> list[str]:
-        """Those of `prompts` of which a span stands in a conversation of the training side, or which is a prompt of it,
-        case and punctuation aside."""
+        """The prompts that share a span with a training conversation, or equal a training prompt; case and punctuation
+        do not count."""
         if dataset not in self._found:
             try:
                 self._found[dataset] = self._asked.found_in(*self._trained(dataset))
@@ -88,7 +88,7 @@ def _side(node: Node, side: str) -> Path:
 
 
 def _trains(graph: Graph, node: Node) -> bool:
-    """Whether something to train on is in a checkpoint, or was in people's verdicts and is in no other."""
+    """Whether a checkpoint has training data, or learned from human verdicts that are in no dataset."""
     return node.is_data or (node.is_a(Model) and any(parent.is_a(Judgements) for parent in _parents(graph, node)))
 
 
@@ -97,7 +97,7 @@ def _parents(graph: Graph, node: Node) -> list[Node]:
 
 
 def _verdicts(graph: Graph, policy: Node) -> Iterator[LabelledReply]:
-    """What a policy learned of people's verdicts. Raises OSError or ValueError where that cannot be read."""
+    """The human verdicts a policy learned from. Raises OSError or ValueError where they cannot be read."""
     parents = _parents(graph, policy)
     try:
         held_out = [held_out_prompts(parent.directory) for parent in parents if parent.is_a(Dataset)]
@@ -118,7 +118,7 @@ def _conversations(path: Path) -> Iterator[str]:
 
 
 def _asked(node: Node) -> list[str]:
-    """The prompts of an evaluation; none where they cannot be read, which is another finding."""
+    """The prompts of an evaluation; none if they cannot be read, which is another finding."""
     try:
         prompts = _json(node, "prompts.json")
     except (OSError, ValueError, RecursionError):
@@ -127,7 +127,7 @@ def _asked(node: Node) -> list[str]:
 
 
 def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
-    """No prompt on both sides of a dataset."""
+    """Prompts on both sides of a dataset."""
     if not node.is_data:
         return
     train, heldout = prompts.of(node.sha256, "train"), prompts.of(node.sha256, "heldout")
@@ -139,8 +139,7 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
 
 
 def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -> Iterator[Finding]:
-    """The prompts of an evaluation are held-out ones, and no model behind the policy was trained on any, or on parts of
-    any."""
+    """Prompts of an evaluation that are not held out, or that the policy or an ancestor was trained on."""
     if not node.sides:
         return
     try:
@@ -156,7 +155,7 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not agree")
     questions = frozenset(asked)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
-    # Only a dataset that was asked for them has rows to choose checkpoints by.
+    # Only some datasets have rows for choosing checkpoints.
     chosen_by = prompts.of(node.manifest.dataset or "", "validation") or TextSet()
     foreign = {t for t in questions if t not in heldout and t not in chosen_by} if heldout is not None else None
     if foreign:
@@ -172,17 +171,16 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
             continue
         overlap = {text for text in questions if text in trained}
         if overlap:
-            example = min(overlap)[:80]
-            detail = f"{len(overlap)} prompts stand in the training part of {ancestor.name}, for example {example!r}"
+            where = f"in the training part of {ancestor.name}"
+            detail = f"{len(overlap)} prompts are {where}, for example {min(overlap)[:80]!r}"
             yield Finding(node.name, "evaluation-overlap", detail)
         near = sorted(set(spans.overlapping(questions - overlap, sha)))
         if near:
-            detail = (
+            share = (
                 f"{len(near)} of {len(questions)} prompts ({len(near) / len(questions):.1%}) share {SPAN_WORDS} words"
             )
-            detail += (
-                f" in a row, or all they have, with the training part of {ancestor.name}, for example {near[0][:80]!r}"
-            )
+            where = f"in a row, or all they have, with the training part of {ancestor.name}"
+            detail = f"{share} {where}, for example {near[0][:80]!r}"
             yield Finding(node.name, "evaluation-near-overlap", detail)
 
 

@@ -1,40 +1,47 @@
-"""What runs leave for people, in an audit: lifecycle.json, reports, metrics, tables, figures, pages.
+"""The files of runs in an audit: records, reports, metrics, tables, figures, pages, and what stages keep.
 
-Every file the log lists is what it says; in the directories that people read nothing else lies. What is no evidence
-(logs, caches, snapshots of stages that have not ended, files somebody put there) is named, and found sound.
+Every file the log lists must be unchanged, and the directories that people read must hold nothing else. Files that are
+no evidence (logs, caches, snapshots of stages that have not ended, unknown files) are notes. Training reads no kept
+token, state, snapshot or answer that is not sealed (`store.seal`); the audit names them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.data.derived import SUFFIX
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import LogView
-from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, RunBegan
+from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.signing import TrustedKey
+from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.snapshots import SNAPSHOTS
+from xray_runtime.store.seal import SEALED, Seal
+from xray_runtime.store.snapshots import SNAPSHOTS, snapshot_problem, snapshot_purpose
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import RECORDS
 
-RESULTS, PAGES, ARTIFACTS = "results", "lineage", "mlartifacts"
+RESULTS, PAGES = "results", "lineage"
+MAX_ANSWERS_BYTES = 2**30
 ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", "verified.json", "verified.sig", "mlflow.db", "digests.sqlite"),
+    *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "evaluations"),
 }
-"""What X-ray puts into an output directory."""
-BESIDE = ("-journal", "-wal", "-shm")
-"""What SQLite puts beside a database."""
+"""X-ray's entries of an output directory."""
+BESIDE = "-(journal|wal|shm)$"
+"""Ends the names of SQLite's files beside a database."""
 
 
 def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
-    """Every file of the log, every record of a run, and what is there besides."""
+    """Every file of the log, every record of a run, and files that are in no entry."""
     output, open_runs = store.output, view.open_runs(store.output)
     places = {view.runs[run_id].place for run_id in view.runs}
     at_work = set[str]()
@@ -52,7 +59,7 @@ def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
     for name, sha256 in sorted(view.files.items()):
         if name not in at_work and not name.startswith(f"{CHECKPOINTS}/"):
             reason = _differs(output, name, sha256)
-            # A result that is not there is computed, or found, again.
+            # A missing result is computed, or found, again.
             if reason is not None and not (name.startswith(f"{RESULTS}/") and not os.path.lexists(output / name)):
                 yield Finding(name, "run-changed", reason)
     yield from _extra(output, view, bool(open_runs))
@@ -94,7 +101,7 @@ def _run_on_record(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _check_open(name: str, run: RunBegan, content: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a run that has not ended must say of itself."""
+    """The record of a run that has not ended."""
     differing = [name for name, value in run.facts.items() if content.get(name) != value]
     if content.get("status") == "completed":
         differing.append("status")
@@ -113,12 +120,12 @@ def _differs(output: Path, name: str, sha256: str) -> str | None:
 
 
 def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
-    """What is there and in no entry."""
+    """Files that are in no entry of the log."""
     listed = {str(parent) for name in view.files for parent in Path(name).parents}
     for entry in sorted(output.iterdir()):
         if entry.is_symlink():
             yield Finding(entry.name, "file-link", "a link stands where a file or directory of the run belongs")
-        elif _without_suffix(entry.name) not in ROOT and entry.name not in view.files:
+        elif re.sub(BESIDE, "", entry.name) not in ROOT and entry.name not in view.files:
             yield Finding(entry.name, "file-unknown", "no run put it there")
         elif entry.name == REPORT and REPORT not in view.files:
             yield Finding(REPORT, "run-unsigned", f"no run in {LOG} left it")
@@ -132,7 +139,7 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
             of_stage = (folder != PAGES and len(Path(name).parts) > 2) or folder == RESULTS
-            # A stage that has not ended, or failed, left what nobody has signed yet.
+            # Files of a stage that failed or has not ended are not signed yet.
             ended = holder.name in view.published or str(holder) in listed
             if of_stage and (is_open or not ended):
                 unfinished.add(str(holder))
@@ -142,12 +149,6 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             yield Finding(holder_name, "file-unknown", "of a run or a stage that did not end")
 
 
-def _without_suffix(name: str) -> str:
-    for suffix in BESIDE:
-        name = name.removesuffix(suffix)
-    return name
-
-
 def _below(output: Path, folder: str) -> list[str]:
     """Files and links below `folder`; links are not followed."""
     found = []
@@ -155,3 +156,44 @@ def _below(output: Path, folder: str) -> list[str]:
         there = [*names, *(name for name in directories if os.path.islink(os.path.join(place, name)))]
         found += [Path(place, name).relative_to(output).as_posix() for name in there]
     return sorted(found)
+
+
+def check_kept(output: Path, trusted: Sequence[TrustedKey], hashing: bool) -> Iterator[Finding]:
+    """Every kept file that no trusted key sealed.
+
+    Args:
+        hashing: without it the large ones are not read.
+    """
+    seal = Seal(None, [read_bounded(key.path) for key in trusted])
+    if hashing:
+        for folder in sorted((output / CHECKPOINTS).glob(f"*{SUFFIX}")):
+            for path in sorted(folder.iterdir()):
+                # Seals, locks, and files of a process that was killed while writing.
+                beside = path.suffix in (SEALED, ".lock", ".building") or path.suffix.startswith(".writing-")
+                if not beside and not seal.is_sealed(path):
+                    yield _finding(output, path, "it is not sealed")
+    for stage in sorted((output / SNAPSHOTS).glob("*")):
+        for place in sorted(stage.glob("step-" + "[0-9]" * 10)) if hashing else []:
+            problem = snapshot_problem(place, snapshot_purpose(place), seal)
+            if problem is not None:
+                yield _finding(output, place, problem)
+        yield from _check_answers(output, stage / ANSWERS, seal)
+
+
+def _check_answers(output: Path, path: Path, seal: Seal) -> Iterator[Finding]:
+    if not os.path.lexists(path):
+        return
+    try:
+        lines = read_bounded(path, MAX_ANSWERS_BYTES).splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        yield _finding(output, path, f"it cannot be read ({type(error).__name__})")
+        return
+    # A line without its end was cut short by a kill and does not count.
+    whole = [line for line in lines if line.endswith(b"\n")]
+    unsealed = [n for n, line in enumerate(whole, 1) if read_entry(line, purpose_of_answers(path.parent), seal) is None]
+    if unsealed:
+        yield _finding(output, path, f"{len(unsealed)} of its lines are not sealed, the first is {unsealed[0]}")
+
+
+def _finding(output: Path, path: Path, reason: str) -> Finding:
+    return Finding(path.relative_to(output).as_posix(), "kept-unsealed", reason)

@@ -1,4 +1,4 @@
-"""What an audit can find: each code, what it means and how to mend it."""
+"""The findings of an audit: each code with its meaning and remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing that is not as it was recorded."""
+    """One difference from what was recorded."""
 
     subject: str
     """Checkpoint (stage and digest), or file, or registered model."""
@@ -16,7 +16,7 @@ class Finding:
 
     @property
     def is_broken(self) -> bool:
-        """False for what is only worth knowing."""
+        """False for a note."""
         return self.code not in NOTES
 
     def to_json(self) -> dict[str, object]:
@@ -192,4 +192,4 @@ NOTES = {
     "tracking-unchecked",
     "mlflow-metric-earlier",
 }
-"""Worth knowing; the audit is sound nevertheless."""
+"""Notes: the audit is sound nevertheless."""

@@ -1,55 +1,53 @@
-"""What MLflow says, and its registry against the checkpoints and the log: versions, their tags, aliases."""
+"""MLflow's registry against the checkpoints and the log: versions, tags, aliases and pages."""
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import LogView
-from xray_runtime.lineage.log import LOG
+from xray_runtime.lineage.decisions import decisions_by_version
+from xray_runtime.lineage.log import LOG, LogView
+from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
-from xray_runtime.tracking.registry import LOG_TAG, check_sqlite
+from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_sqlite, open_client
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.reference import LineageStore
 
 PAGE = 1000
+PAGE_CODE = "registry-page-changed"
+REGISTRY_TAGS = {SHA256_TAG, URI_TAG, LOG_TAG}
+"""Tags of a version that `check_registry` checks."""
 
 Point = tuple[str, int, int, str]
 """Metric, step, time in ms, value."""
 
 
 def point(name: str, step: int, time_ms: int, value: float) -> Point:
-    """A point as one compares it: MLflow's databases hold no infinity, and NaN equals nothing."""
+    """A point that can be compared: MLflow's databases hold no infinity, and NaN equals nothing."""
     largest = sys.float_info.max
     return name, step, time_ms, repr(min(max(value, -largest), largest) if not math.isnan(value) else value)
 
 
 class RegistryView:
-    """What an MLflow store says, read once and never written.
+    """The content of an MLflow store, read once and never written.
 
     Raises:
         OSError: a SQLite file that is not there.
-        ValueError: a file that is none of SQLite's.
+        ValueError: a file that is not an SQLite database.
     """
 
     def __init__(self, uri: str) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         check_sqlite(uri)
-        import mlflow
+        self._client = open_client(uri)
         from mlflow.entities import ViewType
 
-        self._client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         experiments = _pages(lambda token: self._client.search_experiments(ViewType.ALL, PAGE, page_token=token))
         self.experiments = {e.experiment_id: e for e in experiments}
         ids = list(self.experiments)
@@ -76,7 +74,7 @@ class RegistryView:
         """Ids of the models a run read; searching for runs does not give them."""
         run = self._client.get_run(run_id)
         outputs = {o.model_id for o in (run.outputs.model_outputs if run.outputs else [])}
-        # A metric logged with a run's own output also makes that an input of the run.
+        # A metric logged with a run's output makes that an input of the run too.
         return {i.model_id for i in (run.inputs.model_inputs if run.inputs else [])} - outputs
 
     def history(self, run_id: str, names: Iterable[str]) -> set[Point]:
@@ -93,7 +91,7 @@ class RegistryView:
         return models[0].model_id if models else None
 
     def model_sha(self, model_id: str) -> str | None:
-        """Which checkpoint a LoggedModel says it is."""
+        """The checkpoint that a LoggedModel names."""
         model = self.models.get(model_id)
         return model.params.get("sha256") if model is not None else None
 
@@ -110,14 +108,14 @@ def _pages(page: Any) -> list[Any]:
 
 
 def check_registry(
-    snapshot: RegistryView, store: LineageStore, view: LogView, audited: set[str], everything: bool
+    mlflow: RegistryView, store: LineageStore, view: LogView, audited: set[str], everything: bool
 ) -> Iterator[Finding]:
     """Registered versions and aliases of `audited`; with `everything` every alias that was decided."""
     judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
-    for (name, number), version in sorted(snapshot.versions.items()):
+    for (name, number), version in sorted(mlflow.versions.items()):
         said: str | None = version.tags.get("xray.sha256")
         label = f"{name}/{number}"
-        pointed = snapshot.model_sha(version.source.removeprefix("models:/"))
+        pointed = mlflow.model_sha(version.source.removeprefix("models:/"))
         if said not in audited and pointed not in audited:
             continue
         if said is None or said != pointed:
@@ -127,9 +125,9 @@ def check_registry(
             yield Finding(label, "registry-changed", "its tag xray.uri names another directory")
         elif said not in judged:
             yield Finding(label, "evaluation-missing", f"{said[:12]} has no evaluation in the store")
-        yield from _check_version(snapshot, view, label, version)
-    aliases = {(m.name, alias): str(number) for m in snapshot.registered for alias, number in m.aliases.items()}
-    known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in snapshot.versions.values()}
+        yield from _check_version(mlflow, view, label, version)
+    aliases = {(m.name, alias): str(number) for m in mlflow.registered for alias, number in m.aliases.items()}
+    known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in mlflow.versions.values()}
     for (name, alias), decision in sorted(view.decided.items()):
         if not everything and decision.checkpoint not in audited:
             continue
@@ -140,19 +138,19 @@ def check_registry(
             yield Finding(label, "alias-moved", f"to version {target}; the last decision is version {decision.version}")
         elif known.get((name, target)) != decision.checkpoint:
             yield Finding(label, "registry-changed", f"version {target} is not {decision.checkpoint[:12]} any more")
-    # In a store that several directories share, another of them may have decided about what was brought from there.
+    # In a store that several directories share, another one may have decided about checkpoints copied from there.
     brought = {entry.checkpoint for entry in view.published.values() if entry.action == "bring"}
     for (name, alias), target in sorted(aliases.items()):
-        version = snapshot.versions.get((name, target))
-        pointed = snapshot.model_sha(version.source.removeprefix("models:/")) if version is not None else None
+        version = mlflow.versions.get((name, target))
+        pointed = mlflow.model_sha(version.source.removeprefix("models:/")) if version is not None else None
         here = {known.get((name, target)), pointed} & (audited - brought if store.artifacts is None else audited)
         if here and (name, alias) not in view.decided:
             yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
 
 
-def _check_version(snapshot: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
-    """What `pages` does not look at: the run it names, and the log's head of when its page was written."""
-    model, run = snapshot.models.get(version.source.removeprefix("models:/")), snapshot.runs.get(version.run_id)
+def _check_version(mlflow: RegistryView, view: LogView, label: str, version: Any) -> Iterator[Finding]:
+    """The run a version names, and the log's mark when its page was written."""
+    model, run = mlflow.models.get(version.source.removeprefix("models:/")), mlflow.runs.get(version.run_id)
     key = run.data.tags.get(KEY_TAG) if run is not None else None
     if model is not None and key != model.params.get("key"):
         yield Finding(label, "registry-changed", f"it names run {version.run_id}, which is not of its stage")
@@ -161,12 +159,12 @@ def _check_version(snapshot: RegistryView, view: LogView, label: str, version: A
         yield Finding(LOG, "log-shorter", f"{reason} ({label} in MLflow)")
 
 
-def check_orphans(snapshot: RegistryView, store: LineageStore, removed: set[str]) -> Iterator[Finding]:
-    """LoggedModels of this output directory whose checkpoint is gone, and nobody decided that."""
+def check_orphans(mlflow: RegistryView, store: LineageStore, removed: set[str]) -> Iterator[Finding]:
+    """LoggedModels of this output directory whose checkpoint is gone without a decision."""
     names = {node.directory.name for node in store.graph.nodes.values()}
-    # A store inside the output directory moves with it; in a shared one only the path tells whose a model is.
+    # A store inside the output directory moves with it; in a shared one only the path tells models apart.
     own = store.artifacts is not None
-    for sha, models in sorted(snapshot.by_sha.items()):
+    for sha, models in sorted(mlflow.by_sha.items()):
         for model in models:
             uri = Path(model.params.get("uri", ""))
             if sha in store.graph.nodes or sha in removed or not (own or uri.parent.parent == store.output.absolute()):
@@ -174,3 +172,46 @@ def check_orphans(snapshot: RegistryView, store: LineageStore, removed: set[str]
             if uri.name not in names:
                 stage = uri.name.rpartition("-")[0]
                 yield Finding(f"{stage} {sha[:12]}", "checkpoint-missing", f"MLflow's {model.model_id} names it")
+
+
+def check_pages(view: RegistryView, store: LineageStore, audited: Collection[str]) -> Iterator[Finding]:
+    """The descriptions, tags and stages of registered models that have a version among `audited`."""
+    decisions, described = decisions_by_version(store.output), set[str]()
+
+    def experiment_of(run_id: str) -> str | None:
+        run = view.runs.get(run_id)
+        return str(run.info.experiment_id) if run is not None else None
+
+    for (name, number), version in sorted(view.versions.items()):
+        about = decisions.get((name, number), [])
+        if version.tags.get(SHA256_TAG) not in audited and not {d.checkpoint for d in about} & set(audited):
+            continue
+        label, registration = f"{name}/{number}", registration_of(about)
+        if registration is not None and registration.page not in (0, FORM):
+            yield Finding(label, "registry-page-unchecked", f"form {registration.page}; this release words form {FORM}")
+            continue
+        try:
+            page = version_page(name, about, store.graph.nodes.get, experiment_of)
+        except (OSError, ValueError) as error:
+            yield Finding(label, PAGE_CODE, f"its page cannot be generated again: {error}")
+            continue
+        if page is not None:
+            described.add(name)
+        tags = {tag: value for tag, value in version.tags.items() if tag not in REGISTRY_TAGS}
+        yield from _differences(label, page, version.description, tags)
+        if version.current_stage not in (None, "", "None"):
+            yield Finding(label, PAGE_CODE, f"stage {version.current_stage}: X-ray sets none")
+    for model in view.registered:
+        if model.name in described:
+            yield from _differences(model.name, model_page(model.name), model.description, model.tags)
+
+
+def _differences(label: str, page: Page | None, description: str | None, tags: Mapping[str, str]) -> Iterator[Finding]:
+    """Differences from the generated page; without one, every tag of X-ray's is unsigned."""
+    expected = page.tags if page is not None else {}
+    if page is not None and description != page.description:
+        yield Finding(label, PAGE_CODE, "its description")
+    ours = {tag for tag in tags if tag.startswith(PREFIX)} | expected.keys()
+    differing = sorted(tag for tag in ours if tags.get(tag) != expected.get(tag))
+    if differing:
+        yield Finding(label, PAGE_CODE, f"tags: {', '.join(differing)}")

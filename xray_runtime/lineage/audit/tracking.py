@@ -1,4 +1,4 @@
-"""MLflow against the checkpoints and the log: params, tags, names, inputs, metrics, deleted runs and experiments."""
+"""MLflow's runs against the checkpoints and the log: params, tags, names, inputs, metrics, deletions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import LogView
-from xray_runtime.lineage.audit.pages import check_pages
-from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_registry, point
+from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LOG
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.store.checkpoints import read_bounded, statement_sha256
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import (
     ATTEMPTS_TAG,
@@ -24,22 +23,23 @@ from xray_runtime.tracking.mlflow_tracker import (
     KEY_TAG,
     PARENT_TAG,
     STAGE_TAG,
+    model_params,
     params_of,
 )
 from xray_runtime.tracking.recorder import ATTEMPTS, METRICS, RECORDS, read_points
 from xray_runtime.tracking.registry import LOG_TAG
 
 STATUSES = {"completed": ("FINISHED",), "failed": ("FAILED",), "interrupted": ("KILLED",)}
-"""What MLflow may say of a run that ended so."""
+"""How a run ended → the statuses MLflow may have."""
 STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
-"""Tags of ours that a stage's run has."""
+"""X-ray's tags of a stage's run."""
 
 
 def check_tracking(
     store: LineageStore, view: LogView, nodes: list[Node], everything: bool, changed: list[Node]
 ) -> Iterator[Finding]:
-    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also what it knows and the
-    store does not, and the runs of the log."""
+    """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also the runs of the log, and
+    models that the store lacks."""
     asked = store.tracking_uri and ("" if store.artifacts is not None else strip_credentials(store.tracking_uri))
     for address in sorted({run.tracking for run in view.runs.values()} - {asked}):
         if address or (store.output / "mlflow.db").is_file():
@@ -50,17 +50,17 @@ def check_tracking(
     if store.tracking_uri is None:
         return
     try:
-        snapshot = RegistryView(store.tracking_uri)
+        mlflow = RegistryView(store.tracking_uri)
         found: list[Finding] = []
         for node in changed:
-            found += _check_node(snapshot, store, view, node)
+            found += _check_node(mlflow, store, view, node)
         audited = {node.sha256 for node in nodes}
-        found += check_registry(snapshot, store, view, audited, everything)
-        found += check_pages(snapshot, store, audited)
+        found += check_registry(mlflow, store, view, audited, everything)
+        found += check_pages(mlflow, store, audited)
         if everything:
-            found += check_orphans(snapshot, store, view.pruned)
-            found += _check_runs(snapshot, view, asked)
-    # A damaged database raises whatever its layers raise; each means that MLflow cannot be asked.
+            found += check_orphans(mlflow, store, view.pruned)
+            found += _check_runs(mlflow, view, asked)
+    # A damaged database raises errors of many kinds; each means that MLflow cannot be read.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         yield Finding("MLflow", "tracking-unreadable", f"{type(error).__name__}: {reason}")
@@ -68,20 +68,20 @@ def check_tracking(
     yield from found
 
 
-def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
-    """The runs of whole lifecycles; and how long the log was when each ended, as far as MLflow knows."""
-    for run_id, run in snapshot.runs.items():
+def _check_runs(mlflow: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
+    """The runs of whole lifecycles, and the marks of the log that MLflow keeps."""
+    for run_id, run in mlflow.runs.items():
         reason = view.contradicts(run.data.tags.get(LOG_TAG, ""))
         if reason is not None:
             yield Finding(LOG, "log-shorter", f"{reason} (run {run_id[:12]} in MLflow)")
     for run_id, began in view.runs.items():
-        run = snapshot.runs.get(run_id)
+        run = mlflow.runs.get(run_id)
         if began.tracking != asked:
             continue
         if run is None:
             yield Finding(f"run {run_id[:12]}", "mlflow-run-missing", f"lifecycle run {run_id}")
             continue
-        experiment = snapshot.experiments.get(run.info.experiment_id)
+        experiment = mlflow.experiments.get(run.info.experiment_id)
         if run.info.lifecycle_stage != "active" or experiment is None or experiment.lifecycle_stage != "active":
             yield Finding(f"run {run_id[:12]}", "mlflow-run-deleted", f"lifecycle run {run_id}, or its experiment")
         differing = [tag for tag, value in began.tags.items() if run.data.tags.get(tag) != value]
@@ -94,33 +94,28 @@ def _check_runs(snapshot: RegistryView, view: LogView, asked: str | None) -> Ite
         }
         differing += [name for name, (shown, said) in facts.items() if shown != said]
         ended = view.ended.get(run_id)
-        # After its end is signed, a run that is killed stays at work in MLflow.
+        # A run that is killed after its end was signed still runs according to MLflow.
         if ended is not None and run.info.status not in (*STATUSES.get(ended.status, ()), "RUNNING"):
             differing.append("status")
         if differing:
             yield Finding(f"run {run_id[:12]}", "mlflow-run-changed", f"lifecycle run: {', '.join(sorted(differing))}")
 
 
-def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
-    models = snapshot.by_sha.get(node.sha256, [])
-    digest = statement_sha256(node.directory)
-    statement = node.statement
-    facts = statement.predicate.details.run if statement is not None else None
-    # A checkpoint that was computed again has other records too: with the statement of then, or of another run.
-    models = sorted(
-        models,
-        key=lambda m: (
-            m.params.get("statement_sha256") == digest,
-            facts is not None and m.source_run_id == facts.mlflow_run_id,
-        ),
-    )
+def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
+    models = mlflow.by_sha.get(node.sha256, [])
+    expected = model_params(node.manifest, node.sha256, node.directory)
+    facts = node.statement.predicate.details.run if node.statement is not None else None
     if not models:
         yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
         return
-    model = models[-1]
-    differing = sorted(
-        name for name, value in _model_params(node, digest).items() if (model.params.get(name) or "") != value
-    )
+
+    def is_ours(model: Any) -> tuple[bool, bool]:
+        same_statement = model.params.get("statement_sha256", "") == expected["statement_sha256"]
+        return same_statement, facts is not None and model.source_run_id == facts.mlflow_run_id
+
+    # A checkpoint that was computed again also has older records, with another statement or of another run.
+    model = max(models, key=is_ours)
+    differing = sorted(name for name, value in expected.items() if (model.params.get(name) or "") != value)
     if Path(model.params.get("uri", "")).name != node.directory.name:
         differing.append("uri")
     if differing:
@@ -128,37 +123,24 @@ def _check_node(snapshot: RegistryView, store: LineageStore, view: LogView, node
     if model.model_type != node.manifest.kind or any(tag.startswith("xray.") for tag in model.tags):
         yield Finding(node.name, "mlflow-model-changed", f"kind or tags of {model.model_id}")
     run_id = model.source_run_id
-    if facts is not None and facts.mlflow_run_id in snapshot.runs and facts.mlflow_run_id != run_id:
+    if facts is not None and facts.mlflow_run_id in mlflow.runs and facts.mlflow_run_id != run_id:
         yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
         run_id = facts.mlflow_run_id
-    run = snapshot.runs.get(run_id)
+    run = mlflow.runs.get(run_id)
     if run is None:
         yield Finding(node.name, "mlflow-run-missing", f"run {run_id}")
         return
     if run.info.lifecycle_stage != "active":
         yield Finding(node.name, "mlflow-run-deleted", f"run {run_id}")
     parent = run.data.tags.get(PARENT_TAG)
-    if parent in snapshot.runs and snapshot.runs[parent].info.lifecycle_stage != "active":
+    if parent in mlflow.runs and mlflow.runs[parent].info.lifecycle_stage != "active":
         yield Finding(node.name, "mlflow-run-deleted", f"lifecycle run {parent}")
     recorded = facts.mlflow_parent_run_id if facts is not None and facts.mlflow_run_id == run_id else parent
-    if recorded is not None and recorded not in snapshot.runs:
+    if recorded is not None and recorded not in mlflow.runs:
         yield Finding(node.name, "mlflow-run-missing", f"lifecycle run {recorded}")
     yield from _check_run(run, node, recorded)
-    yield from _check_inputs(snapshot, run, node)
-    yield from _check_metrics(snapshot, store, view, run_id, node)
-
-
-def _model_params(node: Node, digest: str | None) -> dict[str, str]:
-    manifest = node.manifest
-    return {
-        "sha256": node.sha256,
-        "key": manifest.key,
-        "config_digest": manifest.config_digest,
-        "code_digest": manifest.code_digest,
-        "seed": str(manifest.seed),
-        "dataset_sha256": manifest.dataset or "",
-        "statement_sha256": digest or "",
-    } | {f"parent.{role}": sha256 for role, sha256 in manifest.parents.items()}
+    yield from _check_inputs(mlflow, run, node)
+    yield from _check_metrics(mlflow, store, view, run_id, node)
 
 
 def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
@@ -182,22 +164,22 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
 
 
 def _attempts(node: Node) -> int:
-    """How often a run can say that its stage was begun; less where a later run found it."""
+    """The largest number of attempts that a run may record; a later run that found the stage records fewer."""
     facts = node.statement.predicate.details.run if node.statement is not None else None
     begun = facts.attempts if facts is not None else 0
     with contextlib.suppress(OSError, ValueError):
-        # An attempt after the one that published may have been needed to say so.
+        # A later attempt may have finished the records of the one that published.
         path = node.directory.parent.parent / RECORDS / node.directory.name / ATTEMPTS
         begun = max(begun, int(read_bounded(path)))
     return begun
 
 
 def _check_metrics(
-    snapshot: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
+    mlflow: RegistryView, store: LineageStore, view: LogView, run_id: str, node: Node
 ) -> Iterator[Finding]:
-    """Every point against the file of metrics, which is signed; the numbers of an evaluation against its own too."""
+    """Every point against the signed file of metrics, and the numbers of an evaluation against its results."""
     name = f"{RECORDS}/{node.directory.name}/{METRICS}"
-    metrics = snapshot.runs[run_id].data.metrics
+    metrics = mlflow.runs[run_id].data.metrics
     differing = []
     for result, value in node.results.items() if node.sides else ():
         if isinstance(value, int | float):
@@ -212,24 +194,23 @@ def _check_metrics(
                 for metric, value in at["metrics"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            # It is not the file that was signed, which is found by itself.
+            # The file was changed, which is another finding.
             return
-        shown_points = snapshot.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
+        shown_points = mlflow.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
         differing += {found[0] for found in recorded - shown_points}
         more = {found[0] for found in shown_points - recorded}
-        # An attempt that was cut short has sent points that the next one made again, at another time.
+        # After an attempt that was cut short, the next one records the same points at another time.
         once = node.statement is None or node.statement.predicate.details.run.attempts <= 1
         differing += more if once else ()
         if more and not once:
-            detail = f"{', '.join(sorted(more)[:8])}"
-            yield Finding(node.name, "mlflow-metric-earlier", detail)
+            yield Finding(node.name, "mlflow-metric-earlier", ", ".join(sorted(more)[:8]))
     if differing:
         yield Finding(node.name, "mlflow-metric-changed", ", ".join(sorted(set(differing))[:8]))
 
 
-def _check_inputs(snapshot: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
+def _check_inputs(mlflow: RegistryView, run: Any, node: Node) -> Iterator[Finding]:
     parents = set(node.manifest.parents.values())
-    shown = {model_id: snapshot.model_sha(model_id) for model_id in snapshot.model_inputs(run.info.run_id)}
+    shown = {model_id: mlflow.model_sha(model_id) for model_id in mlflow.model_inputs(run.info.run_id)}
     for model_id, sha in sorted(shown.items()):
         if sha is None:
             yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle, judged, model, preferences, weights
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.lineage.gates import Gate, check_gates
-from xray_runtime.lineage.independence import not_independent
+from xray_runtime.lineage.leaky_judges import leaky_judges
 from xray_runtime.lineage.reference import open_lineage_store
 
 GOOD = PromotionConfig(min_win_rate=0.3, max_judge_drop=0.0)
@@ -72,7 +72,7 @@ def test_a_judge_of_other_pairs_counts(life: Lifecycle) -> None:
     pairs(life, "other-pairs", range(30, 50))
     reward_model(life, "other", "other-pairs")
     graph, evaluation = evaluated(life, "other")
-    assert not_independent(graph, evaluation) == {}
+    assert leaky_judges(graph, evaluation) == {}
     assert failed(graph, evaluation) == {}
 
 
@@ -92,18 +92,18 @@ def test_nor_does_a_copy_of_it_under_another_name(life: Lifecycle) -> None:
     again = {f.path: f.sha256 for f in _node(life, "copy").manifest.files}
     # The synthetic lifecycle draws the head of its own reward model from another seed.
     assert files["model.safetensors"] == again["model.safetensors"]
-    assert not_independent(*evaluated(life, "copy")) == {}
+    assert leaky_judges(*evaluated(life, "copy")) == {}
     head = {"reward_head/head.safetensors": weights("head", 100)}
     same = {"config.json": b"{}", "model.safetensors": weights("reward"), "reward.json": b"{}"} | head
     life.add("twin", "reward_base", same, {"data": "prepare"})
-    [why] = not_independent(*evaluated(life, "twin")).values()
+    [why] = leaky_judges(*evaluated(life, "twin")).values()
     assert why.startswith("it has the weights of reward ")
 
 
 def test_nor_one_of_pairs_that_stand_in_another_file_too(life: Lifecycle) -> None:
     pairs(life, "overlapping", range(18, 40))
     reward_model(life, "other", "overlapping")
-    [why] = not_independent(*evaluated(life, "other")).values()
+    [why] = leaky_judges(*evaluated(life, "other")).values()
     assert why.startswith("2 of the pairs in overlapping ")
 
 
@@ -112,17 +112,17 @@ def test_nor_one_of_pairs_that_the_policy_learnt_from_itself(life: Lifecycle) ->
     pairs(life, "overlapping", range(18, 32))
     reward_model(life, "other", "overlapping")
     life.add("dpo", "dpo", model("dpo"), {"policy": "sft", "preferences": "preferences"})
-    [why] = not_independent(*evaluated(life, "other", policy="dpo")).values()
+    [why] = leaky_judges(*evaluated(life, "other", policy="dpo")).values()
     assert why.startswith("2 of the pairs in overlapping ")
     said = {"judgements.jsonl": b"", "pairs.arrow": preferences(range(30, 40))}
     life.add("judgements", "judgements", said, {}, type="Judgements")
     life.add("kto", "kto", model("kto"), {"policy": "sft", "verdicts": "judgements"})
-    [why] = not_independent(*evaluated(life, "other", policy="kto")).values()
+    [why] = leaky_judges(*evaluated(life, "other", policy="kto")).values()
     assert why.startswith("2 of the pairs in overlapping ")
     pairs(life, "apart", range(60, 70))
     reward_model(life, "far", "apart")
     for policy in ("dpo", "kto"):
-        assert not_independent(*evaluated(life, "far", policy=policy)) == {}
+        assert leaky_judges(*evaluated(life, "far", policy=policy)) == {}
 
 
 def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
@@ -131,11 +131,11 @@ def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
     graph, evaluation = evaluated(life, "other")
     path = _node(life, "other-pairs").directory / "train.arrow"
     path.write_bytes(b"damaged")
-    [why] = not_independent(graph, evaluation).values()
+    [why] = leaky_judges(graph, evaluation).values()
     assert why.startswith("the pairs it was trained on cannot be compared (")
     # Or of which it is not known where it came from.
     del graph.nodes[_node(life, "other-pairs").sha256]
-    [why] = not_independent(graph, evaluation).values()
+    [why] = leaky_judges(graph, evaluation).values()
     assert why.endswith("is not in the store")
 
 
@@ -143,14 +143,14 @@ def test_every_judge_is_looked_at(life: Lifecycle) -> None:
     """The first shows in the graph, the second in what stands in its pairs alone."""
     pairs(life, "overlapping", range(18, 40))
     reward_model(life, "other", "overlapping")
-    found = not_independent(*evaluated(life, "reward", second="other"))
+    found = leaky_judges(*evaluated(life, "reward", second="other"))
     assert found["judges.0"].endswith("was trained against it")
     assert found["judges.1"].startswith("2 of the pairs in overlapping ")
 
 
 def test_a_judge_beside_one_that_does_not_count_still_counts(life: Lifecycle) -> None:
     graph, evaluation = evaluated(life, "reward", gold="vader")
-    assert list(not_independent(graph, evaluation)) == ["judges.0"]
+    assert list(leaky_judges(graph, evaluation)) == ["judges.0"]
     assert failed(graph, evaluation) == {}
 
 

@@ -1,8 +1,8 @@
-"""Whose word counts in an evaluation: judges that the candidate was not trained against, found through the store.
+"""Judges that the candidate was trained against, found through the store: their results do not count.
 
-Beside what `stages.independence` sees in the graph, bytes are compared: a judge with the weights of a model that was
-trained against is that model, and pairs that stand in two files are the same pairs. What cannot be read shows nobody
-to be independent.
+`evaluation.judge_leakage` reads the graph alone; here bytes are compared too. A judge with the weights of a model that
+the candidate was trained against is that model, and pairs that two files have in common are the same pairs. Files that
+cannot be read count against a judge.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from xray_runtime.lineage.graph import Graph, Node
 WEIGHTS = ".safetensors"
 
 
-def not_independent(graph: Graph, evaluation: Node) -> dict[str, str]:
-    """Judge of an evaluation or comparison that does not count → why; `gold` may be one.
+def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
+    """Judge of an evaluation or comparison (`gold` included) that does not count → why.
 
     Raises:
         ValueError: what it was told to do cannot be read, so nobody can be shown to be independent.
@@ -43,7 +43,7 @@ def not_independent(graph: Graph, evaluation: Node) -> dict[str, str]:
     found = _absent(policy, graph)
     if found is not None:
         return dict.fromkeys(config.judging, found)
-    # A judge whose model nobody handed over is none.
+    # A judge whose model is not among the inputs does not count.
     gone = {role for term in config.judges for role in term.roles if role not in models}
     models |= {role: Made(role, role, RewardModel.__name__) for role in gone}
     why = dependent_judges(policy, config, models)
@@ -58,7 +58,7 @@ def not_independent(graph: Graph, evaluation: Node) -> dict[str, str]:
 
 
 def made_of(graph: Graph, sha256: str) -> Made:
-    """A checkpoint of the store with all it came from; of one that is missing nothing is known but its digest."""
+    """A checkpoint of the store with its ancestors; a missing one has only its digest."""
     known: dict[str, Made] = {}
     for sha in graph.ancestors([sha256]):  # each after what it came from
         node = graph.nodes.get(sha)
@@ -97,12 +97,12 @@ def _by_bytes(graph: Graph, policy: Made, judge: Made) -> str | None:
 
 
 def _weights(node: Node) -> set[str]:
-    """Digests of its weights, the head's among them: over one frozen trunk there may be two models."""
+    """Digests of its weights and its head: two models may share one frozen trunk."""
     return {f.sha256 for f in node.manifest.files if f.path.endswith(WEIGHTS)}
 
 
 def _texts(graph: Graph, pairs: Made) -> Iterator[str]:
-    """What stands in each pair that is trained on, whichever of its replies was preferred."""
+    """One text for each training pair, the same whichever reply was preferred."""
     directory: Path = graph.nodes[pairs.id].directory
     name = TRAIN if pairs.is_a(Preferences) else JUDGED_PAIRS
     for pair in Pairs(directory / name, PreferenceExample):
