@@ -1,4 +1,4 @@
-"""The deployments of X-ray's flows: what `xray up` installs, built from the configs in `configs/`.
+"""The deployments of X-ray's flows that `xray up` installs, built from the configs in `configs/`.
 
 For `prefect deploy` on a server of your own, write them to a file and set the variables that VARIABLES names:
 
@@ -20,11 +20,11 @@ from xray_runtime.config.loading import read_mapping
 CONFIGS = Path(__file__).parent / "configs"
 POOL = "xray"
 QUEUE = "ray"
-"""The work queue of long computations, one at a time; what a person waits for is in the pool's default queue."""
+"""The work queue of long computations, one at a time. Short flows run in the pool's default queue."""
 SUSPENDED = "Suspended by X-ray:"
-"""Start of the message of a run that goes on by itself; no automation takes it for one that waits for a person."""
+"""Start of the message of a run that X-ray resumes by itself, unlike one that waits for a person."""
 NO_HEARTBEAT = "No heartbeat: its process is gone."
-"""The message of the state of a run that Prefect found lost."""
+"""Message of the state of a run that Prefect found lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",
@@ -72,14 +72,14 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     return [
         deployment(
             "lifecycle",
-            "Data to registered policy, every night; what did not change is not computed again.",
+            "Data to registered policy, every night; unchanged stages come from the cache.",
             here | quickstart,
             work_pool=one_at_a_time,
             schedules=schedule("nightly", "0 2 * * *"),
         ),
         deployment(
             "lifecycle-tiny",
-            "The smallest whole lifecycle, to see that everything works.",
+            "The smallest complete lifecycle, to check that everything works.",
             here | {"config": read_mapping(CONFIGS / "tiny.yaml")},
             "try",
             flow="lifecycle.lifecycle",
@@ -87,35 +87,35 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
         ),
         deployment(
             "tune",
-            "Search fields of a config. Each trial is a lifecycle; stages that trials share are computed once.",
+            "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
             here | quickstart | {"search": search},
             work_pool=one_at_a_time,
         ),
         deployment(
             "audit",
-            "Is every byte, record and alias still what it was? Fails, with an event, when not.",
+            "Check every byte, record and alias; fails, with an event, if one was changed.",
             here,
             concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
             schedules=schedule("hourly", "17 * * * *"),
         ),
-        deployment("plan", "Where the models of a config would go, and what memory they need.", quickstart),
+        deployment("plan", "Show where the models of a config would run, and what memory they need.", quickstart),
         deployment(
             "promote",
-            "Make the candidate champion, if it passes and a person agrees on the run's page.",
+            "Make the candidate champion if it passes and a person approves on the run's page.",
             here | {"name": name},
         ),
         deployment(
             "rollback",
-            "Make the champion before this one champion again.",
+            "Make the previous champion the champion again.",
             here | {"name": name},
             flow="promote.rollback",
         ),
         deployment(
             "export",
-            "Write a checkpoint with all it came from, its records and the public key to one archive.",
+            "Write a checkpoint, its ancestors, their records and the public key to one archive.",
             here | {"reference": f"{name}@candidate"},
         ),
-        deployment("prune", "Say which checkpoints nothing needs any more; with `remove`, remove them.", here),
+        deployment("prune", "List checkpoints that nothing needs any more; with `remove`, delete them.", here),
     ]
 
 
@@ -133,7 +133,7 @@ def as_yaml() -> str:
         "#   prefect deploy --all --prefect-file prefect.yaml",
         *(f"#   {name:20} {meaning}" for name, meaning in VARIABLES.items()),
     ]
-    # Without one `prefect deploy` adds a step of its own, to the directory it is called in.
+    # By default `prefect deploy` would add a step with the current directory.
     pull = [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
     content = {"pull": pull, "deployments": deployments(values)}
     return "\n".join([*head, yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120)])

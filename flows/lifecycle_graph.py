@@ -40,19 +40,19 @@ from xray_runtime.store.manifest import MANIFEST
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """What a lifecycle ends with."""
+    """The results of a lifecycle."""
 
     policy: Handle
     evaluation: Handle
 
 
 def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
-    """Add the stages of `config` to the graph at hand."""
+    """Add the stages of `config` to the current graph."""
     graph = current_graph()
     layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
     trained = {"trainable_layers": layers} if layers is not None else {}
 
-    # First, so that a name of nothing is said before anything is computed.
+    # First, so that a wrong reference is refused before anything is computed.
     base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
     if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
@@ -95,12 +95,11 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         policies["dpo"] = policy
     for number, stage in enumerate(config.ppo_stages, start=1):
         fields = _fields(stage) | trained | scoring
-        # A version that only pleases its reward is not the best.
+        # Judges choose the best version, not only the reward it was trained on.
         fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
         policies[f"ppo-{number}"] = policy
     for name, suite in config.benchmarks.items():
-        # As everywhere else, where a suite does not say otherwise.
         shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
         shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
         for made_by, measured in policies.items():
@@ -123,7 +122,7 @@ def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: Handle | None) -> Handle:
-    """`judged`: what people judged, where the pairs are of that."""
+    """`judged`: the published verdicts of people, if the pairs come from them."""
     source = config.preferences
     assert source is not None
     if isinstance(source, GoldPreferences):
@@ -136,14 +135,14 @@ def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: H
 
 
 def judgements_in(path: str) -> bool:
-    """Whether `preferences.path` names a checkpoint: what `xray preferences` published."""
+    """Whether `preferences.path` is a checkpoint that `xray preferences` published."""
     from pathlib import Path
 
     return (Path(path) / MANIFEST).is_file()
 
 
 def _fields(section: BaseModel) -> dict[str, object]:
-    """The fields of a section as keywords, but for the tag that chose it in YAML."""
+    """The fields of a section as keywords, without the tag that selects it in YAML."""
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
 
 
@@ -155,7 +154,7 @@ def recorded_graph(config: LifecycleConfig) -> Graph:
 
 
 def planner_of(config: LifecycleConfig, here: int | None) -> Planner:
-    """Plans `config`; of a machine with `here` devices, which is this one, the cores are known as well."""
+    """A planner of `config`; a machine with `here` devices is this one, whose cores are known."""
 
     def plan_for(changes: Changes, machine: Machine) -> Plan:
         nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}

@@ -1,6 +1,6 @@
-"""The one Prefect task every stage runs as: identity, cache, lock, retries, MLflow run, publication.
+"""The Prefect task that runs every stage: identity, cache, lock, retries, MLflow run, publication.
 
-The task is a controller: the heavy work sits in the Workhorses it starts, which reserve their own resources.
+The task only controls; the work is done by Workhorses, which reserve their own resources.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def _may_retry(task: Any, task_run: Any, state: Any) -> bool:
-    # A plain function: Prefect silently ignores a callable object here.
+    # Prefect ignores callable objects here, so this is a function.
     error = state.result(raise_on_failure=False)
     return not isinstance(error, BaseException) or may_retry(error)
 
@@ -63,7 +63,7 @@ def stage(
 
     Args:
         parents: role → the parent's `StageResult`, or a `CheckpointRef`, as JSON.
-        functions: reward functions that were handed over as objects.
+        functions: reward functions that were given as objects.
     """
     from xray_runtime.cores import give_way
     from xray_runtime.graph.kind import config_of
@@ -99,7 +99,7 @@ def stage(
     except Exception as error:
         if not is_cancelled(error):
             raise
-        # Somebody asked for it: on the page that is no failure.
+        # A person asked to stop, so Prefect must not show a failure.
         log.info("%s", error_summary(error))
         return Cancelled(name="Stopped", message=error_summary(error))
     content = result.model_dump(mode="json")
@@ -132,7 +132,7 @@ class _Job:
         self._start, self._started = time.perf_counter(), datetime.now(UTC)
 
     def find(self) -> StageResult | None:
-        """The result that is there already, shown in this run's lineage."""
+        """The stored result, recorded in this run's lineage; None if there is none."""
         from xray.tasks.stored_results import find_result, show_cached
 
         result = find_result(self.spec.name, self.key, self._output, self._store)
@@ -142,7 +142,7 @@ class _Job:
         return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
 
     def compute(self, memory: Any) -> StageResult:
-        """Run the body and publish what it made."""
+        """Run the body and publish its checkpoint."""
         from xray.tasks.stored_results import keep_result
         from xray_runtime.lineage.attestation import attest
         from xray_runtime.lineage.keys import seal_of
@@ -172,12 +172,12 @@ class _Job:
         facts, key = self._facts(run.run_id, recorder.attempt), signing_key(output)
         record = functools.partial(attest, parents=self._parents, run=facts, started=self._started, private_key=key)
         try:
-            # An attempt before this one may have published and been lost before it could say so.
+            # An earlier attempt may have published its checkpoint before it was lost.
             checkpoint = store.find(spec.name, self.key)
             attempts = recorder.attempt if checkpoint is None else recorder.attempt - 1
             if checkpoint is None:
                 recorder.begin()
-                # That an attempt began is progress too: a large model takes its time to start.
+                # The start counts as progress: a large model takes long to load.
                 self.progress(spec.name, 0, 0, "", "starting")
                 for parent in self._parents.values():
                     store.bring(parent)
@@ -293,7 +293,7 @@ def _reference(parent: dict[str, Any]) -> CheckpointRef:
 
 @contextmanager
 def _only_one(output: Path, job: _Job) -> Iterator[None]:
-    """Where several runs come to the same stage in one output directory, one computes it and the others wait."""
+    """If several runs need the same stage in one output directory, one computes it and the others wait."""
     (output / LOCKS).mkdir(exist_ok=True)
     lock = FileLock(output / LOCKS / f"{job.spec.name}-{job.key[:12]}.lock")
     while not lock.is_locked:
@@ -309,7 +309,7 @@ def _only_one(output: Path, job: _Job) -> Iterator[None]:
 
 
 def _check_code(spec: StageSpec, kind: StageKind) -> None:
-    """Raises ConfigError where this node's code is not that which the graph was written with."""
+    """Raises ConfigError if this node's code differs from the code where the graph was built."""
     from xray_runtime.graph.stage_identity import code_of
     from xray_runtime.store.identity import OTHER_ENVIRONMENT
 
@@ -320,7 +320,7 @@ def _check_code(spec: StageSpec, kind: StageKind) -> None:
 
 
 def _log_warnings() -> None:
-    """Messages of ours go into the stage's log, also where Prefect's own handler lets only the worst pass."""
+    """Log our messages to the stage's log, also if Prefect's handler only lets critical ones pass."""
     root = logging.getLogger()
     if all(handler.level > logging.WARNING for handler in root.handlers):
         handler = logging.StreamHandler()
@@ -331,7 +331,7 @@ def _log_warnings() -> None:
 
 
 def _check_numbers(stage: str, built: Path, results: str | None) -> None:
-    """Raises NonFiniteError where a weight, or a number in the file of results, is NaN or infinite."""
+    """Raises NonFiniteError if a weight, or a number in the file of results, is NaN or infinite."""
     from xray_runtime.training.finite import naming
 
     with naming(stage):
@@ -348,6 +348,6 @@ def _check_numbers(stage: str, built: Path, results: str | None) -> None:
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> None:
-    """A worker that is asked to end (a drained node, say) lets the stage make a snapshot first."""
+    """Let the stage make a snapshot when its worker is asked to end (a drained node, say)."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: interrupt())

@@ -1,4 +1,4 @@
-"""A finished stage on Prefect's page: a table with curves."""
+"""A finished stage on Prefect's page, as Markdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: s
 
 
 def headline(kind: StageKind, result: StageResult, series: Series) -> str:
-    """What a stage reached, in a few words, as `loss 4.5 → 3.9`; empty where its kind names nothing."""
+    """The main results of a stage, as `loss 4.5 → 3.9`; empty if its kind has none."""
     parts = []
     results = _results(kind, result)
     for name, word in kind.headline.items():
@@ -63,7 +63,7 @@ def _results(kind: StageKind, result: StageResult) -> dict[str, float]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """`values` as a row of bars, the lowest and the highest of them as the shortest and the tallest."""
+    """`values` as a row of bars, from the shortest (the minimum) to the tallest (the maximum)."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""

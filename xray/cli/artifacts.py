@@ -1,4 +1,4 @@
-"""`xray prune`, `xray export` and `xray import`: what is kept, what travels."""
+"""`xray prune`, `xray export` and `xray import`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.lineage import AsJson, Output, Ref, Tracking, checked, report
+from xray.cli.lineage import AsJson, Output, PublicKey, Ref, Root, Tracking, report
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def prune(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")],
+    output: Root,
     keep: Annotated[
         list[str] | None,
         typer.Option("--keep", metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
@@ -36,11 +36,10 @@ def prune(
     from xray_runtime.lineage.render import printable
     from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
-    place = checked(lambda: open_lineage_store(output, None))
-    kept = checked(lambda: [resolve_in(ref, place) for ref in keep or []])
-    plan = plan_prune(place, kept)
+    place = open_lineage_store(output, None)
+    plan = plan_prune(place, [resolve_in(ref, place) for ref in keep or []])
     if yes:
-        checked(lambda: run_prune(place, plan))
+        run_prune(place, plan)
     if as_json:
         names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
         print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
@@ -64,8 +63,8 @@ def export(
     from xray_runtime.lineage.bundle import export as run_export
     from xray_runtime.lineage.reference import resolve
 
-    place, node = checked(lambda: resolve(ref, output, tracking_uri))
-    count = checked(lambda: run_export(place, node, bundle))
+    place, node = resolve(ref, output, tracking_uri)
+    count = run_export(place, node, bundle)
     print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
 
 
@@ -73,19 +72,15 @@ def import_(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
     output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
     experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
-    public_key: Annotated[
-        Path | None,
-        typer.Option("--public-key", help="Public key that must have signed it. Default: the bundle's own."),
-    ] = None,
+    public_key: PublicKey = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a bundle into an output directory and its MLflow, if its audit is sound.
+    """Import a bundle into an output directory and its MLflow, if its audit is sound.
 
-    Exit codes: 0 done, 1 the audit found something and nothing was brought in, 2 bad input.
+    Exit codes: 0 done, 1 the audit found something and nothing was imported, 2 bad input.
     """
     from xray_runtime.lineage.bundle import import_bundle
 
     uri = tracking_uri or f"sqlite:///{(output / 'mlflow.db').absolute()}"
-    result = checked(lambda: import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key))
-    report(result, True, as_json)
+    report(import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key), True, as_json)

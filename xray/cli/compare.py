@@ -1,4 +1,4 @@
-"""`xray compare` and `xray preferences`: people judge replies of two models blindly, and train on what they said."""
+"""`xray compare` and `xray preferences`: people judge two models blindly; the verdicts become training data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +15,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown, typed
-from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, audit_progress, checked
+from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_summary, sampling_of, shown, typed
+from xray.cli.job import FAILED
+from xray.cli.lineage import AsJson, Output, Ref, Root, Tracking, audit_progress
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.terminal import print_table
 
@@ -66,20 +66,19 @@ def compare(
     from xray_runtime.lineage.reference import resolve
 
     console = Console(stderr=as_json, highlight=False)
-    a = checked(lambda: resolve(first, output, tracking_uri))
-    b = checked(lambda: resolve(second, output, tracking_uri))
-    place = checked(lambda: require_two(a, b))
-    config = checked(lambda: saved_config(place.output))
-    warmth, longest = checked(lambda: sampling_of(config, temperature, max_new_tokens))
-    sampling: dict[str, Any] = {"temperature": warmth, "max_new_tokens": longest, "seed": seed}
-    models = (a[1], b[1])
-    source = checked(lambda: checked_source(prompts))
+    a, b = resolve(first, output, tracking_uri), resolve(second, output, tracking_uri)
+    place, models = require_two(a, b), (a[1], b[1])
+    config = saved_config(place.output)
+    chosen_temperature, longest = sampling_of(config, temperature, max_new_tokens)
+    source = checked_source(prompts)
     _require_sound(place, models, console)
-    comparison = checked(lambda: plan_comparison(place, models, config, source, **sampling))
+    comparison = plan_comparison(
+        place, models, config, source, temperature=chosen_temperature, max_new_tokens=longest, seed=seed
+    )
     directory = session_directory(place.output, comparison.setup)
-    with checked(lambda: file_lock(directory)):
-        session = checked(lambda: open_session(directory))
-        checked(lambda: _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console))
+    with file_lock(directory):
+        session = open_session(directory)
+        _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console)
     result = comparison.result(session)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -87,11 +86,7 @@ def compare(
         _print_result(result, place, console)
 
 
-def preferences(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
-    tracking_uri: Tracking = None,
-    as_json: AsJson = False,
-) -> None:
+def preferences(output: Root, tracking_uri: Tracking = None, as_json: AsJson = False) -> None:
     """Publish the verdicts in an output directory as a signed dataset to train reward models on.
 
     Exit codes: 0 done, 2 bad input.
@@ -99,9 +94,8 @@ def preferences(
     from xray_runtime.feedback.publication import publish
     from xray_runtime.lineage.reference import open_lineage_store
 
-    place = checked(lambda: open_lineage_store(output, tracking_uri))
-    project = checked(lambda: saved_config(output)).project
-    done = checked(lambda: publish(place, project, getpass.getuser()))
+    place = open_lineage_store(output, tracking_uri)
+    done = publish(place, saved_config(output).project, getpass.getuser())
     if as_json:
         print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
         return
@@ -114,7 +108,7 @@ def preferences(
 
 
 def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
-    """Ask `judge` what has no verdict of theirs yet, until they quit."""
+    """Ask `judge` every question that they have not answered yet, until they quit."""
     from xray_runtime.feedback.comparison import Sampler
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
@@ -144,7 +138,6 @@ def _ask_listed(
         if number >= there:
             _wait(coming[(number - there) // BATCH], console)
         question = session.questions[number]
-        # Two equal replies say nothing about which is better.
         if number in done or question.a == question.b:
             number += 1
             continue
@@ -160,7 +153,6 @@ def _ask_typed(
     comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
 ) -> None:
     for question in list(session.questions):
-        # Asked before, and not answered.
         if question.number not in done and question.a != question.b:
             _judge_typed(session, question, judge, console)
     while True:
@@ -190,7 +182,7 @@ def _wait(coming: Future[None], console: Console) -> None:
 
 
 def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
-    """Show one question and keep the verdict; False where the person wants to go back instead."""
+    """Show one question and save the verdict; False if the person goes back instead."""
     from xray_runtime.data.pairs import prompt_text
     from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
@@ -221,9 +213,9 @@ def _judge(session: Session, question: Question, judge: str, progress: str, cons
 
 
 def _key() -> str:
-    """The key a person pressed; through a pipe, the next line."""
+    """The next key; from a pipe, the next line."""
     if sys.stdin.isatty():
-        # It drops what was typed before: while the models were audited, or answered.
+        # getchar drops keys that were pressed before the question was shown.
         key: str = typer.getchar()
         return key.lower()
     line = sys.stdin.readline()
@@ -233,14 +225,14 @@ def _key() -> str:
 
 
 def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Console) -> None:
-    """What is judged here is trained on later: a model that is not what it was must not get that far."""
+    """Audit the models first: the verdicts become training data."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
     with audit_progress(console) as on_progress:
         result = audit(place, models, on_progress=on_progress)
     if not result.is_sound:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
-        raise typer.Exit(BROKEN)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(audit_summary(result))
+        raise typer.Exit(FAILED)
 
 
 def _print_result(result: dict[str, Any], place: LineageStore, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""`xray fetch`: what lies in the shared store comes into an output directory, verified."""
+"""`xray fetch`: copy checkpoints from the shared store into an output directory, and verify them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.lineage import checked
+from xray.cli.job import FAILED
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials
 
-FAILED = 1
 PATIENCE_S = 20.0
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(fetch)
 
 
 def fetch(
@@ -36,12 +30,11 @@ def fetch(
 
     Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
     """
-    missing = checked(lambda: _fetch(output.absolute(), storage, everything))
-    raise typer.Exit(FAILED if missing else 0)
+    raise typer.Exit(FAILED if _fetch(output.absolute(), storage, everything) else 0)
 
 
 def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
-    """Fetch, and say what is done; returns the names of what could not be had."""
+    """Fetch, with a line a checkpoint; returns the names of those that are missing."""
     from xray_runtime.lineage.keys import exchange_keys
     from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
@@ -80,7 +73,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
 
 
 def _recorded(output: Path) -> list[str]:
-    """Directories of the checkpoints that lifecycle.json names."""
+    """Names of the checkpoint directories in lifecycle.json."""
     from xray_runtime.lineage.log import LIFECYCLE
 
     path = output / LIFECYCLE

@@ -1,22 +1,22 @@
-"""`xray promote`: the flow of `flows/promote.py`, with whoever started it as the one who is asked."""
+"""`xray promote`: the flow of `flows/promote.py`, which asks its question at this terminal."""
 
 from __future__ import annotations
 
 import getpass
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from xray.cli.lineage import BROKEN, Tracking, checked
+from xray.cli.errors import root_cause_only
+from xray.cli.job import FAILED
+from xray.cli.lineage import By, Root, Tracking
 from xray.deployments.local_ray import private_ray
 from xray.deployments.local_services import prefect_server
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import root_cause
 from xray_runtime.processes import kill_tagged, start_reaper
 
 if TYPE_CHECKING:
@@ -26,14 +26,12 @@ GATES = "promotion."
 
 
 def promote(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
+    output: Root,
     name: Annotated[str, typer.Option("--name", help="Registered model.")],
     ref: Annotated[
         str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`. Default: NAME@candidate.")
     ] = None,
-    by: Annotated[
-        str | None, typer.Option("--by", help="Your name; it is recorded, not checked. Default: this user.")
-    ] = None,
+    by: By = None,
     note: Annotated[
         str | None,
         typer.Option("--note", help="Approve without being asked; the reason is recorded with the decision."),
@@ -64,14 +62,25 @@ def promote(
     Exit codes: 0 promoted, 1 refused by the audit, a gate or you, 2 bad input.
     """
     candidate = None if rollback else ref or f"{name}@candidate"
-    checked(lambda: _check(output, candidate, note, gates or [], verdicts, tracking_uri))
-    mark = start_reaper()
+    bounds = _check(output, candidate, note, gates or [], verdicts, tracking_uri)
+    tag = start_reaper()
     try:
-        with prefect_server(output.absolute()), private_ray():
+        with prefect_server(output.absolute()), private_ray(), root_cause_only(f"; logs: {output / 'logs'}"):
+            from xray.flows import promote as flows
+
             who = by or getpass.getuser()
-            checked(lambda: _run(str(output), name, ref, who, note, gates, verdicts, rollback, tracking_uri))
+            flows.ask_here.set(lambda text: _ask(text, who, note))
+            if rollback:
+                done = flows.rollback(str(output), name, who, note or typer.prompt("Why"), tracking_uri)
+            else:
+                done = _promote(str(output), name, ref, gates=bounds, tracking_uri=tracking_uri, verdicts=verdicts)
     finally:
-        kill_tagged(mark)
+        kill_tagged(tag)
+    if "gates_from" in done:
+        print(f"the gates are {done['gates_from']}")
+    for gate in done.get("gates", []):
+        print(f"  {gate['name']}: {gate['reason']}")
+    print(f"champion of {name}: version {done['version']} {done['checkpoint'][:12]}")
 
 
 def _check(
@@ -81,8 +90,8 @@ def _check(
     gates: list[str],
     verdicts: str | None,
     tracking_uri: str | None,
-) -> None:
-    """Notice bad input before a server is started for it."""
+) -> PromotionConfig | None:
+    """Check the input before a server is started for it; returns the bounds that were set by hand."""
     from xray_runtime.feedback.publication import JUDGEMENTS
     from xray_runtime.lineage.reference import open_lineage_store, resolve
 
@@ -92,58 +101,25 @@ def _check(
     if note is None and not sys.stdin.isatty():
         raise ConfigError("--note: is required without a terminal, where no one can be asked")
     open_lineage_store(output, tracking_uri)
-    _overrides(gates)
+    bounds = load_config(None, gates).promotion if gates else None
     if candidate is not None:
         resolve(candidate, output, tracking_uri)
     if verdicts is not None:
         _, node = resolve(verdicts, output, tracking_uri)
         if node.manifest.kind != JUDGEMENTS:
             raise ConfigError(f"--verdicts: {node.name} is not allowed: must be what `xray preferences` published")
+    return bounds
 
 
-def _overrides(gates: list[str]) -> PromotionConfig | None:
-    """The gates that were set by hand, and no others."""
-    return load_config(None, gates).promotion if gates else None
-
-
-def _run(
-    output: str,
-    name: str,
-    ref: str | None,
-    by: str,
-    note: str | None,
-    gates: list[str] | None,
-    verdicts: str | None,
-    rollback: bool,
-    tracking_uri: str | None,
-) -> None:
+def _promote(output: str, name: str, ref: str | None, **options: Any) -> dict[str, Any]:
     from xray.flows import promote as flows
     from xray_runtime.lineage.gates import NotPromoted
 
-    flows.ask_here.set(lambda text: _ask(text, by, note))
     try:
-        if rollback:
-            note = note or typer.prompt("Why")
-            done = flows.rollback(output, name, by, note, tracking_uri)
-        else:
-            done = flows.promote(output, name, ref, _overrides(gates or []), tracking_uri, verdicts=verdicts)
+        return flows.promote(output, name, ref, **options)
     except NotPromoted as error:
-        print("not promoted:")
-        for reason in error.reasons:
-            print(f"  {reason}")
-        raise typer.Exit(BROKEN) from None
-    except (ConfigError, OSError, typer.Abort):
-        raise
-    except Exception as error:
-        cause = root_cause(error)
-        text = f"failed: {type(cause).__name__}: {cause}; logs: {Path(output) / 'logs'}"
-        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
-        raise typer.Exit(BROKEN) from None
-    if "gates_from" in done:
-        print(f"the gates are {done['gates_from']}")
-    for gate in done.get("gates", []):
-        print(f"  {gate['name']}: {gate['reason']}")
-    print(f"champion of {name}: version {done['version']} {done['checkpoint'][:12]}")
+        print("\n  ".join(["not promoted:", *error.reasons]))
+        raise typer.Exit(FAILED) from None
 
 
 def _ask(text: str, by: str, note: str | None) -> Approval:

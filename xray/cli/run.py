@@ -1,4 +1,4 @@
-"""`xray run`: the shipped lifecycle on a config, or a flow of one's own."""
+"""`xray run`: the shipped lifecycle with a config, or a user's own flow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.output_directory import CONFIG, interrupted_stages
@@ -47,10 +45,10 @@ def run(
     ] = False,
     until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the directory's present content is moved aside.")
+        bool, typer.Option("--fresh", help="Start over; move the directory's present content aside.")
     ] = False,
     why: Annotated[
-        bool, typer.Option("--explain", help="Run nothing; say for each stage why it is cached, or what changed.")
+        bool, typer.Option("--explain", help="Run nothing; for each stage, explain why it is cached or what changed.")
     ] = False,
     verify: Annotated[
         bool,
@@ -61,29 +59,25 @@ def run(
 
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    console, errors = Console(stderr=as_json), Console(stderr=True)
-    try:
-        job, runtime, directory = _job(target, overrides or [], output)
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(f"--output: {str(directory)!r} is not a directory")
-        if until is not None:
-            _check_stage(until, job)
-        if why:
-            if fresh:
-                raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
-            raise typer.Exit(explain(job, directory, console))
-        check_ray_address()
+    console = Console(stderr=as_json)
+    job, runtime, directory = _job(target, overrides or [], output)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+    if until is not None:
+        _check_stage(until, job)
+    if why:
         if fresh:
-            _move_away(directory, console)
-        directory.mkdir(parents=True, exist_ok=True)
-        if "config" in job:
-            write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
-            leave(directory, signing_key(directory), [directory / CONFIG], "config")
-        if verify:
-            raise typer.Exit(verify_determinism(job, runtime, directory, console))
-    except (ConfigError, OSError) as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(BAD_INPUT) from None
+            raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
+        raise typer.Exit(explain(job, directory, console))
+    check_ray_address()
+    if fresh:
+        _move_away(directory, console)
+    directory.mkdir(parents=True, exist_ok=True)
+    if "config" in job:
+        write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
+        leave(directory, signing_key(directory), [directory / CONFIG], "config")
+    if verify:
+        raise typer.Exit(verify_determinism(job, runtime, directory, console))
     if "config" in job and (slow := slow_precision(validate(job["config"]), this_machine(runtime.device).device)):
         console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
@@ -108,12 +102,12 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
         job = {"flow": target, "parameters": parse_overrides(overrides), "replace_output": output is not None}
         return job, RuntimeConfig(), directory
     if not Path(target).suffix.startswith(".y") and not Path(target).exists():
-        raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
+        raise ConfigError(f"{target}: no such file; name your own flow as MODULE:FLOW")
     config = load_config(target, overrides)
     directory = (output or Path("runs") / Path(target).stem).absolute()
     graph = recorded_graph(config)
     if not os.environ.get("RAY_ADDRESS"):
-        # What is asked of a cluster of its own is asked once the run is connected to it.
+        # A cluster is checked once the run is connected to it.
         machine = this_machine(config.runtime.device)
         check_graph(graph, machine.device, [local_node(machine)])
     check_storage(config)
@@ -123,7 +117,7 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
 
 
 def _refuse_script(target: str) -> None:
-    """Raises ConfigError where a Python file is named instead of a flow in it."""
+    """Raises ConfigError if `target` is a Python file instead of a flow in it."""
     file, _, flow = target.partition(":")
     path = Path(file)
     if path.suffix != ".py":
@@ -138,7 +132,7 @@ def _refuse_script(target: str) -> None:
 
 
 def _flow_in(path: Path) -> str:
-    """The first function of a file that a decorator makes a flow; FLOW where there is none."""
+    """Name of the first flow in a file; "FLOW" if there is none."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError):

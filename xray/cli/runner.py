@@ -34,7 +34,7 @@ def main(job: Job) -> int:
     console, errors = Console(stderr=job.as_json), Console(stderr=True)
     stdout = os.dup(1)
     if job.as_json:
-        # Whatever a flow or a library prints is not the JSON that is asked for.
+        # Only the JSON goes to stdout, not what a flow or a library prints.
         os.dup2(2, 1)
     for number in SIGNALS:
         signal.signal(number, _interrupt)
@@ -80,7 +80,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     with services(job.output, health), contextlib.ExitStack() as stack:
         from xray.tasks.workspace import Overrides, on_open, overrides
 
-        # Starting Ray put a handler of its own in place.
+        # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         output = str(job.output) if job.replace_output else None
         overrides.set(Overrides(output=output, until=job.until, shorten=job.shorten))
@@ -89,7 +89,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             opened.append(workspace)
             with job.outputs.open("a", encoding="utf-8") as file:
                 file.write(f"{workspace.output}\n")
-            # The display asks Ray, so it must end before Ray does.
+            # The display calls Ray, so it must stop before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
         on_open.set(watch)
@@ -114,13 +114,18 @@ def _run_lifecycle(job: Job, display: Any) -> None:
     lifecycle(config, str(job.output), job.until)
 
 
+def add_working_directory() -> None:
+    """Find modules in the working directory too: users' flows, functions and environments."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+
+
 def load_flow(name: str) -> Any:
-    """The flow `module:flow`; modules are found in the working directory too. Raises ConfigError."""
+    """The flow `module:flow`. Raises ConfigError."""
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         raise ConfigError(f"{name!r} is not allowed: must be a YAML file or MODULE:FLOW")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    add_working_directory()
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ConfigError:
@@ -134,7 +139,7 @@ def load_flow(name: str) -> Any:
 
 
 def run_flow(name: str, parameters: dict[str, Any]) -> None:
-    """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
+    """Run the flow `module:flow`. Raises ConfigError if its parameters are not allowed."""
     from prefect.exceptions import ParameterTypeError, SignatureMismatchError
 
     flow = load_flow(name)
@@ -159,11 +164,11 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
         from xray.flows.tune import tune, watch_here
         from xray.flows.tune_report import print_results
 
-        # Starting Ray put a handler of its own in place.
+        # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
         config, search = load_config(directory / CONFIG), load_search(directory / SEARCH)
-        watch_here.set(display.told)
+        watch_here.set(display.show_event)
         with display.watching_trials():
             content: dict[str, Any] = tune(config, search, str(job.output))
     print_results(console, content, search, directory)
@@ -190,5 +195,5 @@ if __name__ == "__main__":
     code = main(job)
     job.ended.touch()
     sys.stdout.flush()
-    # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
+    # Threads of Ray and Prefect must not delay the exit; the supervisor kills what is left.
     os._exit(code)

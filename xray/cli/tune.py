@@ -10,7 +10,6 @@ import typer
 import yaml
 from rich.console import Console
 
-from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.search import load_search, search_space
@@ -47,7 +46,7 @@ def tune(
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
-    checked(lambda: _tune(config, search, overrides or [], trials, output, as_json))
+    _tune(config, search, overrides or [], trials, output, as_json)
 
 
 def _tune(

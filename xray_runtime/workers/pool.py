@@ -129,20 +129,13 @@ class WorkerPool:
 class PoolHandle(Protocol):
     """A `WorkerPool`."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def prestart(self) -> Method[..., None]: ...
-    @property
-    def num_missing(self) -> Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]: ...
-    @property
-    def acquire(self) -> Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]: ...
-    @property
-    def release(self) -> Method[[Pingable], None]: ...
-    @property
-    def kill_leased(self) -> Method[[Sequence[Pingable]], None]: ...
-    @property
-    def evict_idle(self) -> Method[[], int]: ...
+    ping: Method[[], None]
+    prestart: Method[..., None]
+    num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]
+    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]
+    release: Method[[Pingable], None]
+    kill_leased: Method[[Sequence[Pingable]], None]
+    evict_idle: Method[[], int]
 
 
 _POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, PREFIX)

@@ -43,14 +43,10 @@ class ProgressActor:
 class ProgressHandle(Protocol):
     """A `ProgressActor`."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def report(self) -> Method[[str, int, int, str, str], bool]: ...
-    @property
-    def read(self) -> Method[[], dict[str, Progress]]: ...
-    @property
-    def stop(self) -> Method[[], None]: ...
+    ping: Method[[], None]
+    report: Method[[str, int, int, str, str], bool]
+    read: Method[[], dict[str, Progress]]
+    stop: Method[[], None]
 
 
 _ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, PREFIX)

@@ -78,8 +78,7 @@ class Method(Protocol[P, T_co]):
 class Pingable(Protocol):
     """An actor whose death can be noticed."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
+    ping: Method[[], None]
 
 
 class Score(Protocol):
@@ -101,49 +100,30 @@ class Save(Protocol):
 class ModelHandle(Protocol):
     """What a training loop sees of a WholeModel; `whole_model.WholeModel` says what each call does."""
 
-    @property
-    def score(self) -> Score: ...
-    @property
-    def trunk(self) -> Score: ...
-    @property
-    def train(self) -> Train: ...
-    @property
-    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
-    @property
-    def follow(self) -> Method[[ModelHandle, int], str | None]: ...
-    @property
-    def load_weights(self) -> Method[[WeightUpdate], int]: ...
-    @property
-    def save(self) -> Save: ...
-    @property
-    def save_state(self) -> Method[[Path], None]: ...
-    @property
-    def load_state(self) -> Method[[Path], None]: ...
-    @property
-    def sleep(self) -> Method[[], None]: ...
-    @property
-    def wake_up(self) -> Method[[], None]: ...
+    score: Score
+    trunk: Score
+    train: Train
+    generate: Method[[Rows, Sampling, int], Rows]
+    follow: Method[[ModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    save: Save
+    save_state: Method[[Path], None]
+    load_state: Method[[Path], None]
+    sleep: Method[[], None]
+    wake_up: Method[[], None]
 
 
 class WholeModelHandle(ModelHandle, Protocol):
     """All of a WholeModel: what `opening` and other WholeModels call too."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def build(
-        self,
-    ) -> Method[
+    ping: Method[[], None]
+    build: Method[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]
-    ]: ...
-    @property
-    def unload(self) -> Method[[bool], None]: ...
-    @property
-    def where(self) -> Method[[], list[Device]]: ...
-    @property
-    def export_weights(self) -> ExportWeights: ...
-    @property
-    def send_weights(self) -> Method[[int, Transport, list[WorkhorseHandle], int], None]: ...
+    ]
+    unload: Method[[bool], None]
+    where: Method[[], list[Device]]
+    export_weights: ExportWeights
+    send_weights: Method[[int, Transport, list[WorkhorseHandle], int], None]
 
 
 class HeartbeatMethod(Protocol):
@@ -153,70 +133,41 @@ class HeartbeatMethod(Protocol):
 class FileReceiverHandle(Protocol):
     """A `staging.FileReceiver`."""
 
-    @property
-    def sees(self) -> Method[[Path], bool]: ...
-    @property
-    def make_directory(self) -> Method[[], Path]: ...
-    @property
-    def append_chunk(self) -> Method[[Path, bytes], None]: ...
-    @property
-    def sizes(self) -> Method[[Path], dict[str, int]]: ...
-    @property
-    def read_chunk(self) -> Method[[Path, int], bytes]: ...
-    @property
-    def remove_directory(self) -> Method[[Path], None]: ...
-    @property
-    def remove_directories(self) -> Method[[], None]: ...
+    sees: Method[[Path], bool]
+    make_directory: Method[[], Path]
+    append_chunk: Method[[Path, bytes], None]
+    sizes: Method[[Path], dict[str, int]]
+    read_chunk: Method[[Path, int], bytes]
+    remove_directory: Method[[Path], None]
+    remove_directories: Method[[], None]
 
 
 class WorkhorseHandle(FileReceiverHandle, Protocol):
     """A `Learner` or a `Generator`; each has `build` and its own calls of those below."""
 
-    @property
-    def heartbeat(self) -> HeartbeatMethod: ...
-    @property
-    def worker_info(self) -> Method[[], WorkerInfo]: ...
-    @property
-    def where(self) -> Method[[], Device]: ...
-    @property
-    def rendezvous(self) -> Method[[], tuple[str, int]]: ...
-    @property
-    def unload(self) -> Method[[], None]: ...
-    @property
-    def load_libraries(self) -> Method[..., None]: ...
-    @property
-    def build(self) -> Method[[ModelSpec | GeneratorSpec, RankInfo], None]: ...
+    heartbeat: HeartbeatMethod
+    worker_info: Method[[], WorkerInfo]
+    where: Method[[], Device]
+    rendezvous: Method[[], tuple[str, int]]
+    unload: Method[[], None]
+    load_libraries: Method[..., None]
+    build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
 
     # a Learner's
-    @property
-    def score(self) -> Method[[Rows, int], Rows]: ...
-    @property
-    def trunk(self) -> Method[[Rows, int], Rows]: ...
-    @property
-    def train(self) -> Method[[Rows, dict[str, float], float, int], dict[str, float]]: ...
-    @property
-    def export_weights(self) -> Method[[int, bool], WeightUpdate | None]: ...
-    @property
-    def send_weights(self) -> Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]: ...
-    @property
-    def begin_save(self) -> Method[[Path], None]: ...
-    @property
-    def save(self) -> Method[[Path, str | None], list[str]]: ...
-    @property
-    def save_state(self) -> Method[[Path], None]: ...
-    @property
-    def load_state(self) -> Method[[Path], None]: ...
-    @property
-    def sleep(self) -> Method[[], None]: ...
-    @property
-    def wake_up(self) -> Method[[], None]: ...
+    score: Method[[Rows, int], Rows]
+    trunk: Method[[Rows, int], Rows]
+    train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
+    export_weights: Method[[int, bool], WeightUpdate | None]
+    send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
+    begin_save: Method[[Path], None]
+    save: Method[[Path, str | None], list[str]]
+    save_state: Method[[Path], None]
+    load_state: Method[[Path], None]
+    sleep: Method[[], None]
+    wake_up: Method[[], None]
 
     # a Generator's
-    @property
-    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
-    @property
-    def load_weights(self) -> Method[[WeightUpdate], int]: ...
-    @property
-    def revert_weights(self) -> Method[[], None]: ...
-    @property
-    def receive(self) -> Method[[str, dict[str, Any], int], None]: ...
+    generate: Method[[Rows, Sampling, int], Rows]
+    load_weights: Method[[WeightUpdate], int]
+    revert_weights: Method[[], None]
+    receive: Method[[str, dict[str, Any], int], None]

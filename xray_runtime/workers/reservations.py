@@ -109,22 +109,14 @@ class Reservations:
 class ReservationsHandle(Protocol):
     """A `Reservations` actor."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def is_next(self) -> Method[[Ticket], bool]: ...
-    @property
-    def leave(self) -> Method[[Ticket], None]: ...
-    @property
-    def grant(self) -> Method[[Ticket, Reservation], None]: ...
-    @property
-    def end(self) -> Method[[Ticket], None]: ...
-    @property
-    def reserved(self) -> Method[[], dict[str, float]]: ...
-    @property
-    def holds(self) -> Method[[str], bool]: ...
-    @property
-    def holders(self) -> Method[[], list[str]]: ...
+    ping: Method[[], None]
+    is_next: Method[[Ticket], bool]
+    leave: Method[[Ticket], None]
+    grant: Method[[Ticket, Reservation], None]
+    end: Method[[Ticket], None]
+    reserved: Method[[], dict[str, float]]
+    holds: Method[[str], bool]
+    holders: Method[[], list[str]]
 
 
 _ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, NAME, detached=True)
