@@ -1,7 +1,7 @@
-"""Handles of Ray actors with types: each call returns a `Ref` to its answer, and `get` waits for it.
+"""Typed handles of Ray actors: each call returns a `Ref` to its answer, and `get` waits for it.
 
-Whatever has the methods below can stand for an actor: a training loop that is written against `ModelHandle` runs over
-WholeModels, and in a test over plain objects whose answers are `Ready`.
+Any object with these methods can replace an actor: a training loop written against `ModelHandle` runs over WholeModels,
+and in tests over plain objects whose answers are `Ready`.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A reference to an answer that may not be there yet: `ray.ObjectRef`, `Ready` or `Local`."""
+    """A reference to a possibly pending answer: `ray.ObjectRef`, `Ready` or `Local`."""
 
 
 @dataclass(frozen=True)
 class Ready(Ref[T_co]):
-    """An answer that is there, from an object in this process."""
+    """The answer of an object in this process."""
 
     value: T_co
 
 
 @dataclass(frozen=True)
 class Local(Ref[T_co]):
-    """An answer that a thread of this process works out."""
+    """An answer that a thread of this process computes."""
 
     future: Future[T_co]
 
 
 def get(ref: Ref[T]) -> T:
-    """Wait for an answer. Raises what the call raised."""
+    """Wait for an answer. Raises the exception of the call."""
     if isinstance(ref, Ready):
         return ref.value
     if isinstance(ref, Local):
@@ -60,7 +60,7 @@ def get(ref: Ref[T]) -> T:
 
 
 def get_all(refs: Sequence[Ref[T]]) -> list[T]:
-    """Wait for several answers, in order. Raises what one of the calls raised, as soon as it did."""
+    """Wait for several answers, in order. Raises the first exception of the calls at once."""
     if all(isinstance(ref, Ready | Local) for ref in refs):
         return [get(ref) for ref in refs]
     import ray
@@ -76,7 +76,7 @@ class Method(Protocol[P, T_co]):
 
 
 class Pingable(Protocol):
-    """An actor whose death can be noticed."""
+    """An actor whose death can be detected."""
 
     ping: Method[[], None]
 
@@ -98,7 +98,7 @@ class Save(Protocol):
 
 
 class ModelHandle(Protocol):
-    """What a training loop sees of a WholeModel; `whole_model.WholeModel` says what each call does."""
+    """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
     score: Score
     trunk: Score
@@ -114,7 +114,7 @@ class ModelHandle(Protocol):
 
 
 class WholeModelHandle(ModelHandle, Protocol):
-    """All of a WholeModel: what `opening` and other WholeModels call too."""
+    """All calls of a WholeModel, also those of `opening` and of other WholeModels."""
 
     ping: Method[[], None]
     build: Method[
@@ -143,7 +143,7 @@ class FileReceiverHandle(Protocol):
 
 
 class WorkhorseHandle(FileReceiverHandle, Protocol):
-    """A `Learner` or a `Generator`; each has `build` and its own calls of those below."""
+    """A `Learner` or a `Generator`."""
 
     heartbeat: HeartbeatMethod
     worker_info: Method[[], WorkerInfo]
@@ -153,7 +153,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     load_libraries: Method[..., None]
     build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
 
-    # a Learner's
+    # Learner
     score: Method[[Rows, int], Rows]
     trunk: Method[[Rows, int], Rows]
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
@@ -166,7 +166,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     sleep: Method[[], None]
     wake_up: Method[[], None]
 
-    # a Generator's
+    # Generator
     generate: Method[[Rows, Sampling, int], Rows]
     load_weights: Method[[WeightUpdate], int]
     revert_weights: Method[[], None]
