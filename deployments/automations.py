@@ -110,7 +110,7 @@ def notifications(block_id: Any | None) -> list[Automation]:
 
 def _trigger(events: set[str], **options: Any) -> EventTrigger:
     """A trigger on `events` of flow runs, for each run by itself."""
-    defaults = {"match": ANY_RUN, "posture": Posture.Reactive, "within": timedelta(0)}
+    defaults: dict[str, Any] = {"match": ANY_RUN, "posture": Posture.Reactive, "within": timedelta(0)}
     return EventTrigger(expect=events, for_each={"prefect.resource.id"}, threshold=1, **defaults | options)
 
 

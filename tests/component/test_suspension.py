@@ -21,7 +21,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from xray.deployments.presets import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
-from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resume, run_processes, resolve_lost_runs, suspend
+from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resolve_lost_runs, resume, run_processes, suspend
 from xray_runtime.processes import TAG
 
 HOME = HomeState(tag="suspension-test")

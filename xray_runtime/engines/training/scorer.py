@@ -1,4 +1,4 @@
-"""A model that only scores, in one call on each of its ranks: whole, or a tensor-parallel slice of every layer."""
+"""A model that only scores, whole or as a tensor-parallel slice of every layer."""
 
 from __future__ import annotations
 
