@@ -1,4 +1,4 @@
-"""Calls that any thread hands to the one that runs them."""
+"""A queue of calls from any thread to one thread that runs them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from queue import SimpleQueue
 
 
 class CallQueue:
-    """Calls, run in order by one thread, which waits for `waiting` to be readable."""
+    """Calls that one thread runs in order; it waits until `waiting` is readable."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self.waiting, self._is_closed = os.eventfd(0), False
-        """`waiting`: a file descriptor."""
+        """`waiting`: file descriptor."""
 
     def put(self, call: Callable[[], None]) -> bool:
-        """Hand over a call; False: too late, it will not run."""
+        """Add a call; returns False if the queue is closed, so that it will not run."""
         with self._lock:
             if not self._is_closed:
                 self._calls.put(call)
@@ -26,12 +26,12 @@ class CallQueue:
             return not self._is_closed
 
     def run(self) -> None:
-        """Run what was handed over."""
+        """Run the calls in the queue."""
         os.eventfd_read(self.waiting)
         self._drain()
 
     def close(self) -> None:
-        """Take no more; what was handed over before is run."""
+        """Refuse further calls, and run those in the queue."""
         with self._lock:
             self._is_closed = True
             os.close(self.waiting)

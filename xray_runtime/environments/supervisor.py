@@ -1,14 +1,14 @@
-"""One worker process, kept running: asks it, limits it in time, starts it again and brings its episodes back.
+"""The supervisor of a worker process: requests with time limits, restarts, and replay of episodes.
 
 All state belongs to one thread, which waits for the process, the clock and the pool's calls. After a restart an episode
-is brought back when it is asked for the next time: its reset and steps are sent again and their answers dropped.
+is replayed at its next request: its reset and steps are sent again, and their answers dropped.
 
-Who is to blame:
-    an answer is late and the process answers a ping: the late episode, which fails
-    the process has died, or answers no ping, since user code blocks it: one of the episodes in flight, or nobody here.
-    They are asked again. Where it happens again each of them is asked alone, and fails if it happens then; one that
-    was alone both times fails at once
-    a process does not start: no episode. What was asked fails with another error than EnvironmentFailure
+Faults:
+    An answer is late, but the process answers a ping: the late episode fails.
+    The process died, or user code blocks its ping: one of the episodes in flight may be at fault. Their requests are
+    repeated. If it happens again, each is repeated alone and fails if it happens then; an episode that was alone both
+    times fails at once.
+    The process does not start: no episode is at fault, and requests do not fail with EnvironmentFailure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xray_runtime.environments.process import WorkerProcess
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""For the imports of an environment; longer where the load is above one program a core."""
+"""Time for the imports of an environment; longer on a busy machine."""
 PONG_S = 1.0
 SHUT_DOWN = "the pool was shut down"
 
@@ -44,16 +44,16 @@ class Supervisor:
 
     Args:
         environment: "module:name".
-        timeout_s: of one reset or step, from when user code is called.
+        timeout_s: limit of one reset or step, from the call of user code on.
         memory_mb: address space of the process.
-        log_path: where what it prints is appended; None: nowhere.
+        log_path: file for its output; None: discard it.
     """
 
     def __init__(self, environment: str, timeout_s: float, memory_mb: int, log_path: Path | None) -> None:
         self._environment, self._timeout_s = environment, timeout_s
         self._memory_mb, self._log_path = memory_mb, log_path
         self.ready: Future[None] = Future()
-        """Of the first start; RuntimeError where it fails."""
+        """Done after the first start; RuntimeError if that fails."""
         self._calls = CallQueue()
         self._selector = selectors.DefaultSelector()
         self._process: WorkerProcess | None = None
@@ -68,18 +68,18 @@ class Supervisor:
         self._thread.start()
 
     def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The answer to a reset or a step of an episode; fails as those of the pool's methods do."""
+        """The answer to a reset or a step of an episode; fails as in `EnvironmentPool`."""
         future: Future[dict[str, Any]] = Future()
         if not self._calls.put(lambda: self._ask(number, request, future)):
             fail(future, RuntimeError(SHUT_DOWN))
         return future
 
     def close(self, number: int) -> None:
-        """Forget an episode, if there is one; what it is asked fails."""
+        """Close an episode, if there is one; its request fails."""
         self._calls.put(lambda: self._fail(number, "it was closed"))
 
     def stop(self, wait_s: float) -> None:
-        """End the process, after at most `wait_s` for episodes that are being closed."""
+        """End the process, after at most `wait_s` for closing episodes."""
 
         def stop() -> None:
             self._stop_at = time.monotonic() + wait_s
@@ -215,7 +215,7 @@ class Supervisor:
     def _read(self) -> None:
         process = self._process
         for message in [] if process is None else process.read():
-            # An answer may end the process; what else it said is void.
+            # An answer may end the process; its further messages are dropped.
             if process is self._process:
                 self._take(message)
 
@@ -240,7 +240,7 @@ class Supervisor:
         if sent.op == "close" or not self._is_here(episode):
             return
         if "error" in message:
-            self._fail(episode.number, f"{'it cannot be brought back: ' * sent.is_replay}{message['error']}")
+            self._fail(episode.number, f"{'it cannot be replayed: ' * sent.is_replay}{message['error']}")
         elif not sent.is_replay:
             assert episode.request is not None
             assert episode.future is not None
@@ -261,7 +261,7 @@ class Supervisor:
         return None if end == math.inf else max(end - time.monotonic(), 0.0) + 0.001
 
     def _limit(self) -> tuple[float, Callable[[], None]]:
-        """How long is waited for the process, and what is done then."""
+        """The next deadline of the process, and the action then."""
         if self._process is not None and not self._is_ready:
             limit = START_S * load()
             return self._started_at + limit, lambda: self._fail_start(f"it is not ready within {limit:.0f} s")
@@ -284,7 +284,7 @@ class Supervisor:
         self._pinged_at = None
         late = [sent.episode for sent in self._overdue() if sent.has_begun]
         for sent in self._overdue():
-            sent.since = time.monotonic()  # of those that wait for a thread
+            sent.since = time.monotonic()  # for requests that wait for a thread
         if late:
             self._end()
             for episode in late:
@@ -310,10 +310,10 @@ class Supervisor:
         """Start the process again.
 
         Args:
-            what: happened to it.
-            cause: of the failure of an episode that is to blame.
+            what: what happened to the process.
+            cause: reason for the failure of an episode at fault.
         """
-        # Episodes whose code may have been running; where none had begun, all that were asked.
+        # Episodes whose code may have been running; if none had begun, all with a request.
         begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
         in_flight = dict.fromkeys(begun or [sent.episode for sent in self._sent.values()])
         log.warning("a process of %s %s, with %d episodes in flight", self._environment, what, len(in_flight))

@@ -98,7 +98,7 @@ def test_an_interrupted_one_is_not_started_again(tmp_path: Path, monkeypatch: py
 
     code, made, said = supervised([interrupt], tmp_path, monkeypatch)
     assert (code, made) == (INTERRUPTED, 1)
-    assert said == "interrupted; run the same command again to go on from the beginning\n"
+    assert said == "interrupted; run the same command again to continue from the beginning\n"
 
 
 def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

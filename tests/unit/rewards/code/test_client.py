@@ -71,9 +71,9 @@ def test_code_that_is_right_passes_and_other_code_does_not(code: str, tests: Any
         ("def f(x): return 1", "line 1 of the tests: AssertionError"),
         ("def g(x): return 1", "line 1 of the tests: NameError: name 'f' is not defined"),
         ("import numpy", "the code does not load: ModuleNotFoundError: No module named 'numpy'"),
-        ("class A: pass\ndef f(x): return A()", "line 1 of the tests: TypeError: an object of class 'A' cannot cross: the tests see plain values"),
-        ("import os\ndef f(x): os.write(4, b'[3]\\n')", "what the code returned cannot cross: it nests too deep, or is no answer"),
-        ("def f(x): return 'x' * 2 ** 25", "line 1 of the tests: ValueError: a value of more than 16777216 bytes cannot cross"),
+        ("class A: pass\ndef f(x): return A()", "line 1 of the tests: TypeError: an object of class 'A' cannot be sent: tests only get plain values"),
+        ("import os\ndef f(x): os.write(4, b'[3]\\n')", "the code's result cannot be sent: it is nested too deeply, or is not valid"),
+        ("def f(x): return 'x' * 2 ** 25", "line 1 of the tests: ValueError: a value of more than 16777216 bytes cannot be sent"),
     ],
 )  # fmt: skip
 def test_a_reply_that_is_wrong_is_told_why(code: str, why: str, judge: Judge) -> None:
@@ -83,12 +83,12 @@ def test_a_reply_that_is_wrong_is_told_why(code: str, why: str, judge: Judge) ->
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (HUMAN_EVAL, "the tests ask nothing of the code; where they define check(candidate), end with check(NAME)"),
-        ("assert True", "the tests ask nothing of the code"),
+        (HUMAN_EVAL, "the tests do not use the code; if they define check(candidate), end with check(NAME)"),
+        ("assert True", "the tests do not use the code"),
         ("assert f(1) = 2", "the tests cannot be read"),
         (
             "assert f(lambda: 1) == 2",
-            "the tests hand an object of class 'function' to the code; plain values alone cross",
+            "the tests pass an object of class 'function' to the code: only plain values are allowed",
         ),
     ],
 )
