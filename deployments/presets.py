@@ -9,7 +9,7 @@ For `prefect deploy` on a server of your own, write them to a file and set the v
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,86 +37,68 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every deployment, as an entry of prefect.yaml.
 
     Args:
-        values: of VARIABLES.
+        values: values of VARIABLES.
     """
-    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
-    job = {"env": variables, "working_dir": values["XRAY_HOME"]}
-    at_once = {"name": POOL, "job_variables": job}
-    one_at_a_time = at_once | {"work_queue_name": QUEUE}
-
-    def deployment(
-        name: str,
-        description: str,
-        parameters: dict[str, Any],
-        *tags: str,
-        flow: str | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        flow = flow or f"{name}.{name}"
-        return {
-            "name": name,
-            "description": description,
-            "entrypoint": f"xray.flows.{flow}",
-            "tags": ["xray", flow.rpartition(".")[2], *tags],
-            "work_pool": at_once,
-            "parameters": parameters,
-        } | more
-
-    def schedule(slug: str, cron: str) -> list[dict[str, Any]]:
-        return [{"slug": slug, "cron": cron, "timezone": values["XRAY_TIMEZONE"]}]
-
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
-    here = {"output": f"{values['XRAY_HOME']}/output"}
-    name = f"{quickstart['config']['project']}-policy"
+    tiny = {"config": read_mapping(CONFIGS / "tiny.yaml")}
+    output = {"output": f"{values['XRAY_HOME']}/output"}
+    model = f"{quickstart['config']['project']}-policy"
+    texts = {
+        "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
+        "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
+        "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
+        "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
+        "plan": "Show where the models of a config would run, and what memory they need.",
+        "promote": "Make the candidate champion if it passes and a person approves on the run's page.",
+        "rollback": "Make the previous champion the champion again.",
+        "export": "Write a checkpoint, its ancestors, their records and the public key to one archive.",
+        "prune": "List checkpoints that nothing needs any more; with `remove`, delete them.",
+    }
+
+    def deployment(name: str, parameters: dict[str, Any], *tags: str, flow: str = "", **more: Any) -> dict[str, Any]:
+        return _entry(values, name, texts[name], parameters, tags, flow or f"{name}.{name}", **more)
+
+    only_one = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     return [
-        deployment(
-            "lifecycle",
-            "Data to registered policy, every night; unchanged stages come from the cache.",
-            here | quickstart,
-            work_pool=one_at_a_time,
-            schedules=schedule("nightly", "0 2 * * *"),
-        ),
-        deployment(
-            "lifecycle-tiny",
-            "The smallest complete lifecycle, to check that everything works.",
-            here | {"config": read_mapping(CONFIGS / "tiny.yaml")},
-            "try",
-            flow="lifecycle.lifecycle",
-            work_pool=one_at_a_time,
-        ),
-        deployment(
-            "tune",
-            "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
-            here | quickstart | {"search": search},
-            work_pool=one_at_a_time,
-        ),
-        deployment(
-            "audit",
-            "Check every byte, record and alias; fails, with an event, if one was changed.",
-            here,
-            concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
-            schedules=schedule("hourly", "17 * * * *"),
-        ),
-        deployment("plan", "Show where the models of a config would run, and what memory they need.", quickstart),
-        deployment(
-            "promote",
-            "Make the candidate champion if it passes and a person approves on the run's page.",
-            here | {"name": name},
-        ),
-        deployment(
-            "rollback",
-            "Make the previous champion the champion again.",
-            here | {"name": name},
-            flow="promote.rollback",
-        ),
-        deployment(
-            "export",
-            "Write a checkpoint, its ancestors, their records and the public key to one archive.",
-            here | {"reference": f"{name}@candidate"},
-        ),
-        deployment("prune", "List checkpoints that nothing needs any more; with `remove`, delete them.", here),
+        deployment("lifecycle", output | quickstart, queue=QUEUE, schedule=("nightly", "0 2 * * *")),
+        deployment("lifecycle-tiny", output | tiny, "try", flow="lifecycle.lifecycle", queue=QUEUE),
+        deployment("tune", output | quickstart | {"search": search}, queue=QUEUE),
+        deployment("audit", output, schedule=("hourly", "17 * * * *"), concurrency_limit=only_one),
+        deployment("plan", quickstart),
+        deployment("promote", output | {"name": model}),
+        deployment("rollback", output | {"name": model}, flow="promote.rollback"),
+        deployment("export", output | {"reference": f"{model}@candidate"}),
+        deployment("prune", output),
     ]
+
+
+def _entry(
+    values: Mapping[str, str],
+    name: str,
+    description: str,
+    parameters: dict[str, Any],
+    tags: Sequence[str],
+    flow: str,
+    queue: str | None = None,
+    schedule: tuple[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """`schedule`: (slug, cron)."""
+    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+    pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
+    if queue is not None:
+        pool["work_queue_name"] = queue
+    if schedule is not None:
+        more["schedules"] = [{"slug": schedule[0], "cron": schedule[1], "timezone": values["XRAY_TIMEZONE"]}]
+    return {
+        "name": name,
+        "description": description,
+        "entrypoint": f"xray.flows.{flow}",
+        "tags": ["xray", flow.rpartition(".")[2], *tags],
+        "work_pool": pool,
+        "parameters": parameters,
+    } | more
 
 
 class _Dumper(yaml.SafeDumper):

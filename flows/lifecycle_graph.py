@@ -48,7 +48,6 @@ class Lifecycle:
 
 def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     """Add the stages of `config` to the current graph."""
-    graph = current_graph()
     layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
     trained = {"trainable_layers": layers} if layers is not None else {}
 
@@ -57,7 +56,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
     if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
         refs["preferences.path"] = config.preferences.path
-    named = {field: _checkpoint(graph, field, ref) for field, ref in refs.items() if ref is not None}
+    named = {field: _checkpoint(current_graph(), field, ref) for field, ref in refs.items() if ref is not None}
 
     data = PREPARE(name="prepare", **_fields(config.data))
     if isinstance(config.base, FreshBase):
@@ -86,8 +85,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields = _fields(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
-    scoring: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
-    scoring |= {"generator": config.generator, "frozen": config.frozen}
+    scoring: dict[str, object] = {f: getattr(config, f) for f in ("gold", "max_failed", "generator", "frozen")}
     policy = start
     policies = {"base" if config.sft is None else "sft": start}
     if config.dpo is not None:
@@ -99,11 +97,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
         policies[f"ppo-{number}"] = policy
-    for name, suite in config.benchmarks.items():
-        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
-        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
-        for made_by, measured in policies.items():
-            BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
+    _benchmarks(config, policies, data)
     # A judge that compares replies needs several to one prompt; the evaluation has one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
@@ -112,6 +106,14 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields["verdicts"] = named["evaluate.verdicts"]
     evaluation = EVALUATE(policy, start, data, rewards=shown, judges=judges, name="evaluate", **fields)
     return Lifecycle(policy, evaluation)
+
+
+def _benchmarks(config: LifecycleConfig, policies: dict[str, Handle], data: Handle) -> None:
+    for name, suite in config.benchmarks.items():
+        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
+        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
+        for stage, policy in policies.items():
+            BENCHMARK(policy, data, name=f"{name}-{stage}", **_fields(suite) | shared)
 
 
 def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:

@@ -79,27 +79,9 @@ def promote(
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
     place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
+    judged = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
     try:
-        comparison = None
-        champion = promotion.champion_of(place, name)
-        others = champion if champion is not None and champion.checkpoint != node.sha256 else None
-        judged = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
-        if others is not None and gates_for(place, node, gates, public).config.max_regression is None:
-            others = None
-        if judged is not None and others is None:
-            raise ConfigError(
-                "verdicts: are not allowed without another champion and promotion.max_regression, which need a "
-                "comparison"
-            )
-        if others is not None:
-            comparison = _compared(place, node, others.checkpoint, judged)
-            if comparison is None:
-                # Compute nothing for a candidate that cannot pass.
-                alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
-                promotion.review(place, node, name=name, gates=alone, public=public)
-                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri, judged)
-                place = open_lineage_store(root, place.tracking_uri)
-                comparison = _compared(place, node, others.checkpoint, judged)
+        place, comparison = _comparison(root, place, node, name, gates, public, judged)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
         answer = _ask(text)
@@ -122,6 +104,36 @@ def promote(
         "by": answer.name,
         "note": answer.note,
     }
+
+
+def _comparison(
+    root: Path,
+    place: LineageStore,
+    node: Node,
+    name: str,
+    gates: PromotionConfig | None,
+    public: Path | None,
+    verdicts: str | None,
+) -> tuple[LineageStore, Node | None]:
+    """The store with the comparison of the candidate with the champion; None if no gate needs one."""
+    champion = promotion.champion_of(place, name)
+    if (
+        champion is None
+        or champion.checkpoint == node.sha256
+        or gates_for(place, node, gates, public).config.max_regression is None
+    ):
+        if verdicts is not None:
+            raise ConfigError("verdicts: are not allowed without a comparison (promotion.max_regression, a champion)")
+        return place, None
+    found = _compared(place, node, champion.checkpoint, verdicts)
+    if found is None:
+        # Compute nothing for a candidate that cannot pass.
+        alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
+        promotion.review(place, node, name=name, gates=alone, public=public)
+        compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri, verdicts)
+        place = open_lineage_store(root, place.tracking_uri)
+        found = _compared(place, node, champion.checkpoint, verdicts)
+    return place, found
 
 
 @flow(name="rollback", flow_run_name="rollback {name}", persist_result=False)

@@ -76,6 +76,12 @@ class StageResult(BaseModel):
     attempts: int
     """0: the checkpoint came from the store."""
 
+    @classmethod
+    def existing(cls, ref: CheckpointRef) -> StageResult:
+        """The result for a checkpoint that existed before the run."""
+        fields: dict[str, Any] = {"dataset": None, "mlflow_run_id": "", "seconds": 0.0, "attempts": 0}
+        return cls(name=ref.stage, kind=ref.kind, key="", checkpoint=ref, parents={}, **fields)
+
     @property
     def cached(self) -> bool:
         """Whether the checkpoint came from the store."""

@@ -267,19 +267,7 @@ class Workspace(Graph):
 
     def result_of(self, handle: Handle) -> Result:
         if handle.call is None:
-            ref = self._references[handle.name]
-            known = StageResult(
-                name=ref.stage,
-                kind=ref.kind,
-                key="",
-                checkpoint=ref,
-                parents={},
-                dataset=None,
-                mlflow_run_id="",
-                seconds=0.0,
-                attempts=0,
-            )
-            return self._result(known)
+            return self._result(StageResult.existing(self._references[handle.name]))
         if handle.name not in self._tasks:
             raise StoppedEarly(f"{handle.name} is not computed: the run ends with {self.until}")
         return self._result(self._tasks.result(handle.name))

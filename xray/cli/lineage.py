@@ -20,6 +20,7 @@ from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.log import Head
     from xray_runtime.lineage.reference import LineageStore
 
@@ -97,9 +98,7 @@ def audit(
     output: Output = None,
     tracking_uri: Tracking = None,
     public_key: PublicKey = None,
-    hashing: Annotated[
-        bool, typer.Option("--hash/--no-hash", help="Read the weights, or only check their sizes.")
-    ] = True,
+    hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Read weights, or only check their sizes.")] = True,
     since_verified: Annotated[
         bool,
         typer.Option("--since-verified", help="With --all: read only what changed since the last sound audit."),
@@ -124,10 +123,10 @@ def audit(
         raise ConfigError("--since-verified: needs --all, and not --no-hash")
     head = _head(expect)
     if ref is not None and not everything:
-        if Path(ref).is_file():
-            report(audit_bundle(Path(ref), public_key, hashing=hashing), hashing, as_json)
-        if (unreadable := _unreadable(Path(ref))) is not None:
-            report(unreadable, hashing, as_json)
+        path = Path(ref)
+        found = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
+        if found is not None:
+            report(found, hashing, as_json)
     if everything == (ref is not None):
         raise ConfigError("REF, --all: exactly one of them is required")
     if public_key is not None and not public_key.is_file():
@@ -150,8 +149,7 @@ def audit(
             expect=head,
             on_progress=on_progress,
         )
-    checkpoints = {node.sha256 for node in starts} if starts is not None else None
-    report(result, hashing, as_json, mlflow_pages(place, checkpoints))
+    report(result, hashing, as_json, mlflow_pages(place, starts))
 
 
 @contextlib.contextmanager
@@ -161,14 +159,14 @@ def audit_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: status.update(f"auditing: {done} of {total} checkpoints read")
 
 
-def mlflow_pages(place: LineageStore, checkpoints: set[str] | None) -> list[str]:
-    """MLflow pages of the registered versions of `checkpoints` (None: all), or the command that shows them."""
+def mlflow_pages(place: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
+    """MLflow pages of the registered versions of `nodes` (None: all), or the command that shows them."""
     from xray_runtime.lineage.model_page import model_addresses
 
     uri = place.tracking_uri
     if uri is None:
         return []
-    addresses = model_addresses(place.output, checkpoints)
+    addresses = model_addresses(place.output, None if nodes is None else {node.sha256 for node in nodes})
     if uri.startswith("http"):
         return [f"{strip_credentials(uri).rstrip('/')}/{address}" for address in addresses]
     return [f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{address}" for address in addresses]

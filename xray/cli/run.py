@@ -37,8 +37,7 @@ def run(
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>."),
+        Path | None, typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
@@ -65,9 +64,9 @@ def run(
         raise ConfigError(f"--output: {str(directory)!r} is not a directory")
     if until is not None:
         _check_stage(until, job)
+    if why and fresh:
+        raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
     if why:
-        if fresh:
-            raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
         raise typer.Exit(explain(job, directory, console))
     check_ray_address()
     if fresh:
@@ -82,16 +81,8 @@ def run(
         console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
-    code = supervise(
-        directory,
-        restarts=runtime.restarts,
-        stall_timeout_s=runtime.stall_timeout_s,
-        console=console,
-        as_json=as_json,
-        until=until,
-        **job,
-    )
-    raise typer.Exit(code)
+    limits: dict[str, Any] = {"restarts": runtime.restarts, "stall_timeout_s": runtime.stall_timeout_s}
+    raise typer.Exit(supervise(directory, console=console, as_json=as_json, until=until, **limits, **job))
 
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:

@@ -24,8 +24,9 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     Raises:
         ValueError: the model cannot be sharded or trained so; the message names the field.
     """
+    from xray_runtime.engines.training.deepspeed_setup import check_offload
     from xray_runtime.engines.training.pipeline import PipelineEngine
-    from xray_runtime.engines.training.zero import ZeroEngine, check_offload
+    from xray_runtime.engines.training.zero import ZeroEngine
 
     training.engine.check_zero_stage()
     check_offload(training.engine)

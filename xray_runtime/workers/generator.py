@@ -49,18 +49,18 @@ class Generator(Workhorse):
     def unload(self) -> None:
         super().unload()
         if self._engine is not None:
-            self._engine.forget()
+            self._engine.weights.forget()
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and load `update`; returns the version now held."""
         assert self._engine is not None
-        self._engine.load(update)
-        return self._engine.version
+        self._engine.weights.load(update)
+        return self._engine.weights.version
 
     def revert_weights(self) -> None:
         """Undo the last `load_weights`, because another replica failed."""
         assert self._engine is not None
-        self._engine.revert()
+        self._engine.weights.revert()
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU, which the trainer drives."""

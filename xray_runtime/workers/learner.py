@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
+from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -33,18 +33,14 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
-
-    _trunks: dict[int, torch.Tensor]
-    """Row's id → output of the frozen trunk."""
-    _scored: str
-    """Digest of the rows of `_trunks`."""
+    _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
         """Import slow libraries before there is a model."""
         at_low_priority(self._load_libraries)
 
     def _load_libraries(self) -> None:
-        from xray_runtime.engines.training.zero import load_deepspeed
+        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
 
         load_deepspeed(resolve_device(self.runtime.device))
@@ -57,7 +53,7 @@ class Learner(Workhorse):
         from xray_runtime.engines.make import build_engine, build_scorer
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
-        from xray_runtime.engines.training.zero import init_collectives
+        from xray_runtime.engines.training.deepspeed_setup import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, published
         from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
@@ -87,7 +83,7 @@ class Learner(Workhorse):
             module.scalar.load_state_dict(load_file(spec.head))
         # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()
-        self._forget_trunks()
+        self._trunks = TrunkMemory()
         if spec.training is not None or rank_info.world_size > 1:
             init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
         self.engine: Engine | None = None
@@ -104,7 +100,7 @@ class Learner(Workhorse):
         super().unload()
         # `_published` holds a reference to the model too.
         self.engine = self.scorer = self.module = self._published = None
-        self._forget_trunks()
+        self._trunks = TrunkMemory()
         self._shared = None
         gc.collect()
 
@@ -112,7 +108,7 @@ class Learner(Workhorse):
         """Free this model's GPU memory until `wake_up`; with `runtime.trainer_sleeps`."""
         from xray_runtime.engines.offload import offload
 
-        self._forget_trunks()
+        self._trunks.forget()
         offload()
 
     def wake_up(self) -> None:
@@ -127,17 +123,13 @@ class Learner(Workhorse):
         Remembers the output of a frozen trunk for updates on rows with the same `id`, and for scoring the same rows.
         `at_once`: number of models that work at the same time, this one included; they share `runtime.threads`.
         """
-        with self._share_threads(at_once):
-            return self._score(rows)
-
-    def _score(self, rows: Rows) -> Rows:
         import torch
 
         if self.module.has_trunk:
-            rows = self._remembered(rows)
+            rows = self._trunks.identified(rows)
         out: dict[str, list[np.ndarray]] = {}
         batches = self._micro_batches(rows, self._score_tokens)
-        with torch.no_grad():
+        with self._share_threads(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
                     column = out.setdefault(name, [np.zeros(0)] * num_rows(rows))
@@ -154,7 +146,7 @@ class Learner(Workhorse):
 
         states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
         with self._share_threads(at_once):
-            for batch in self._micro_batches(self._remembered(rows), self._score_tokens):
+            for batch in self._micro_batches(self._trunks.identified(rows), self._score_tokens):
                 found = batch.tensors["trunk"].cpu()
                 bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
                 for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
@@ -169,10 +161,6 @@ class Learner(Workhorse):
         Raises:
             NonFiniteError: a weight is not finite.
         """
-        with self._share_threads(at_once):
-            return self._train(rows, totals, lr)
-
-    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         import torch
 
         assert self.engine is not None
@@ -190,10 +178,11 @@ class Learner(Workhorse):
             # NaN reaches every rank through the gradient norm, so that none of them steps.
             return value * torch.where(finite, 1.0, math.nan)
 
-        norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
-        if not math.isfinite(norm):
-            for _ in self._weights(head=True):
-                pass
+        with self._share_threads(at_once):
+            norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
+            if not math.isfinite(norm):
+                for _ in self._weights(head=True):
+                    pass
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     @property
@@ -225,35 +214,21 @@ class Learner(Workhorse):
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
             yield MicroBatch(index, tensors)
 
-    def _remembered(self, rows: Rows) -> Rows:
-        """The rows with an `id` each for remembering trunk states; forgets the states of other rows."""
-        ids = rows["input_ids"]
-        scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
-        if scored != self._scored:
-            # States are not remembered by row: batching may change the last bits of a row's states.
-            self._forget_trunks()
-        self._scored = scored
-        return {"id": np.arange(len(ids))} | rows
-
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Trunk states of a micro-batch: given, remembered or new."""
         import torch
 
-        lengths, states = tensors["lengths"], tensors.get("trunk")
+        lengths, states = tensors["lengths"].tolist(), tensors.get("trunk")
         if states is None:
-            missing = torch.tensor(int(any(i not in self._trunks for i in ids)), device=self.device)
+            missing = torch.tensor(int(self._trunks.lacks(ids)), device=self.device)
             if self.rank_info.world_size > 1:
                 # A sharded trunk's pass is a collective: either all ranks make it or none.
                 torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
             if missing:
-                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], lengths)
+                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], tensors["lengths"])
         if states is not None:
-            self._trunks |= dict(zip(ids, states.split(lengths.tolist()), strict=True))
-        # Scored rows may be longer by an end token.
-        return torch.cat([self._trunks[i][:length] for i, length in zip(ids, lengths.tolist(), strict=True)])
-
-    def _forget_trunks(self) -> None:
-        self._trunks, self._scored = {}, ""
+            self._trunks.add(ids, states, lengths)
+        return self._trunks.packed(ids, lengths)
 
     def save_state(self, directory: Path) -> None:
         """Write this rank's shard of a snapshot. `load_state` restores the same bits under the same layout."""

@@ -15,7 +15,7 @@ import transformers
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
-from xray_runtime.engines.training.zero import init_collectives, load_deepspeed
+from xray_runtime.engines.training.deepspeed_setup import init_collectives, load_deepspeed
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights.versioned import Tensors
 

@@ -18,7 +18,7 @@ from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.versioned import VersionedWeights
 
 if TYPE_CHECKING:
-    from xray_runtime.weights.object_store import WeightUpdate
+    pass
 
 
 class Generation:
@@ -27,6 +27,9 @@ class Generation:
     Args:
         directory: Hugging Face checkpoint to start from, as weight version 0.
         max_length: longest prompt and reply together, in tokens.
+
+    Attributes:
+        weights: the weights it holds, with their version.
     """
 
     def __init__(
@@ -34,12 +37,7 @@ class Generation:
     ) -> None:
         self._shape, self._directory = _shape(directory, max_length, config), directory
         self._sampler = _open(directory, max_length, config, runtime, rank)
-        self._held = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights held."""
-        return self._held.version
+        self.weights = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
 
     def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
         """Whether the checkpoint differs from this engine's first one only in its weights."""
@@ -48,19 +46,7 @@ class Generation:
     def restart(self, directory: Path) -> None:
         """Hold the weights of `directory` as version 0."""
         self._directory = directory
-        self._held.restart(directory)
-
-    def forget(self) -> None:
-        """Drop all updates; the next call must be `restart`."""
-        self._held.forget()
-
-    def load(self, update: WeightUpdate) -> None:
-        """Load `update` completely or not at all; see `VersionedWeights.load`."""
-        self._held.load(update)
-
-    def revert(self) -> None:
-        """Undo the last `load`."""
-        self._held.revert()
+        self.weights.restart(directory)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
@@ -69,7 +55,7 @@ class Generation:
             sampler.receive(step, info, version)
         else:
             run = partial(sampler.receive, step, info, version)
-            self._held.receive(run, version, first=step == "start", last=step == "finish")
+            self.weights.receive(run, version, first=step == "start", last=step == "finish")
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
         """Sample one reply a prompt with policy version `version`.
@@ -80,7 +66,7 @@ class Generation:
         Raises:
             StaleWeightsError: another version is loaded, or a load failed midway.
         """
-        self._held.use(version)
+        self.weights.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
         ended = [reply.ended(sampling) for reply in replies]
         if sampling.stop:

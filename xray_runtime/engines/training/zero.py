@@ -8,7 +8,6 @@ multiplies that back.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.config.engines import EngineConfig, TrainingConfig
+from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.shard_loading import Weights, load_shard
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
@@ -29,8 +28,6 @@ from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 
 REDUCE_BUCKET = 500_000_000
 """Largest number of gradient elements that are reduced at a time."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's two moments, as torch names them."""
 
 
 class ZeroEngine:
@@ -66,7 +63,7 @@ class ZeroEngine:
                 "overlap_comm": False,
                 # DeepSpeed allocates the whole bucket: 2 GB for its default, however small the model.
                 "reduce_bucket_size": min(REDUCE_BUCKET, trained),
-                **_offload(training.engine),
+                **offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
             # torch's AdamW also steps offloaded states, with the same bits and without a C++ build.
@@ -74,7 +71,7 @@ class ZeroEngine:
             # With ZeRO 0 our hook below clips, since DeepSpeed's clipping does not report the norm.
             "gradient_clipping": training.grad_clip if self.stage else 0.0,
             "steps_per_print": 2**31,
-            **_mixed_precision(training.engine),
+            **mixed_precision(training.engine),
         }
         mixed = training.engine.precision != "float32"
         dtype = getattr(torch, training.engine.precision)
@@ -307,67 +304,3 @@ def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Param
         init._convert_to_zero_parameters([parameter])
 
     return partition
-
-
-def check_offload(engine: EngineConfig) -> None:
-    """Raises ValueError if this node lacks a library for `engine.offload`."""
-    if engine.offload == "nvme":
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible():
-            raise ValueError(
-                "engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not installed"
-            )
-
-
-def _offload(engine: EngineConfig) -> dict[str, Any]:
-    if engine.offload == "none":
-        return {}
-    place: dict[str, str] = {"device": engine.offload}
-    if engine.nvme_path is not None:
-        place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
-    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero == 3 else {})
-
-
-def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
-    if engine.precision == "float32":
-        return {}
-    # Sums over micro-batches and ranks are float32. Unchecked, ZeRO 1 and 2 use gradients that are not finite.
-    return {
-        "bf16": {"enabled": True, "check_grad_overflow": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-    }
-
-
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: norms and biases are not decayed, as is usual for transformers."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    # ZeRO-3 keeps the shape of a partitioned parameter in `ds_shape`.
-    matrices = {p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2}
-    groups = [
-        {"params": [p for p in trainable if p in matrices], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p not in matrices], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def load_deepspeed(device: str) -> Any:
-    """Import DeepSpeed with the settings that it reads at import."""
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # An unused operator (it needs LOCAL_SIZE). Its build takes a minute, and a rank killed meanwhile leaves a lock that
-    # blocks every Workhorse on the machine.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
-    )
-    deepspeed = load_deepspeed(device.type)
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)

@@ -25,10 +25,10 @@ from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.shard_loading import read
 from xray_runtime.engines.topology import Topology
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
 from xray_runtime.engines.training.megatron.optimizers import Replicated, Sharded, Updates
 from xray_runtime.engines.training.megatron.weights import check_llama, llama
-from xray_runtime.engines.training.zero import MOMENTS
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad

@@ -17,8 +17,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups
 from xray_runtime.engines.training.megatron.model import MegatronLM
-from xray_runtime.engines.training.zero import MOMENTS, decay_groups
 
 
 class Updates(Protocol):
