@@ -21,7 +21,7 @@ def prune(
     output: Root,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
+        typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
@@ -70,8 +70,8 @@ def export(
 
 def import_(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
-    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
-    experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
+    output: Annotated[Path, typer.Option(help="Output directory to import into.")],
+    experiment: Annotated[str, typer.Option(help="MLflow experiment to record it in.")] = "imported",
     public_key: PublicKey = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,

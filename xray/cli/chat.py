@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import LineageStore
 
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="Sampling temperature. Default: the evaluation's.")
-]
-MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply in tokens. Default: the evaluation's.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the evaluation's.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply in tokens. Default: the evaluation's.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 
 
 def chat(
@@ -44,7 +40,7 @@ def chat(
     seed: Seed = 0,
     environment: Annotated[
         str | None,
-        typer.Option("--environment", metavar="MODULE:NAME", help="Environment that answers replies, as in training."),
+        typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training."),
     ] = None,
     tracking_uri: Tracking = None,
 ) -> None:

@@ -43,11 +43,11 @@ def compare(
     second: Ref,
     output: Output = None,
     prompts: Annotated[
-        str, typer.Option("--prompts", help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
+        str, typer.Option(help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
     ] = "heldout",
-    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts.")] = 50,
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 50,
     judge: Annotated[
-        str | None, typer.Option("--judge", help="Name of the judge; it is recorded, not checked. Default: this user.")
+        str | None, typer.Option(help="Name of the judge; it is recorded, not checked. Default: this user.")
     ] = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,

@@ -17,10 +17,10 @@ PATIENCE_S = 20.0
 
 
 def fetch(
-    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
+    output: Annotated[Path, typer.Option(help="Output directory to import into.")],
     storage: Annotated[
         str | None,
-        typer.Option("--storage", help="URL of the shared store. Default: the one of the directory's last run."),
+        typer.Option(help="URL of the shared store. Default: the one of the directory's last run."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")

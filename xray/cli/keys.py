@@ -33,11 +33,11 @@ def show(output: Root) -> None:
 @app.command()
 def rotate(
     output: Root,
-    note: Annotated[str, typer.Option("--note", help="Your reason; it is recorded with the change.")],
+    note: Annotated[str, typer.Option(help="Your reason; it is recorded with the change.")],
     by: By = None,
     new_key: Annotated[
         Path | None,
-        typer.Option("--new-key", help="PEM file of the new key, if kept elsewhere; it is created if missing."),
+        typer.Option(help="PEM file of the new key, if kept elsewhere; it is created if missing."),
     ] = None,
 ) -> None:
     """Sign with a new key from now on; earlier signatures stay valid.

@@ -27,16 +27,11 @@ if TYPE_CHECKING:
 Ref = Annotated[
     str, typer.Argument(metavar="REF", help="Checkpoint directory, sha256, stage, or registered NAME@ALIAS.")
 ]
-Root = Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Output directory of the lifecycle that has REF.")]
-PublicKey = Annotated[
-    Path | None,
-    typer.Option("--public-key", help="Public key to trust. Default: the one beside the records."),
-]
-By = Annotated[str | None, typer.Option("--by", help="Your name; it is recorded, not checked. Default: this user.")]
-Tracking = Annotated[
-    str | None, typer.Option("--tracking-uri", help="MLflow's address. Default: the output directory's own store.")
-]
+Root = Annotated[Path, typer.Option(help="Output directory of lifecycles.")]
+Output = Annotated[Path | None, typer.Option(help="Output directory of the lifecycle that has REF.")]
+PublicKey = Annotated[Path | None, typer.Option(help="Public key to trust. Default: the one beside the records.")]
+By = Annotated[str | None, typer.Option(help="Your name; it is recorded, not checked. Default: this user.")]
+Tracking = Annotated[str | None, typer.Option(help="MLflow's address. Default: the output directory's own store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
@@ -52,7 +47,7 @@ def lineage(
     tracking_uri: Tracking = None,
     descendants: Annotated[bool, typer.Option("--descendants", help="Also show the checkpoints made from it.")] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page with a clickable graph.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with a clickable graph.")] = None,
 ) -> None:
     """Show where a checkpoint came from.
 
@@ -105,9 +100,7 @@ def audit(
     ] = False,
     expect: Annotated[
         str | None,
-        typer.Option(
-            "--expect", metavar="HEAD", help="Head of the log that an earlier audit printed; it must still be there."
-        ),
+        typer.Option(metavar="HEAD", help="Head of the log that an earlier audit printed; it must still be there."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

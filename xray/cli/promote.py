@@ -27,14 +27,14 @@ GATES = "promotion."
 
 def promote(
     output: Root,
-    name: Annotated[str, typer.Option("--name", help="Registered model.")],
+    name: Annotated[str, typer.Option(help="Registered model.")],
     ref: Annotated[
         str | None, typer.Argument(metavar="REF", help="The candidate, as in `xray lineage`. Default: NAME@candidate.")
     ] = None,
     by: By = None,
     note: Annotated[
         str | None,
-        typer.Option("--note", help="Approve without being asked; the reason is recorded with the decision."),
+        typer.Option(help="Approve without being asked; the reason is recorded with the decision."),
     ] = None,
     gates: Annotated[
         list[str] | None,

@@ -34,20 +34,18 @@ def register(app: typer.Typer) -> None:
 def rollouts(
     ref: Ref,
     output: Output = None,
-    iteration: Annotated[
-        list[int] | None, typer.Option("--iteration", min=0, help="Only this iteration; repeatable.")
-    ] = None,
+    iteration: Annotated[list[int] | None, typer.Option(min=0, help="Only this iteration; repeatable.")] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="Only rows this reward source applies to; bounds and --failed then concern it."),
+        typer.Option(help="Only rows this reward source applies to; bounds and --failed then concern it."),
     ] = None,
-    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Lowest reward, as scored.")] = None,
-    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Highest reward, as scored.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Lowest reward, as scored.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Highest reward, as scored.")] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only rows for which a source failed to give a score.")
     ] = False,
     unused: Annotated[bool, typer.Option("--unused", help="Only rows that no update used.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rows shown; 0: all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows shown; 0: all.")] = 20,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +95,7 @@ def _number(value: float | str) -> str:
 
 def replay(
     ref: Ref,
-    iteration: Annotated[int, typer.Option("--iteration", min=0, help="Last iteration to recompute, counted from 0.")],
+    iteration: Annotated[int, typer.Option(min=0, help="Last iteration to recompute, counted from 0.")],
     output: Output = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,

@@ -37,12 +37,12 @@ def run(
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>.")
+        Path | None, typer.Option(help="Directory for everything the run writes. Default: runs/<name>.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
     ] = False,
-    until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; move the directory's present content aside.")
     ] = False,

@@ -50,15 +50,13 @@ def serve(
     ] = "champion",
     output: Output = None,
     host: Annotated[
-        str, typer.Option("--host", help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
+        str, typer.Option(help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
-    replicas: Annotated[
-        int, typer.Option("--replicas", min=1, max=1024, help="Number of engines that share the requests.")
-    ] = 1,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Number of engines that share the requests.")] = 1,
     tensor_parallel: Annotated[
         int,
-        typer.Option("--tensor-parallel", min=1, max=64, help="Number of devices that each engine is split across."),
+        typer.Option(min=1, max=64, help="Number of devices that each engine is split across."),
     ] = 1,
     tracking_uri: Tracking = None,
     public_key: PublicKey = None,

@@ -27,7 +27,7 @@ from xray.deployments.suspension import resolve_lost_runs, resume, suspend
 
 Where = Annotated[
     Path | None,
-    typer.Option("--home", help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
+    typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
 ]
 
 
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 def up(
     home: Where = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address Prefect listens on; other than loopback needs a password.")
+        str | None, typer.Option(help="Address Prefect listens on; other than loopback needs a password.")
     ] = None,
     prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
