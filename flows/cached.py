@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph
+from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
 from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
@@ -57,16 +57,7 @@ def take_cached(
     # Imported late: Prefect reads its settings once, and a run that computes sets them first.
     from xray.tasks.run_record import RunRecord
 
-    record = RunRecord(
-        output,
-        project=config.project,
-        seed=config.seed,
-        storage=config.runtime.storage,
-        record=config.model_dump(mode="json"),
-        gates=config.promotion.model_dump(mode="json"),
-        terms=config.terms,
-    )
-    with record:
+    with RunRecord(output, storage=config.runtime.storage, **record_options(config)) as record:
         _record(record, found, store, ends, done)
     return record.summary.content
 

@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 
-from xray.flows.lifecycle_graph import lifecycle_graph, recorded_graph
+from xray.flows.lifecycle_graph import lifecycle_graph, record_options, recorded_graph
 from xray.flows.lineage import publish_lineage
 from xray.tasks.page import show
 from xray.tasks.task_runner import task_runner
@@ -56,16 +56,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
 
 def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Workspace:
     """A workspace for a lifecycle's config in the directory `root`."""
-    return Workspace(
-        root,
-        project=config.project,
-        seed=config.seed,
-        runtime=config.runtime,
-        gates=config.promotion.model_dump(mode="json"),
-        terms=config.terms,
-        record=config.model_dump(mode="json"),
-        **options,
-    )
+    return Workspace(root, runtime=config.runtime, **record_options(config), **options)
 
 
 def publish(workspace: Workspace) -> None:

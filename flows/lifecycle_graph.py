@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -146,6 +147,17 @@ def judgements_in(path: str) -> bool:
 def _fields(section: BaseModel) -> dict[str, object]:
     """The fields of a section as keywords, without the tag that selects it in YAML."""
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+
+
+def record_options(config: LifecycleConfig) -> dict[str, Any]:
+    """The options of a `RunRecord` and a `Workspace` that come from `config`."""
+    return {
+        "project": config.project,
+        "seed": config.seed,
+        "gates": config.promotion.model_dump(mode="json"),
+        "terms": config.terms,
+        "record": config.model_dump(mode="json"),
+    }
 
 
 def recorded_graph(config: LifecycleConfig) -> Graph:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from xray.tasks.spec import StageResult
+from xray.tasks.summary import evaluation_rows
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
@@ -142,7 +143,7 @@ class RunSummary:
     def markdown(self, page: Callable[[str], str | None]) -> str:
         """A summary for Prefect's page; `page`: MLflow run → address of its page."""
         e, registered = self.content["evaluation"], self.content["registered"]
-        rows = [] if e is None else _results(e)
+        rows = [] if e is None else evaluation_rows(e)
         if registered is not None:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
@@ -191,16 +192,3 @@ def _finished(checkpoint: Path) -> str | None:
         return read_statement(checkpoint).predicate.details.metadata.finished
     except (OSError, ValueError):
         return None
-
-
-def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
-    for name, found in (e.get("judges") or {}).items():
-        low, high = found["win_rate_ci95"]
-        title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
-        counts = f"{found['samples']} prompts, {found['tied']} tied"
-        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {counts})"))
-    for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
-        if e[f"{name}_after"] is not None:
-            rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))
-    return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]

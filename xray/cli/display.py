@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from xray.deployments.patience import NotUpError
+from xray.tasks.summary import evaluation_rows
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
@@ -178,7 +179,7 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     console.print()
     for head, finding in [*findings, *([("", "")] if findings else [])]:
         print_indented(console, head, finding)
-    lines = [*_results(e), ""] if e is not None else []
+    lines = [f"{title:{TITLE}}{text}" for title, text in evaluation_rows(e)] + [""] if e is not None else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
@@ -188,23 +189,6 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     ]
     for line in lines:
         print_indented(console, line[:TITLE], line[TITLE:])
-
-
-def _results(e: dict[str, Any]) -> list[str]:
-    lines = [] if e.get("judges") else ["win rate    none: there is no judge"]
-    for name, found in (e.get("judges") or {}).items():
-        shown = "" if found["judges"] else ", shown only"
-        lines.append(
-            f"win rate    {found['win_rate']:.3f}  {_interval(found['win_rate_ci95'])}  over {found['samples']} "
-            f"held-out prompts, {found['tied']} tied, by {name}{shown}"
-        )
-    for name, title in (("gold", "gold score"), ("reward", "reward    ")):
-        if e[f"{name}_after"] is not None:
-            lines.append(
-                f"{title}  {e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}  difference "
-                f"{e[f'{name}_delta']:+.3f}  {_interval(e[f'{name}_delta_ci95'])}"
-            )
-    return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
 
 
 def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
@@ -217,7 +201,3 @@ def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
         f"in MLflow   mlflow ui --backend-store-uri {store}",
         f"            and then http://127.0.0.1:5000/{page}",
     ]
-
-
-def _interval(pair: list[float]) -> str:
-    return f"(95%: {pair[0]:+.3f} to {pair[1]:+.3f})"
