@@ -6,6 +6,7 @@ import getpass
 import json
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,103 +114,102 @@ def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judg
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
     with ThreadPoolExecutor(1) as pool:
-        sampler = Sampler(comparison, session, pool)
+        interview = _Interview(session, Sampler(comparison, session, pool), judge, console)
         try:
             if comparison.setup.prompts == "typed":
-                _ask_typed(comparison, session, sampler, judge, done, console)
+                interview.ask_typed(comparison, done)
             else:
-                _ask_listed(session, sampler, prompts, judge, done, console)
+                interview.ask_listed(prompts, done)
         except (KeyboardInterrupt, EOFError):
             console.print("stopped; run the same command to continue")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ask_listed(
-    session: Session, sampler: Sampler, prompts: list[Messages], judge: str, done: set[int], console: Console
-) -> None:
-    from xray_runtime.feedback.comparison import BATCH
+@dataclass(frozen=True)
+class _Interview:
+    """One person who judges in a session."""
 
-    there = len(session.questions)
-    coming = [sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
-    asked: list[int] = []
-    number = 0
-    while number < len(prompts):
-        if number >= there:
-            _wait(coming[(number - there) // BATCH], console)
-        question = session.questions[number]
-        if number in done or question.a == question.b:
-            number += 1
-            continue
-        if _judge(session, question, judge, f"{number + 1} of {len(prompts)}", console):
-            done.add(number)
-            asked.append(number)
-        elif asked:
-            number = asked.pop()
-            done.discard(number)
+    session: Session
+    sampler: Sampler
+    judge: str
+    console: Console
 
+    def ask_listed(self, prompts: list[Messages], done: set[int]) -> None:
+        from xray_runtime.feedback.comparison import BATCH
 
-def _ask_typed(
-    comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
-) -> None:
-    for question in list(session.questions):
-        if question.number not in done and question.a != question.b:
-            _judge_typed(session, question, judge, console)
-    while True:
-        line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
-        if not line.strip():
-            return
-        prompt = [{"role": "user", "content": typed(line)}]
-        if any(limits.excess(prompt) > 0 for limits in comparison.limits):
-            console.print("too long for these models: shorten it", style="red")
-            continue
-        _wait(sampler.submit([prompt]), console)
-        question = session.questions[-1]
-        if question.a == question.b:
-            console.print(Text(f"both say: {shown(question.a)}"))
-        else:
-            _judge_typed(session, question, judge, console)
+        there = len(self.session.questions)
+        coming = [self.sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
+        asked: list[int] = []
+        number = 0
+        while number < len(prompts):
+            if number >= there:
+                self._wait(coming[(number - there) // BATCH])
+            question = self.session.questions[number]
+            if number in done or question.a == question.b:
+                number += 1
+            elif self._ask(question, f"{number + 1} of {len(prompts)}"):
+                done.add(number)
+                asked.append(number)
+            elif asked:
+                number = asked.pop()
+                done.discard(number)
 
+    def ask_typed(self, comparison: Comparison, done: set[int]) -> None:
+        for question in list(self.session.questions):
+            if question.number not in done and question.a != question.b:
+                self._ask_last(question)
+        while True:
+            line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
+            if not line.strip():
+                return
+            prompt = [{"role": "user", "content": typed(line)}]
+            if any(limits.excess(prompt) > 0 for limits in comparison.limits):
+                self.console.print("too long for these models: shorten it", style="red")
+                continue
+            self._wait(self.sampler.submit([prompt]))
+            question = self.session.questions[-1]
+            if question.a == question.b:
+                self.console.print(Text(f"both say: {shown(question.a)}"))
+            else:
+                self._ask_last(question)
 
-def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
-    while not _judge(session, question, judge, str(question.number + 1), console):
-        console.print("this is the first question: there is none to go back to", style="red")
+    def _ask_last(self, question: Question) -> None:
+        while not self._ask(question, str(question.number + 1)):
+            self.console.print("this is the first question: there is none to go back to", style="red")
 
+    def _wait(self, coming: Future[None]) -> None:
+        with self.console.status("the models are answering"):
+            coming.result()
 
-def _wait(coming: Future[None], console: Console) -> None:
-    with console.status("the models are answering"):
-        coming.result()
+    def _ask(self, question: Question, progress: str) -> bool:
+        """Show one question and save the verdict; False if the person goes back instead."""
+        from xray_runtime.data.pairs import prompt_text
+        from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
-
-def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
-    """Show one question and save the verdict; False if the person goes back instead."""
-    from xray_runtime.data.pairs import prompt_text
-    from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
-
-    left = left_model(session.setup.seed, judge, question.number)
-    replies = (question.a, question.b) if left == "a" else (question.b, question.a)
-    console.print()
-    console.print(Panel(Text(shown(prompt_text(question.prompt))), title=progress, title_align="left"))
-    sides = Table.grid(expand=True)
-    for _ in replies:
-        sides.add_column(ratio=1)
-    sides.add_row(*(Panel(Text(shown(reply)), title=f"[bold]{n}[/bold]") for n, reply in enumerate(replies, start=1)))
-    console.print(sides)
-    console.print(KEYS, style="dim")
-    while True:
-        key = _key()
-        if key == "q":
-            raise KeyboardInterrupt
-        if key == "u":
-            return False
-        if key in VERDICTS:
-            break
-        console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    verdict = verdict_of(key, left)
-    session.add_judgement(Judgement(number=question.number, left=left, verdict=verdict, judge=judge, at=now))
-    console.print(Text(f"  {VERDICTS[key]}"), style="green")
-    return True
+        console, left = self.console, left_model(self.session.setup.seed, self.judge, question.number)
+        replies = (question.a, question.b) if left == "a" else (question.b, question.a)
+        console.print()
+        console.print(Panel(Text(shown(prompt_text(question.prompt))), title=progress, title_align="left"))
+        sides = Table.grid(expand=True)
+        for _ in replies:
+            sides.add_column(ratio=1)
+        sides.add_row(
+            *(Panel(Text(shown(reply)), title=f"[bold]{n}[/bold]") for n, reply in enumerate(replies, start=1))
+        )
+        console.print(sides)
+        console.print(KEYS, style="dim")
+        while (key := _key()) not in VERDICTS:
+            if key == "q":
+                raise KeyboardInterrupt
+            if key == "u":
+                return False
+            console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
+        now, verdict = datetime.now(UTC).isoformat(timespec="seconds"), verdict_of(key, left)
+        judgement = Judgement(number=question.number, left=left, verdict=verdict, judge=self.judge, at=now)
+        self.session.add_judgement(judgement)
+        console.print(Text(f"  {VERDICTS[key]}"), style="green")
+        return True
 
 
 def _key() -> str:
