@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(compare)
-    app.command()(preferences)
-
-
 def compare(
     first: Ref,
     second: Ref,

@@ -35,12 +35,6 @@ Tracking = Annotated[str | None, typer.Option(help="MLflow's address. Default: t
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    for command in (lineage, diff, audit):
-        app.command()(command)
-
-
 def lineage(
     ref: Ref,
     output: Output = None,

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from xray.cli import artifacts, chat, compare, fetch, keys, lineage, rollouts, tune, up
+from xray.cli import artifacts, chat, compare, keys, lineage, rollouts, tune, up
 from xray.cli.errors import Commands
 from xray.cli.plan import plan
 from xray.cli.promote import promote
@@ -32,19 +32,15 @@ def automations() -> None:
     print("\n".join(f"installed: {name}" for name in install()) or "nothing to install: all are up to date")
 
 
-# `xray --help` lists them in this order.
-app.command()(run)
-app.command()(plan)
-tune.register(app)
-up.register(app)
-lineage.register(app)
-rollouts.register(app)
-app.command()(chat.chat)
-compare.register(app)
-app.command()(promote)
-app.command()(serve)
-artifacts.register(app)
-app.command()(fetch.fetch)
+COMMANDS = (
+    *(run, plan, tune.tune, up.up, up.down, up.status),
+    *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
+    *(chat.chat, compare.compare, compare.preferences, promote, serve),
+    *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
+)
+"""In the order of `xray --help`."""
+for command in COMMANDS:
+    app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(keys.app, name="keys")
 app.command()(automations)
 

@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.replay import Replay, Replayable
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(rollouts)
-    app.command()(replay)
-
-
 def rollouts(
     ref: Ref,
     output: Output = None,

@@ -31,12 +31,6 @@ Where = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    for command in (up, down, status):
-        app.command()(command)
-
-
 def up(
     home: Where = None,
     host: Annotated[
