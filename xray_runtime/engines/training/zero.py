@@ -30,7 +30,7 @@ REDUCE_BUCKET = 500_000_000
 """Largest number of gradient elements that are reduced at a time."""
 
 
-class ZeroEngine:
+class ZeroEngine(PlainScorer):
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
@@ -84,7 +84,7 @@ class ZeroEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=mesh
         )
-        self.module: Any = self.engine.module
+        super().__init__(self.engine.module)
         self.data_parallel = training.engine.data_parallel
         self._norm = 0.0
         self._moments = self._init_moments()
@@ -114,11 +114,6 @@ class ZeroEngine:
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """Run `task(module, *args)` inside DeepSpeed's forward, which gathers sharded parameters."""
         return self.engine(task, *args)
-
-    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
-        for batch in batches:
-            yield batch, self.forward(task, batch.tensors)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """See `Engine.step`."""
