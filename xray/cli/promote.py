@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import getpass
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,18 +40,12 @@ def promote(
     ] = None,
     gates: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="promotion.GATE=VALUE",
-            help="Override the bound of a gate; `null` turns it off; repeatable.",
-        ),
+        typer.Option("--set", metavar="promotion.GATE=VALUE", help="Override a gate's bound; `null` turns it off."),
     ] = None,
     verdicts: Annotated[
         str | None,
         typer.Option(
-            "--verdicts",
-            metavar="REF",
-            help="Human verdicts on candidate and champion, as `xray preferences` publishes them.",
+            metavar="REF", help="Human verdicts on candidate and champion, as published by `xray preferences`."
         ),
     ] = None,
     rollback: Annotated[
@@ -65,7 +61,8 @@ def promote(
     bounds = _check(output, candidate, note, gates or [], verdicts, tracking_uri)
     tag = start_reaper()
     try:
-        with prefect_server(output.absolute()), private_ray(), root_cause_only(f"; logs: {output / 'logs'}"):
+        logs = f"; logs: {output / 'logs'}"
+        with prefect_server(output.absolute()), private_ray(), root_cause_only(logs), _refusals():
             from xray.flows import promote as flows
 
             who = by or getpass.getuser()
@@ -73,7 +70,7 @@ def promote(
             if rollback:
                 done = flows.rollback(str(output), name, who, note or typer.prompt("Why"), tracking_uri)
             else:
-                done = _promote(str(output), name, ref, gates=bounds, tracking_uri=tracking_uri, verdicts=verdicts)
+                done = flows.promote(str(output), name, ref, bounds, tracking_uri, verdicts=verdicts)
     finally:
         kill_tagged(tag)
     if "gates_from" in done:
@@ -111,12 +108,13 @@ def _check(
     return bounds
 
 
-def _promote(output: str, name: str, ref: str | None, **options: Any) -> dict[str, Any]:
-    from xray.flows import promote as flows
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A refused promotion is printed with its reasons; exit code 1."""
     from xray_runtime.lineage.gates import NotPromoted
 
     try:
-        return flows.promote(output, name, ref, **options)
+        yield
     except NotPromoted as error:
         print("\n  ".join(["not promoted:", *error.reasons]))
         raise typer.Exit(FAILED) from None
