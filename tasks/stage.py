@@ -62,7 +62,7 @@ def stage(
         raise ConfigError(f"{spec.name}: stage kind {spec.kind!r} is unknown on {socket.gethostname()}")
     _check_code(spec, kind)
     remember_sources(spec.sources)
-    from xray.tasks.job import StageJob
+    from xray.tasks.stage_job import StageJob
 
     job = StageJob(spec, context, kind, parents, functions)
     try:

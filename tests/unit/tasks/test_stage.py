@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from xray.tasks.job import check_numbers
 from xray.tasks.spec import StageSpec
 from xray.tasks.stage import _check_code
+from xray.tasks.stage_job import check_numbers
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import NonFiniteError
