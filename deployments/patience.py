@@ -52,7 +52,6 @@ class Patience:
             raise NotUpError(f"{self._title} has done nothing for {IDLE_SECONDS:.0f} s. {end_of(self.newest_log())}")
 
     def newest_log(self) -> Path:
-        """The log that was written last."""
         return max(filter(_size, self._logs()), key=lambda path: path.stat().st_mtime, default=self._log)
 
     def _logs(self) -> list[Path]:

@@ -88,7 +88,6 @@ def _runs(api: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def show(console: Console, content: dict[str, Any]) -> None:
-    """Print the content of `service_status` for people."""
     if not content["services"]:
         console.print(f"nothing was started in {content['home']}: run `xray up`", highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

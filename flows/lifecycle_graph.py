@@ -41,8 +41,6 @@ from xray_runtime.store.manifest import MANIFEST
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """The results of a lifecycle."""
-
     policy: Handle
     evaluation: Handle
 

@@ -110,7 +110,6 @@ class RunSummary:
         return [] if kind is None else list(kind.findings(read_metrics(path)))
 
     def registered(self, registered: Mapping[str, str]) -> None:
-        """Add the registered model."""
         self.content["registered"] = dict(registered)
         self._write()
 

@@ -76,7 +76,6 @@ class SubmittedTasks:
         return name in self._tasks and self._tasks[name].end.done()
 
     def all_ended(self) -> bool:
-        """Whether no task is active."""
         return all(task.end.done() for task in list(self._tasks.values()))
 
     def result(self, name: str) -> Any:

@@ -280,7 +280,6 @@ class Workspace(Graph):
         return self._tasks.has_ended(stage)
 
     def has_failed_with(self, error: BaseException | None) -> bool:
-        """Whether a stage failed with `error`."""
         return self._tasks.has_failed_with(error)
 
     def final_results(self) -> list[Result]:

@@ -37,7 +37,6 @@ class Job(BaseModel):
 
     @property
     def file(self) -> Path:
-        """This job as JSON."""
         return self.place / "job.json"
 
     @property

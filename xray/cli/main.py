@@ -46,7 +46,6 @@ app.command()(automations)
 
 
 def main() -> None:
-    """Entry point of the `xray` script."""
     sys.exit(app())
 
 

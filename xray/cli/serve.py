@@ -97,8 +97,6 @@ def _refusals() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Order:
-    """The arguments of the command."""
-
     ref: str
     output: Path | None
     tracking_uri: str | None

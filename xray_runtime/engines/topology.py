@@ -37,7 +37,6 @@ class Topology:
         return (stage * self.data + data) * self.tensor + tensor
 
     def stage(self, rank: int) -> int:
-        """Pipeline stage of `rank`."""
         return rank // (self.data * self.tensor)
 
     def data_rank(self, rank: int) -> int:

@@ -31,8 +31,6 @@ class Episode:
 
 @dataclass
 class Sent:
-    """A request in flight."""
-
     episode: Episode
     op: str
     is_replay: bool

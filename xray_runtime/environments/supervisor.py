@@ -93,7 +93,6 @@ class Supervisor:
         self._call(stop)
 
     def join(self) -> None:
-        """Wait until the process has ended."""
         self._thread.join()
 
     def _call(self, call: Callable[[], None]) -> bool:

@@ -244,7 +244,6 @@ def _total(demands: Sequence[Demand]) -> dict[str, float]:
 
 
 def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `condition` becomes true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -31,12 +31,10 @@ class GeneratorSpec:
 
     @property
     def layout(self) -> GeneratorConfig:
-        """Its layout over Workhorses."""
         return self.config
 
     @property
     def workhorse(self) -> type[Workhorse]:
-        """Class of its Workhorses."""
         from xray_runtime.workers.generator import Generator
 
         return Generator

@@ -112,7 +112,6 @@ class Learner(Workhorse):
         offload()
 
     def wake_up(self) -> None:
-        """Undo `sleep`."""
         from xray_runtime.engines.offload import onload
 
         onload()

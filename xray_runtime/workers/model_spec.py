@@ -48,7 +48,6 @@ class ModelSpec:
 
     @property
     def workhorse(self) -> type[Workhorse]:
-        """Class of its Workhorses."""
         from xray_runtime.workers.learner import Learner
 
         return Learner
@@ -62,7 +61,6 @@ class ModelSpec:
 
     @property
     def layout(self) -> LayoutConfig:
-        """Its layout over Workhorses."""
         return self.frozen if self.training is None else self.training.engine
 
     def located(self, find: Callable[[Path], Path]) -> ModelSpec:

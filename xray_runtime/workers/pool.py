@@ -127,8 +127,6 @@ class WorkerPool:
 
 
 class PoolHandle(Protocol):
-    """A `WorkerPool`."""
-
     ping: Method[[], None]
     prestart: Method[..., None]
     num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]

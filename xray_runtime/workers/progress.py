@@ -38,8 +38,6 @@ class ProgressActor:
 
 
 class ProgressHandle(Protocol):
-    """A `ProgressActor`."""
-
     ping: Method[[], None]
     report: Method[[str, int, int, str, str], bool]
     read: Method[[], dict[str, Progress]]

@@ -131,8 +131,6 @@ class HeartbeatMethod(Protocol):
 
 
 class FileReceiverHandle(Protocol):
-    """A `staging.FileReceiver`."""
-
     sees: Method[[Path], bool]
     make_directory: Method[[], Path]
     append_chunk: Method[[Path, bytes], None]
@@ -143,8 +141,6 @@ class FileReceiverHandle(Protocol):
 
 
 class WorkhorseHandle(FileReceiverHandle, Protocol):
-    """A `Learner` or a `Generator`."""
-
     heartbeat: HeartbeatMethod
     worker_info: Method[[], WorkerInfo]
     where: Method[[], Device]

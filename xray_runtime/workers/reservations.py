@@ -73,7 +73,6 @@ class Reservations:
         self._held[ticket] = reservation
 
     def end(self, ticket: Ticket) -> None:
-        """Remove the ticket and its reservation."""
         self.leave(ticket)
         self._held.pop(ticket, None)
 
@@ -107,8 +106,6 @@ class Reservations:
 
 
 class ReservationsHandle(Protocol):
-    """A `Reservations` actor."""
-
     ping: Method[[], None]
     is_next: Method[[Ticket], bool]
     leave: Method[[Ticket], None]

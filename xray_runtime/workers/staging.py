@@ -32,7 +32,6 @@ class FileReceiver:
     _own: Path | None = None
 
     def sees(self, path: Path) -> bool:
-        """Whether `path` exists here."""
         return path.exists()
 
     def make_directory(self) -> Path:
@@ -46,7 +45,6 @@ class FileReceiver:
         return Path(tempfile.mkdtemp(dir=self._own))
 
     def append_chunk(self, path: Path, chunk: bytes) -> None:
-        """Append `chunk` to the file `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(chunk)

@@ -23,7 +23,6 @@ class TrunkMemory:
         """Digest of the rows."""
 
     def forget(self) -> None:
-        """Drop all states."""
         self._states, self._digest = {}, ""
 
     def identified(self, rows: Rows) -> Rows:

@@ -199,15 +199,12 @@ class WholeModel:
         self._call(lambda w: w.send_weights.remote(version, transport, meet, receivers, per_replica))
 
     def where(self) -> list[Device]:
-        """The devices of its Workhorses."""
         return self._call(lambda w: w.where.remote())
 
     def sleep(self) -> None:
-        """`Learner.sleep` on all ranks."""
         self._call(lambda w: w.sleep.remote())
 
     def wake_up(self) -> None:
-        """`Learner.wake_up` on all ranks."""
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:

@@ -113,7 +113,6 @@ class Workhorse(FileReceiver):
         self._close_meeting()
 
     def where(self) -> Device:
-        """Its device."""
         import torch
 
         from xray_runtime.weights.device_transfer import Device
@@ -123,7 +122,6 @@ class Workhorse(FileReceiver):
         return Device(machine(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)
 
     def worker_info(self) -> WorkerInfo:
-        """Its node, process and environment."""
         from xray_runtime.workers.nodes import worker_info
 
         return worker_info()

@@ -160,5 +160,4 @@ class VLLMServer:
         await self._engine.check_health()
 
     def stop(self) -> None:
-        """End the engine."""
         self._engine.shutdown()

@@ -52,7 +52,6 @@ class StageScorer(PlainScorer):
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         for batch in batches:
             states = self._receive_states(batch)
             if self._mesh.is_last:
@@ -102,7 +101,6 @@ class PipelineEngine(StageScorer):
         self._inner, self.writes = inner, inner.writes
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self._inner.forward(task, *args)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
@@ -122,15 +120,12 @@ class PipelineEngine(StageScorer):
         return norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         return self._inner.weights()
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         self._inner.save(directory)
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         self._inner.load(directory)
         self._send_head()
         self._wait_for_sends()

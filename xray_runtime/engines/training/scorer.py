@@ -15,10 +15,8 @@ class PlainScorer:
         self.module = module
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         for batch in batches:
             yield batch, self.forward(task, batch.tensors)

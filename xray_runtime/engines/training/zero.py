@@ -116,7 +116,6 @@ class ZeroEngine(PlainScorer):
         return self.engine(task, *args)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """See `Engine.step`."""
         for batch in batches:
             self.backward(loss(batch) * self.data_parallel)
         return self.apply(lr)
@@ -135,7 +134,6 @@ class ZeroEngine(PlainScorer):
         return float(norm if norm is not None else math.nan)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         adapters = self.module.adapters
         for name, parameter in self._trained():
             plain = states.hugging_face_name(name)
@@ -145,7 +143,6 @@ class ZeroEngine(PlainScorer):
             yield from adapters.merged(self._value)
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"stage-{self._mesh.stage if self._mesh else 0}.safetensors"
         shapes = {states.hugging_face_name(n): self._whole_shape(n, p) for n, p in self._trained()}
@@ -161,7 +158,6 @@ class ZeroEngine(PlainScorer):
         states.write(file if self.writes else None, shapes, (states.WEIGHT, *MOMENTS), step, whole())
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         with states.Reader(directory) as saved:
             for name, parameter in self._trained():
                 plain, split = states.hugging_face_name(name), self._splits.get(name)

@@ -89,7 +89,6 @@ class Judge:
         raise _exception(name, text)
 
     def encoded(self, value: Any) -> Any:
-        """`value` encoded for the channel."""
 
         def keep(held: Any) -> list[Any]:
             if not isinstance(held, Remote):

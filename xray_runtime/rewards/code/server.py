@@ -83,7 +83,6 @@ class _Server:
         self._address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
     def tests(self, sizes: tuple[int, int], limit_s: float, memory: int) -> None:
-        """Answer a question of the kind TESTS."""
         (requests, ask), (answers, answer) = os.pipe(), os.pipe()
         streams = [self._nothing] * 3
 
@@ -107,7 +106,6 @@ class _Server:
             _say(passed=False, why=f"the tests ended with {_ending(status)}")
 
     def case(self, sizes: tuple[int, int], limit_s: float, memory: int) -> None:
-        """Answer a question of the kind CASE."""
         os.ftruncate(self._output, 0)
         os.lseek(self._output, 0, os.SEEK_SET)
 
@@ -163,7 +161,6 @@ class _Server:
             os._exit(1)
 
     def _confine(self, memory: int) -> None:
-        """Confine this process."""
         os.environ.clear()
         # A resumed stage must get the same verdict.
         random.seed(0)

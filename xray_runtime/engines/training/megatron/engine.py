@@ -82,11 +82,9 @@ class MegatronEngine:
         return self._updates.optimizer
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         if self._num_stages == 1:
             for batch in batches:
                 yield batch, self.forward(task, batch.tensors)
@@ -96,7 +94,6 @@ class MegatronEngine:
         yield from zip(held, scores, strict=self.module.post_process)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """See `Engine.step`."""
         self._updates.begin()
         if self._num_stages == 1:
             for batch in batches:
@@ -134,12 +131,10 @@ class MegatronEngine:
         return scores
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         for name in self._owned():
             yield from self._whole(name, self._parameters[name].data)
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"stage-{self._stage}.safetensors" if self.writes else None
         owned = [self._fused[name] for name in self._owned()]
@@ -155,7 +150,6 @@ class MegatronEngine:
         states.write(file, shapes, (states.WEIGHT, *MOMENTS), self._num_steps, whole())
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         with states.Reader(directory) as saved:
             for name, fused in self._fused.items():
                 parameter = self._parameters[name]
