@@ -168,7 +168,7 @@ def _start_stage_process() -> None:
 
 
 def _import_libraries() -> None:
-    for module in ("xray.tasks.stage", "xray.tasks.stage_job"):
+    for module in ("mlflow", "xray.tasks.stage", "xray.tasks.stage_job"):
         importlib.import_module(module)
 
 
