@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,13 @@ def test_the_cause_is_told_where_no_sandbox_starts(tmp_path: Path, monkeypatch: 
         "server.os.fork = lambda: open('/no/such')": "No such file or directory",
         "server.Channel = 1 / 0": "exit code 1: ZeroDivisionError: division by zero",
     }.items():  # fmt: skip
-        answerer = one._process._answerer
-        program = answerer.program.replace(
+        program = one._process._program
+        source = program.source.replace(
             "import main\nmain(",
             f"import main\nfrom xray_runtime.rewards.code import server\n"
             f"from xray_runtime.rewards.code.seccomp import seccomp_filter\n{fault}\nmain(",
         )
-        monkeypatch.setattr(
-            one._process,
-            "_answerer",
-            type(answerer)(program, answerer.limits, None, answerer.warm_up, answerer.pass_fds),
-        )
+        monkeypatch.setattr(one._process, "_program", replace(program, source=source))
         with pytest.raises(RuntimeError, match=why):
             one.score("def f(): pass", "f()", 1.0, 64)
         monkeypatch.undo()
