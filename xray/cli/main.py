@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -32,7 +33,7 @@ def automations() -> None:
     print("\n".join(f"installed: {name}" for name in install()) or "nothing to install: all are up to date")
 
 
-COMMANDS = (
+COMMANDS: tuple[Any, ...] = (
     *(run, plan, tune.tune, up.up, up.down, up.status),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
     *(chat.chat, compare.compare, compare.preferences, promote, serve),
